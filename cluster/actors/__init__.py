@@ -1,0 +1,1 @@
+"""The engine-side Ray files: shards, placement, gang, router."""

@@ -1,0 +1,1 @@
+"""REST and Ray Serve: the data path from HTTP to a gang and back."""

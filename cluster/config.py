@@ -1,0 +1,188 @@
+"""The frozen settings of one engine. Names are SGLang's; `ALIASES` maps vLLM's spellings onto them.
+
+Everything that can be known to be wrong without opening a file is refused here, naming the setting and the remedy.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+ALIASES: dict[str, str] = {
+    "model": "model_path",
+    "tokenizer": "tokenizer_path",
+    "tensor_parallel_size": "tp_size",
+    "data_parallel_size": "attn_dp_size",
+    "dp_size": "attn_dp_size",
+    "block_size": "page_size",
+    "max_model_len": "context_length",
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "seed": "random_seed",
+    "speculative_draft_model": "speculative_draft_model_path",
+}
+SPECULATIVE_CONFIG: dict[str, str] = {
+    "method": "speculative_algorithm",
+    "model": "speculative_draft_model_path",
+    "num_speculative_tokens": "speculative_num_steps",
+}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be honoured; the message names it and says what to write instead."""
+
+
+def nearest(key: str, known: list[str]) -> str:
+    """A hint such as `; did you mean 'page_size'?`, or an empty string when nothing is close."""
+    match = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+class Settings(BaseModel):
+    """Base of every config model: frozen, and an unknown key is an error that suggests the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            known = list(cls.model_fields)
+            for key in data:
+                if key not in known:
+                    raise ConfigError(f"unknown setting {key!r}{nearest(str(key), known)}")
+        return data
+
+
+class EngineConfig(Settings):
+    """Settings of one engine (one gang of ranks). Sizes are in tokens unless the name says otherwise."""
+
+    model_path: str
+    tokenizer_path: str | None = None
+    dtype: Dtype = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
+    context_length: int | None = Field(default=None, ge=8)
+    page_size: int = Field(default=16, ge=1, le=1024)
+    max_total_tokens: int | None = Field(default=None, ge=1, description="KV capacity of one rank, in tokens")
+    kv_cache_gb: float = Field(default=0.5, gt=0, description="KV budget per rank when max_total_tokens is unset")
+    max_running_requests: int = Field(default=64, ge=1, le=4096)
+    chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1 is no limit")
+    max_queued_tokens: int = Field(default=65536, ge=1)
+    disable_radix_cache: bool = False
+    speculative_algorithm: Literal["EAGLE3"] | None = None
+    speculative_draft_model_path: str | None = None
+    speculative_num_steps: int | None = Field(default=None, ge=1, le=16)
+    speculative_eagle_topk: int | None = Field(default=None, ge=1, le=32)
+    speculative_num_draft_tokens: int | None = Field(default=None, ge=2, le=512)
+    tp_size: int = Field(default=1, ge=1)
+    attn_dp_size: int = Field(default=1, ge=1)
+    random_seed: int = Field(default=0, ge=0)
+    num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")
+    watchdog_timeout_s: float = Field(default=5.0, gt=0, description="no step for this long while busy is unhealthy")
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:
+        """Build from `engine_kwargs` in SGLang's or vLLM's spelling.
+
+        Raises:
+            ConfigError: an unknown key (with the nearest known one), a key given twice under two spellings, or a bad
+                value.
+        """
+        flat: dict[str, Any] = {}
+
+        def put(spelling: str, name: str, value: Any) -> None:
+            if name in flat:
+                raise ConfigError(f"{spelling!r} sets {name!r}, which is already set; give it once")
+            flat[name] = value
+
+        for key, value in kwargs.items():
+            if key == "speculative_config":
+                if not isinstance(value, Mapping):
+                    raise ConfigError("speculative_config must be a mapping with method, model, num_speculative_tokens")
+                for sub, sub_value in value.items():
+                    if sub not in SPECULATIVE_CONFIG:
+                        hint = nearest(sub, list(SPECULATIVE_CONFIG))
+                        raise ConfigError(f"unknown setting 'speculative_config.{sub}'{hint}")
+                    upper = sub_value.upper() if sub == "method" and isinstance(sub_value, str) else sub_value
+                    put(f"speculative_config.{sub}", SPECULATIVE_CONFIG[sub], upper)
+                continue
+            name = ALIASES.get(key, key)
+            if name not in cls.model_fields:
+                raise ConfigError(f"unknown setting {key!r}{nearest(key, [*cls.model_fields, *ALIASES])}")
+            put(key, name, value)
+        return cls.model_validate(flat)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        speculative = {
+            name: getattr(self, name)
+            for name in (
+                "speculative_draft_model_path",
+                "speculative_num_steps",
+                "speculative_eagle_topk",
+                "speculative_num_draft_tokens",
+            )
+        }
+        if self.speculative_algorithm is None:
+            for name, value in speculative.items():
+                if value is not None:
+                    raise ConfigError(f"{name} needs speculative_algorithm: EAGLE3")
+        elif self.speculative_draft_model_path is None:
+            raise ConfigError("speculative_algorithm needs speculative_draft_model_path: the folder of the draft")
+        if self.chunked_prefill_size == 0:
+            raise ConfigError("chunked_prefill_size must be positive, or -1 for no limit")
+        if self.tp_size % self.attn_dp_size:
+            raise ConfigError(f"attn_dp_size {self.attn_dp_size} must divide tp_size {self.tp_size}")
+        return self
+
+
+class TreeShape(BaseModel):
+    """S, K and N of one step: depth, children per node, nodes (root included). N = 1 is plain decoding."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    @property
+    def window(self) -> int:
+        """W: KV slots beyond the committed ones that a step may write, per request."""
+        return max(self.num_draft_tokens, self.topk * (self.num_steps - 1), self.num_steps + 1)
+
+
+PLAIN = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
+DEFAULT_NUM_STEPS = 3
+DEFAULT_TOPK = 1
+
+
+def tree_shape(config: EngineConfig) -> TreeShape:
+    """The tree a config asks for, with defaults filled in and limits checked.
+
+    Raises:
+        ConfigError: more nodes than the levels can propose, or a chain whose size is not depth + 1.
+    """
+    if config.speculative_algorithm is None:
+        return PLAIN
+    steps = config.speculative_num_steps or DEFAULT_NUM_STEPS
+    topk = config.speculative_eagle_topk or DEFAULT_TOPK
+    most = topk + (steps - 1) * topk * topk + 1
+    nodes = config.speculative_num_draft_tokens
+    if topk == 1:
+        if nodes is not None and nodes != steps + 1:
+            raise ConfigError(
+                f"speculative_num_draft_tokens must be speculative_num_steps + 1 = {steps + 1} when "
+                f"speculative_eagle_topk is 1, got {nodes}; leave it out or raise speculative_eagle_topk"
+            )
+        nodes = steps + 1
+    nodes = nodes or min(most, 4 * steps)
+    if nodes > most:
+        raise ConfigError(
+            f"speculative_num_draft_tokens {nodes} is more than the {most} nodes that speculative_num_steps {steps} "
+            f"and speculative_eagle_topk {topk} can propose; lower it"
+        )
+    return TreeShape(num_steps=steps, topk=topk, num_draft_tokens=nodes)

@@ -1,0 +1,1 @@
+"""Lockstep across data-parallel attention ranks: one gathered table, one plan, one exchange."""

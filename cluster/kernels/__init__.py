@@ -1,0 +1,1 @@
+"""Device kernels, each beside the torch twin it must equal."""

@@ -1,0 +1,1 @@
+"""Pages, slots, the radix tree and the byte budget; knows nothing of models."""

@@ -1,0 +1,1 @@
+"""Target and draft families, checkpoint formats, and the registry that tells them apart."""

@@ -1,0 +1,112 @@
+"""The nouns that travel: a request goes in, request outputs come out.
+
+These types cross process borders (REST replica -> shard and back), so they hold plain Python values only:
+no tensors, no tokenizers, no Ray.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request wants its tokens chosen and when it ends.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch a filter off; the filters apply to the
+    tempered distribution in the order top_k, top_p, min_p. `logprobs` is None for none, else how many top alternatives
+    to report beside each chosen token (0 to 20); they are log-softmax of the target's raw logits.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their documented range, naming the field."""
+        checks = (
+            (self.temperature >= 0.0, "temperature", "be at least 0"),
+            (self.top_k >= 0, "top_k", "be 0 (off) or positive"),
+            (0.0 < self.top_p <= 1.0, "top_p", "lie in (0, 1]"),
+            (0.0 <= self.min_p <= 1.0, "min_p", "lie in [0, 1]"),
+            (self.max_tokens >= 1, "max_tokens", "be at least 1"),
+            (self.seed is None or 0 <= self.seed < 2**63, "seed", "lie in [0, 2**63)"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "lie in [0, 20]"),
+            (all(self.stop), "stop", "hold no empty string"),
+        )
+        for ok, name, remedy in checks:
+            if not ok:
+                raise ValueError(f"{name} must {remedy}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to continue. Sample i of an `n > 1` call is its own Request with its own derived seed.
+
+    `resumed_tokens` counts tokens at the end of `prompt_token_ids` that a client has already been sent: they are part
+    of the output (stop strings, max_tokens and seeds treat them as generated) but are not sent again.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    resumed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The target's log-probability of one committed token; `top` are its likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """What speculation did for one request, over its life.
+
+    `accepted[j]` counts steps that accepted exactly j draft tokens, so sum(accepted) == steps and a step commits
+    j + 1 tokens; `drafted` counts verified nodes other than roots.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Draft tokens accepted over all steps."""
+        return sum(j * count for j, count in enumerate(self.accepted))
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens committed per step, bonus included; 0.0 before the first step."""
+        return 1.0 + self.accepted_tokens / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step gave one request: the tokens committed in it, and whether that ended the request.
+
+    The final output of a request has `finish_reason` set and `speculation` filled in; `stop_reason` is the stop string
+    or the stop/EOS token id that ended it. When a stop string ended it, `token_ids` includes the token that completed
+    the string (the text layer cuts the text at the string). `error` explains finish_reason "error".
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    cached_tokens: int = 0
+    speculation: SpeculationCounts | None = None
+    error: str | None = None

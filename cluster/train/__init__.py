@@ -1,0 +1,1 @@
+"""Training of targets and EAGLE-3 drafts; uses models, not the engine."""
