@@ -1,0 +1,150 @@
+"""The training text: the Python standard library's own source, split by a fixed hash of the path.
+
+Which files are held out depends only on their path relative to the library, so any CPython
+installation agrees on the split. Not known here: how text becomes token ids.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+HELDOUT_PER_MILLE = 40
+"""Share of files never trained on."""
+
+TESTS_PER_MILLE = 150
+"""Share of the library's own tests that is trained on: there is more of them than of the library."""
+
+_LEFT_OUT_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
+_TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
+_SHORTEST = 400
+
+
+@dataclass(frozen=True)
+class ChatExample:
+    """One question and its answer, both plain text."""
+
+    question: str
+    answer: str
+
+
+def library_root() -> Path:
+    """The directory of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _is_test(path: str) -> bool:
+    return bool(_TEST_DIRECTORIES.intersection(path.split("/")[:-1]))
+
+
+def _belongs(path: str) -> bool:
+    parts = path.split("/")
+    if _LEFT_OUT_DIRECTORIES.intersection(parts) or any(part.startswith("config-") for part in parts):
+        return False
+    if parts[-1].startswith("_sysconfigdata"):  # machine-made, and it names the machine
+        return False
+    # The codecs are tables, all alike.
+    return not (parts[0] == "encodings" and parts[-1] not in {"__init__.py", "idna.py", "punycode.py"})
+
+
+def is_heldout(path: str) -> bool:
+    """Whether a file, named by its path relative to the library with `/`, is held out."""
+    return _hash(path) % 1000 < HELDOUT_PER_MILLE
+
+
+def _all_files() -> list[str]:
+    root = library_root()
+    paths = (file.relative_to(root).as_posix() for file in root.rglob("*.py") if file.is_file())
+    return sorted(path for path in paths if _belongs(path))
+
+
+def heldout_files() -> list[str]:
+    """Held-out library files (no tests), as sorted relative paths."""
+    return [path for path in _all_files() if is_heldout(path) and not _is_test(path)]
+
+
+def train_files() -> list[str]:
+    """Library files and a fixed part of the library's tests, none of them held out."""
+    return [
+        path
+        for path in _all_files()
+        if not is_heldout(path) and (not _is_test(path) or _hash("test:" + path) % 1000 < TESTS_PER_MILLE)
+    ]
+
+
+def read_text(path: str) -> str | None:
+    """The file's text with `\\n` line ends, or None when it is not UTF-8 or too short to teach anything."""
+    try:
+        text = (library_root() / path).read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError):
+        return None
+    return text if len(text) >= _SHORTEST else None
+
+
+def texts(paths: list[str]) -> Iterator[str]:
+    """The texts of the files that have one."""
+    for path in paths:
+        text = read_text(path)
+        if text is not None:
+            yield text
+
+
+def chat_examples(paths: list[str], count: int, seed: int) -> list[ChatExample]:
+    """Questions made of a documented function's name and first line, answered by its source."""
+    found: list[ChatExample] = []
+    for path in paths:
+        text = None if _is_test(path) else read_text(path)
+        if text is None:
+            continue
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            source = ast.get_source_segment(text, node)
+            if not docstring or not source or not 120 <= len(source) <= 1600:
+                continue
+            first_line = docstring.strip().splitlines()[0]
+            lines = source.splitlines()
+            dedented = [lines[0], *(_without_indent(line, node.col_offset) for line in lines[1:])]
+            question = f"Write the Python function `{node.name}`. {first_line}"
+            found.append(ChatExample(question, "\n".join(dedented)))
+    random.Random(seed).shuffle(found)
+    return found[:count]
+
+
+def _without_indent(line: str, width: int) -> str:
+    return line[width:] if not line[:width].strip() else line
+
+
+def heldout_prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int = 0
+) -> list[list[int]]:
+    """`count` prompts of `length` token ids, cut at deterministic places of held-out files.
+
+    The files are taken in turn; a file is used when it has at least twice `length` tokens.
+    """
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts(heldout_files())]
+    usable = [ids for ids in encoded if len(ids) >= 2 * length]
+    if not usable:
+        raise ValueError(f"no held-out file has {2 * length} tokens: this installation lacks its library source")
+    prompts: list[list[int]] = []
+    for index in range(count):
+        ids = usable[index % len(usable)]
+        start = _hash(f"{seed}:{index}") % (len(ids) - length)
+        prompts.append(list(ids[start : start + length]))
+    return prompts

@@ -1,0 +1,85 @@
+"""Token ids of the whole corpus as one array, and the windows that a step reads from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from cluster.train.corpus import chat_examples, heldout_files, texts, train_files
+
+Ids = NDArray[np.int64]
+
+CHAT_COUNT = 1500
+
+
+def _join(documents: list[list[int]], end_of_text: int) -> Ids:
+    """Documents in order, each opened by the end-of-text id."""
+    return np.concatenate([np.asarray([end_of_text, *document], dtype=np.int64) for document in documents])
+
+
+def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) -> list[list[int]]:
+    """Chats in the tokenizer's own template, as token ids."""
+    documents: list[list[int]] = []
+    for example in chat_examples(train_files(), count, seed):
+        messages = [
+            {"role": "user", "content": example.question},
+            {"role": "assistant", "content": example.answer},
+        ]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        documents.append(tokenizer.encode(str(text), add_special_tokens=False))
+    return documents
+
+
+def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None) -> tuple[Ids, Ids]:
+    """(train ids, held-out ids), read from `cache` when it is there. `files` limits the train files."""
+    if cache.exists():
+        with np.load(cache) as stored:
+            return stored["train"], stored["heldout"]
+    end_of_text = int(tokenizer.convert_tokens_to_ids("<|endoftext|>"))  # type: ignore[arg-type]
+    paths = train_files() if files is None else train_files()[:files]
+    documents = [tokenizer.encode(text, add_special_tokens=False) for text in texts(paths)]
+    documents += chat_documents(tokenizer, CHAT_COUNT if files is None else 8)
+    order = np.random.default_rng(0).permutation(len(documents))
+    train = _join([documents[int(index)] for index in order], end_of_text)
+    heldout = _join(
+        [tokenizer.encode(text, add_special_tokens=False) for text in texts(heldout_files())], end_of_text
+    )
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(cache, train=train, heldout=heldout)
+    return train, heldout
+
+
+class Windows:
+    """Batches of windows. Step s always reads the same windows, so training can resume anywhere.
+
+    Every epoch shifts the grid of windows by a random offset and shuffles it.
+    """
+
+    def __init__(self, ids: Ids, length: int, batch: int, seed: int) -> None:
+        self.ids = torch.from_numpy(ids)
+        self.length = length
+        self.batch = batch
+        self.seed = seed
+        self.per_epoch = (len(ids) - length) // length
+        if self.per_epoch < 1:
+            raise ValueError(f"{len(ids)} token ids are too few for windows of {length}")
+        self._orders: dict[int, tuple[int, Ids]] = {}
+
+    def _order(self, epoch: int) -> tuple[int, Ids]:
+        if epoch not in self._orders:
+            rng = np.random.default_rng((self.seed, epoch))
+            self._orders[epoch] = int(rng.integers(self.length)), rng.permutation(self.per_epoch)
+        return self._orders[epoch]
+
+    def __call__(self, step: int) -> torch.Tensor:
+        """Token ids [batch, length] of one step."""
+        rows: list[torch.Tensor] = []
+        for index in range(step * self.batch, (step + 1) * self.batch):
+            offset, order = self._order(index // self.per_epoch)
+            start = offset + int(order[index % self.per_epoch]) * self.length
+            rows.append(self.ids[start : start + self.length])
+        return torch.stack(rows)

@@ -1,0 +1,101 @@
+"""Muon for the matrices of the layers, AdamW for the rest, and the schedule that follows the clock."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
+    """Newton-Schulz towards the nearest semi-orthogonal matrix; [count, rows, columns] in and out.
+
+    The quintic and its coefficients are those of Keller Jordan's Muon.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = gradient.shape[1] > gradient.shape[2]
+    x = gradient.mT if tall else gradient
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum whose matrix update is orthogonalized; matrices of one shape go together."""
+
+    def __init__(
+        self, matrices: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update of every matrix that has a gradient."""
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    by_shape[matrix.shape].append(matrix)
+            for shape, matrices in by_shape.items():
+                updates: list[torch.Tensor] = []
+                for matrix in matrices:
+                    state = self.state[matrix]
+                    if "momentum" not in state:
+                        state["momentum"] = torch.zeros_like(matrix)
+                    state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
+                    updates.append(matrix.grad.lerp(state["momentum"], group["momentum"]))
+                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                for matrix, update in zip(matrices, orthogonalize(torch.stack(updates)), strict=True):
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                    matrix.add_(update, alpha=-scale)
+
+
+class Optimizers:
+    """Both optimizers as one; the learning rates are the peak rates times `factor`."""
+
+    def __init__(
+        self,
+        matrices: list[nn.Parameter],
+        others: list[nn.Parameter],
+        *,
+        matrix_lr: float,
+        other_lr: float,
+    ) -> None:
+        self.trained = matrices + others
+        self.parts: list[torch.optim.Optimizer] = [
+            Muon(matrices, lr=matrix_lr),
+            torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0),
+        ]
+        self.peaks = [matrix_lr, other_lr]
+
+    def step(self, factor: float) -> float:
+        """Clip, update, clear the gradients; returns the norm before clipping."""
+        norm = nn.utils.clip_grad_norm_(self.trained, 1.0)
+        for part, peak in zip(self.parts, self.peaks, strict=True):
+            for group in part.param_groups:
+                group["lr"] = peak * factor
+            part.step()
+            part.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of both, in order."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Undo `state_dict`."""
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def clock_factor(progress: float, warmup: float = 0.015, floor: float = 0.02) -> float:
+    """Learning rate factor when `progress` (0 to 1) of the time is spent: short warmup, linear decay."""
+    if progress < warmup:
+        return max(0.05, progress / warmup)
+    left = max(0.0, 1.0 - progress) / (1.0 - warmup)
+    return floor + (1.0 - floor) * left
