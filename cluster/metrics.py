@@ -1,0 +1,347 @@
+"""Every instrument, declared once; how a process fills them, and how the samples of many become one page.
+
+A rank fills `EngineMetrics` once per step, a REST replica fills `ServingMetrics` once per chunk. Each serialises its
+registry to JSON, and `merge` adds the samples of all ranks and replicas, so whichever replica answers `/metrics` says
+the same. Only sums are exported, never ratios: a reader divides after adding. Series that other tools look for by name
+(`vllm:...`) are not filled a second time; `merge` writes them as second names of ours.
+"""
+
+import json
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
+PHASES = ("schedule", "draft", "target", "extend", "commit")
+PAGE_STATES = ("free", "used", "cached")
+SCHEMA = 1
+
+_MS = 0.001
+PHASE_BUCKETS = tuple(_MS * t for t in (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096))
+ITL_BUCKETS = tuple(_MS * t for t in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1000, 2500, 10000))
+TTFT_BUCKETS = tuple(_MS * t for t in (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000, 10000, 40000))
+E2E_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(5) for m in (1, 2, 5))
+ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # a tree has at most 16 levels, and the bonus is included
+
+# Our family -> the second names it is exported under. `engine` is vLLM's word for a data-parallel rank.
+TOOL_NAMES: Mapping[str, tuple[str, ...]] = {
+    "aerie_drafts": ("vllm:spec_decode_num_drafts",),
+    "aerie_verified_nodes": ("vllm:spec_decode_num_draft_tokens",),
+    "aerie_accepted_draft_tokens": ("vllm:spec_decode_num_accepted_tokens",),
+    "aerie_accepted_by_depth": ("vllm:spec_decode_num_accepted_tokens_per_pos",),
+    "aerie_running_requests": ("vllm:num_requests_running",),
+    "aerie_waiting_requests": ("vllm:num_requests_waiting",),
+    "aerie_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+    "aerie_cached_tokens": ("vllm:prompt_tokens_cached", "vllm:prefix_cache_hits"),
+    "aerie_generated_tokens": ("vllm:generation_tokens",),
+    "aerie_retractions": ("vllm:num_preemptions",),
+    "aerie_ttft_seconds": ("vllm:time_to_first_token_seconds",),
+    "aerie_itl_seconds": ("vllm:inter_token_latency_seconds",),
+    "aerie_e2e_seconds": ("vllm:e2e_request_latency_seconds",),
+    "aerie_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "aerie_request_generation_tokens": ("vllm:request_generation_tokens",),
+}
+KV_USAGE = "vllm:kv_cache_usage_perc"
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step of one rank did, in plain values; the engine fills one per step.
+
+    The first block is about this step and is added up; the second is the state after it and replaces the last one.
+    `accept_lens` has one entry per request that verified a tree, bonus included; `accepted_by_depth[i]` counts those
+    whose accepted path reached depth i + 1, so its sum is the number of accepted draft tokens.
+    """
+
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    decode_requests: int = 0
+    prompt_rows: int = 0
+    padded_rows: int = 0
+    target_rows: int = 0
+    accept_lens: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    drafts: int = 0
+    verified_nodes: int = 0
+    committed_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    retracted: int = 0
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    pages_free: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    rank: int = 0
+
+
+class BulkHistogram(Histogram):
+    """A histogram that takes many values at about the price of one."""
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Observe `value` `count` times."""
+        self._sum.inc(value * count)
+        self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
+
+    def add_all(self, values: list[int]) -> None:
+        """Observe each of a list of values that repeat often."""
+        self._sum.inc(sum(values))
+        for value in set(values):
+            self._buckets[bisect_left(self._upper_bounds, value)].inc(values.count(value))
+
+
+class EngineMetrics:
+    """The instruments of one rank. The step loop alone writes; any thread may serialise."""
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str, rank: int = 0) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self.rank = rank
+        names = ("model_name", "rank")
+        own = {"model_name": model_name, "rank": str(rank)}
+
+        def counter(name: str, text: str, *extra: str) -> Counter:
+            return Counter(name, text, (*names, *extra), registry=self.registry)
+
+        def gauge(name: str, text: str, *extra: str) -> Gauge:
+            return Gauge(name, text, (*names, *extra), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *extra: str) -> BulkHistogram:
+            return BulkHistogram(name, text, (*names, *extra), buckets=buckets, registry=self.registry)
+
+        phase = histogram("aerie_step_phase_seconds", "Time of one phase of one step", PHASE_BUCKETS, "phase")
+        pages = gauge("aerie_kv_pages", "KV pages by state; the three add up to the pool", "state")
+        accept = histogram("aerie_accept_length", "Tokens committed per tree, bonus included", ACCEPT_LEN_BUCKETS)
+        self._depth = counter("aerie_accepted_by_depth", "Draft tokens accepted at a depth of the tree", "depth")
+        self._depths: list[Counter] = []
+        self._own = own
+        self._phases = {name: phase.labels(**own, phase=name) for name in PHASES}
+        self._accept = accept.labels(**own)
+        self._steps = counter("aerie_steps", "Steps taken").labels(**own)
+        sums = {
+            "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
+            "prompt_rows": ("aerie_prompt_rows", "Prompt rows that rode in a step"),
+            "padded_rows": ("aerie_padded_rows", "Rows computed only to fill the plan"),
+            "target_rows": ("aerie_target_rows", "Rows of the target phase that belong to requests"),
+            "drafts": ("aerie_drafts", "Trees verified"),
+            "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
+            "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
+            "cached_tokens": ("aerie_cached_tokens", "Prompt tokens taken from the radix tree"),
+            "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
+            "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
+        }
+        states = {
+            "running": ("aerie_running_requests", "Requests that hold slots"),
+            "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
+            "queued_tokens": ("aerie_queued_tokens", "Tokens of the requests queued for slots"),
+        }
+        self._sums = [(name, counter(*spec).labels(**own)) for name, spec in sums.items()]
+        self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
+        self._latest = StepStats(rank=rank)
+        for name, spec in states.items():
+            self._follow(gauge(*spec).labels(**own), name)
+        for state in PAGE_STATES:
+            self._follow(pages.labels(**own, state=state), f"pages_{state}")
+
+    def _follow(self, gauge: Gauge, name: str) -> None:
+        """Let a gauge read its value from the latest stats, so that a step pays nothing for it."""
+        gauge.set_function(lambda: float(getattr(self._latest, name)))
+
+    def observe_step(self, stats: StepStats) -> None:
+        """Add one step.
+
+        Raises:
+            ValueError: the stats are of another rank.
+            KeyError: a phase that is not in `PHASES`.
+        """
+        if stats.rank != self.rank:
+            raise ValueError(f"stats of rank {stats.rank} given to the metrics of rank {self.rank}")
+        self._steps.inc()
+        for phase, seconds in stats.phase_seconds.items():
+            self._phases[phase].add(seconds)
+        for name, counter in self._sums:
+            if amount := getattr(stats, name):
+                counter.inc(amount)
+        if stats.accept_lens:
+            self._accept.add_all(stats.accept_lens)
+            self._accepted.inc(sum(stats.accepted_by_depth))
+        for depth, count in enumerate(stats.accepted_by_depth):
+            if depth == len(self._depths):
+                self._depths.append(self._depth.labels(**self._own, depth=str(depth + 1)))
+            if count:
+                self._depths[depth].inc(count)
+        self._latest = stats
+
+    def serialize(self) -> bytes:
+        """All series of this rank as JSON, for `merge`."""
+        return _serialize(self.registry)
+
+
+class ServingMetrics:
+    """The instruments of one REST replica. Each sample of a call is a request with its own `RequestTimer`."""
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        names = ("model_name",)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BulkHistogram:
+            made = BulkHistogram(name, text, names, buckets=buckets, registry=self.registry)
+            return made.labels(model_name=model_name)
+
+        requests = Counter("aerie_requests", "Requests ended, by outcome", (*names, "outcome"), registry=self.registry)
+        self.outcomes = {name: requests.labels(model_name=model_name, outcome=name) for name in OUTCOMES}
+        open_ = Gauge(
+            "aerie_open_requests", "Requests at REST replicas, by state", (*names, "state"), registry=self.registry
+        )
+        self.waiting = open_.labels(model_name=model_name, state="waiting")
+        self.streaming = open_.labels(model_name=model_name, state="streaming")
+        self.ttft = histogram("aerie_ttft_seconds", "Arrival to first token", TTFT_BUCKETS)
+        self.itl = histogram("aerie_itl_seconds", "Time per token after the first", ITL_BUCKETS)
+        self.e2e = histogram("aerie_e2e_seconds", "Arrival to the end of the request", E2E_BUCKETS)
+        self.prompt_tokens = histogram("aerie_request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self.generation_tokens = histogram("aerie_request_generation_tokens", "Tokens sent", TOKEN_BUCKETS)
+
+    def on_start(self, now: float | None = None) -> "RequestTimer":
+        """A request was admitted; its timer is told about every chunk and about the end."""
+        return RequestTimer(self, time.perf_counter() if now is None else now)
+
+    def on_refused(self, outcome: Literal["overloaded", "invalid"]) -> None:
+        """A request was turned away before it started: the queue is full (503), or it cannot be served (4xx)."""
+        self.outcomes[outcome].inc()
+
+    def serialize(self) -> bytes:
+        """All series of this replica as JSON, for `merge`."""
+        return _serialize(self.registry)
+
+
+class RequestTimer:
+    """The clock of one request, read with `time.perf_counter`; `now` is for tests and for one reading per batch."""
+
+    __slots__ = ("_arrived", "_ended", "_last", "_metrics", "_tokens")
+
+    def __init__(self, metrics: ServingMetrics, now: float) -> None:
+        self._metrics = metrics
+        self._arrived = now
+        self._last: float | None = None
+        self._tokens = 0
+        self._ended = False
+        metrics.waiting.inc()
+
+    def on_tokens(self, count: int, now: float | None = None) -> None:
+        """A chunk of `count` tokens arrived. Tokens after the first share the time since the chunk before equally."""
+        if count <= 0 or self._ended:
+            return
+        now = time.perf_counter() if now is None else now
+        if self._last is None:
+            self._metrics.ttft.add(now - self._arrived)
+            self._metrics.waiting.dec()
+            self._metrics.streaming.inc()
+            if count > 1:
+                self._metrics.itl.add(0.0, count - 1)
+        else:
+            self._metrics.itl.add((now - self._last) / count, count)
+        self._last = now
+        self._tokens += count
+
+    def on_finish(self, outcome: Outcome, prompt_tokens: int, now: float | None = None) -> None:
+        """The request ended; later calls change nothing, so an abort may race with the end."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self._metrics
+        (metrics.waiting if self._last is None else metrics.streaming).dec()
+        metrics.outcomes[outcome].inc()
+        metrics.e2e.add((time.perf_counter() if now is None else now) - self._arrived)
+        metrics.prompt_tokens.add(prompt_tokens)
+        metrics.generation_tokens.add(self._tokens)
+
+
+def merge(samples: Iterable[bytes]) -> bytes:
+    """The Prometheus text page of the sum over serialised samples, with the second names that tools read.
+
+    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label.
+
+    Raises:
+        ValueError: a sample of another schema, or a family that two samples declare with different types.
+    """
+    families: dict[str, Metric] = {}
+    totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for sample in samples:
+        page = json.loads(sample)
+        if page.get("schema") != SCHEMA:
+            raise ValueError(f"metrics sample has schema {page.get('schema')!r}, this process reads {SCHEMA}")
+        for name, kind, text, series in page["families"]:
+            family = families.setdefault(name, Metric(name, text, kind))
+            if family.type != kind:
+                raise ValueError(f"metric {name!r} is declared as {family.type} and as {kind}")
+            sums = totals.setdefault(name, {})
+            for suffix, labels, value in series:
+                key = (suffix, tuple(labels.items()))
+                sums[key] = sums.get(key, 0.0) + value
+    for name, sums in totals.items():
+        for (suffix, pairs), value in sums.items():
+            families[name].add_sample(name + suffix, dict(pairs), value)
+    return generate_latest(_Page([*families.values(), *_second_names(families)]))
+
+
+class _Page(Collector):
+    """Families that are already collected, in the shape that `generate_latest` takes."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _serialize(registry: CollectorRegistry) -> bytes:
+    """A registry as JSON: per family its name, type, help and series (suffix, labels, value); no creation times."""
+    families: list[Any] = []
+    for family in registry.collect():
+        series = [
+            (sample.name.removeprefix(family.name), sample.labels, sample.value)
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        ]
+        families.append((family.name, family.type, family.documentation, series))
+    return json.dumps({"schema": SCHEMA, "families": families}, separators=(",", ":")).encode()
+
+
+def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
+    """The families of `TOOL_NAMES` that are present, and KV usage worked out from the summed pages."""
+    made = []
+    for ours, others in TOOL_NAMES.items():
+        if source := families.get(ours):
+            for other in others:
+                family = Metric(other, source.documentation, source.type)
+                for sample in source.samples:
+                    family.add_sample(other + sample.name.removeprefix(ours), _tool_labels(sample.labels), sample.value)
+                made.append(family)
+    if pages := families.get("aerie_kv_pages"):
+        used: dict[tuple[tuple[str, str], ...], float] = {}
+        total: dict[tuple[tuple[str, str], ...], float] = {}
+        for sample in pages.samples:
+            labels = _tool_labels(sample.labels)
+            state = labels.pop("state")
+            key = tuple(labels.items())
+            total[key] = total.get(key, 0.0) + sample.value
+            used[key] = used.get(key, 0.0) + (sample.value if state == "used" else 0.0)
+        family = Metric(KV_USAGE, "Share of KV pages held by requests, from pages summed over replicas", "gauge")
+        for key, pages_in_all in total.items():
+            family.add_sample(KV_USAGE, dict(key), used[key] / pages_in_all if pages_in_all else 0.0)
+        made.append(family)
+    return made
+
+
+def _tool_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Our labels in vLLM's words: `rank` is `engine`, and `depth` counted from 1 is `position` counted from 0."""
+    words = {"rank": "engine", "depth": "position"}
+    return {words.get(k, k): str(int(v) - 1) if k == "depth" else v for k, v in labels.items()}
