@@ -1,0 +1,217 @@
+"""The architecture as a test: imports point down, files stay small, nothing hides in a drawer, nothing unpickles.
+
+`LAYERS` is section 4 of the design, bottom first. A module may import its own layer and the ones before it.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "cluster"
+
+GROUND = ("__init__", "config", "arch", "request", "batch", "mesh", "metrics", "text")
+LAYERS = (
+    "ground",
+    "kernels",
+    "kv",
+    "attention",
+    "models",
+    "forward",
+    "spec",
+    "dp_attention",
+    "engine",
+    "actors",
+    "api",
+    "train",
+    "bench",
+    "cli",
+)
+# Where the rule is narrower than "everything before": training stands beside the engine, not on it.
+MAY_IMPORT = {"train": frozenset(LAYERS[: LAYERS.index("models") + 1])}
+KNOWS_RAY = frozenset({"actors", "api", "bench", "cli"})
+DRAWERS = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})
+MAX_LINES = 400
+UNSAFE_MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
+UNSAFE_CALLS = frozenset(
+    {
+        "eval",
+        "exec",
+        "torch.load",
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "recv_object_list",
+        "scatter_object_list",
+        "send_object_list",
+    }
+)
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def where(path: Path, node: ast.AST | None = None) -> str:
+    line = f":{node.lineno}" if node is not None and hasattr(node, "lineno") else ""
+    return f"{path.relative_to(ROOT)}{line}"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str:
+    """The layer of `cluster.x.y`; an unknown top-level name is an error, so that every new one gets a place."""
+    top = module.split(".")[1] if "." in module else "__init__"
+    layer = "ground" if top in GROUND else "cli" if top == "__main__" else top
+    assert layer in LAYERS, f"{module} belongs to no layer; give {top!r} a place in tests/test_layers.py"
+    return layer
+
+
+def imports_of(path: Path, tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Every imported module by its full name; `from a import b` counts as `a.b` where that is a module of ours."""
+    package = module_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            name = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                inner = f"{name}.{alias.name}"
+                yield node, inner if inner in MODULES else name
+
+
+MODULES = {module_of(path) for path in SOURCES}
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_ours(name: str) -> bool:
+    return name.split(".")[0] == "cluster"
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in SOURCES:
+        layer = layer_of(module_of(path))
+        allowed = MAY_IMPORT.get(layer, frozenset(LAYERS[: LAYERS.index(layer)])) | {layer}
+        for node, name in imports_of(path, tree_of(path)):
+            if is_ours(name) and layer_of(name) not in allowed:
+                wrong.append(f"{where(path, node)}: {layer} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module_of(path): {name for _, name in imports_of(path, tree_of(path)) if name in MODULES} for path in SOURCES
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
+        if module not in done:
+            for name in sorted(graph[module] - {module}):
+                visit(name, (*trail, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+def test_no_imports_of_ours_inside_functions() -> None:
+    wrong = []
+    for path in SOURCES:
+        for function in ast.walk(tree_of(path)):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                wrong += [where(path, node) for node, name in imports_of(path, function) if is_ours(name)]
+            elif (
+                isinstance(function, ast.Call)
+                and dotted(function.func).split(".")[-1] in {"import_module", "__import__"}
+                and path != PACKAGE / "cli.py"
+            ):
+                wrong.append(where(path, function))
+    assert not wrong, f"imported inside a function: {wrong}"
+
+
+def test_ray_stays_above_the_engine() -> None:
+    wrong = [
+        where(path, node)
+        for path in SOURCES
+        if layer_of(module_of(path)) not in KNOWS_RAY
+        for node, name in imports_of(path, tree_of(path))
+        if name.split(".")[0] == "ray"
+    ]
+    assert not wrong, f"imports ray below the actors: {wrong}"
+
+
+def test_the_engine_imports_without_ray() -> None:
+    assert (PACKAGE / "engine" / "build.py").exists(), "cluster/engine/build.py does not exist"
+    code = (
+        "import sys, cluster.engine\n"
+        "found = sorted(m for m in sys.modules if m.split('.')[0] in {'ray', 'fastapi', 'starlette'})\n"
+        "sys.exit(f'import cluster.engine pulled in {found[:5]}' if found else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("paths", [SOURCES, TESTS], ids=["cluster", "tests"])
+def test_no_drawers(paths: list[Path]) -> None:
+    wrong = [where(path) for path in paths if DRAWERS & set(path.relative_to(ROOT).with_suffix("").parts)]
+    assert not wrong, f"name a file for the noun it owns or the verb it does: {wrong}"
+
+
+@pytest.mark.parametrize("paths", [SOURCES, TESTS], ids=["cluster", "tests"])
+def test_files_stay_small(paths: list[Path]) -> None:
+    lengths = {where(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+    assert not long, f"over {MAX_LINES} lines: {long}"
+
+
+def resumes_training(path: Path, call: ast.Call, name: str) -> bool:
+    """Training may read its own optimizer state back, through the unpickler that builds tensors and nothing else."""
+    safe = any(
+        keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        for keyword in call.keywords
+    )
+    return name == "torch.load" and safe and layer_of(module_of(path)) == "train"
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    wrong = []
+    for path in SOURCES:
+        tree = tree_of(path)
+        wrong += [
+            f"{where(path, node)} imports {name}"
+            for node, name in imports_of(path, tree)
+            if name.split(".")[0] in UNSAFE_MODULES
+        ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "torch":
+                wrong += [f"{where(path, node)} imports torch.load" for alias in node.names if alias.name == "load"]
+            elif isinstance(node, ast.Call):
+                name = dotted(node.func)
+                if resumes_training(path, node, name):
+                    continue
+                if name in UNSAFE_CALLS or ("." in name and name.split(".")[-1] in UNSAFE_CALLS - {"eval", "exec"}):
+                    wrong.append(f"{where(path, node)} calls {name}")
+                if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+                    wrong.append(f"{where(path, node)} passes allow_pickle")
+    assert not wrong, "\n".join(wrong)
