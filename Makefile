@@ -1,0 +1,69 @@
+# Every target works alone on a fresh clone: it makes .venv and installs what it needs, once per change of the pins.
+#   make demo   install, start a local cluster on the demo pair, stream eight prompts, print the table
+#   make test   the fast suite          make test-all   everything, minutes to an hour
+#   make check  lint, types, layers and unit tests      make serve   the demo pair on http://127.0.0.1:8000
+#   make bench  speculation on and off, and against transformers, side by side
+# TORCH_ARGS is passed to pip when it installs torch. Where the index has only CUDA builds and a CPU build will do:
+#   make demo TORCH_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+export RAY_USAGE_STATS_ENABLED := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+TORCH_ARGS ?=
+PINS := pyproject.toml constraints.txt
+FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+
+.PHONY: help demo serve bench test test-all check clean
+
+help:
+	@sed -n 's/^#//p' Makefile
+
+$(BIN)/python:
+	@for python in python3.11 python3.12 python3; do \
+	    if $$python -c '$(FITS)' 2>/dev/null; then \
+	        echo "creating $(VENV) with $$($$python --version)"; exec $$python -m venv $(VENV); \
+	    fi; \
+	done; \
+	echo "no CPython 3.11 or 3.12 with venv on the PATH; install one (on Debian also its -venv package)" >&2; exit 1
+
+# torch first and alone: a range would let pip fetch the newest CUDA build, several gigabytes.
+$(VENV)/.stamp: $(PINS) | $(BIN)/python
+	@echo "installing into $(VENV)"
+	@$(PIP) $(TORCH_ARGS) torch
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.stamp
+	$(BIN)/aerie demo
+
+serve: $(VENV)/.stamp
+	$(BIN)/aerie serve --config deploy/local.yaml
+
+bench: $(VENV)/.stamp
+	$(BIN)/aerie bench
+
+test: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not slow" tests/test_layers.py tests/unit
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,195 @@
+"""What is shipped for Prometheus and Grafana asks only for series and labels that `/metrics` really has."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.metrics import PHASES, EngineMetrics, ServingMetrics, StepStats, merge
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+ROWS = ["Overview", "Latency", "Speculation", "Ranks", "KV", "Requests and errors"]
+
+FUNCTIONS = {"sum", "rate", "increase", "max", "min", "avg", "count", "histogram_quantile", "clamp_min"}
+WORDS = {"and", "or", "unless", "bool", "offset"}
+TOKEN = re.compile(
+    r"""(?P<selector>\{[^}]*\})
+      | \[[^\]]*\]
+      | (?P<grouping>\b(?:by|without|on|ignoring|group_left|group_right)\s*\((?P<labels>[^)]*)\))
+      | (?P<call>[a-zA-Z_]\w*(?=\s*(?:\(|by\b|without\b)))
+      | (?P<name>[a-zA-Z_:][\w:]*)
+      | .""",
+    re.VERBOSE | re.DOTALL,
+)
+MATCHER = re.compile(r'\s*(?P<label>\w+)\s*(?:=~|!~|!=|=)\s*"(?P<value>[^"]*)"\s*')
+
+
+def exposed() -> dict[str, dict[str, set[str]]]:
+    """Every series name of the page, with its labels and the values they take."""
+    engine = EngineMetrics(model_name="m", rank=0)
+    engine.observe_step(
+        StepStats(phase_seconds=dict.fromkeys(PHASES, 0.1), accept_lens=[2], accepted_by_depth=[1], drafts=1)
+    )
+    page = merge([engine.serialize(), ServingMetrics(model_name="m").serialize()]).decode()
+    series: dict[str, dict[str, set[str]]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            for label, value in sample.labels.items():
+                series.setdefault(sample.name, {}).setdefault(label, set()).add(value)
+    return series
+
+
+SERIES = exposed()
+
+
+def problems(query: str) -> list[str]:
+    """What a PromQL expression asks for that the page does not have."""
+    found, names, grouped = [], [], set()
+    for token in TOKEN.finditer(query):
+        if selector := token["selector"]:
+            found += selector_problems(names[-1] if names else "", selector)
+        elif token["grouping"]:
+            grouped |= {label.strip() for label in token["labels"].split(",") if label.strip()}
+        elif token["call"]:
+            if token["call"] not in FUNCTIONS:
+                found.append(f"unknown function {token['call']!r}")
+        elif (name := token["name"]) and name not in WORDS:
+            names.append(name)
+            if name not in SERIES:
+                found.append(f"no series {name!r}")
+    if not names:
+        found.append("names no series")
+    # A ratio may group one side only, such as acceptance by depth over all trees.
+    found += [
+        f"no series of it has the label {label!r}"
+        for label in sorted(grouped)
+        if not any(label in SERIES.get(name, {}) for name in names)
+    ]
+    return found
+
+
+def selector_problems(name: str, selector: str) -> list[str]:
+    found = []
+    labels = SERIES.get(name, {})
+    for part in selector.strip("{}").split(","):
+        matcher = MATCHER.fullmatch(part)
+        if matcher is None:
+            found.append(f"cannot read {part!r}")
+        elif matcher["label"] not in labels:
+            found.append(f"{name} has no label {matcher['label']!r}")
+        elif not matcher["value"].startswith("$"):
+            unknown = set(matcher["value"].split("|")) - labels[matcher["label"]]
+            found += [f"{name} has no {matcher['label']}={value!r}" for value in sorted(unknown)]
+    return found
+
+
+def load(path: Path) -> dict[str, Any]:
+    board = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(board, dict)
+    return board
+
+
+def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for panel in board["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
+
+
+def targets(board: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for panel in panels(board):
+        for target in panel.get("targets", []):
+            yield panel["title"], target
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_query_names_series_and_labels_that_exist(path: Path) -> None:
+    board = load(path)
+    wrong = [f"{title}: {problem}" for title, target in targets(board) for problem in problems(target["expr"])]
+    wrong += [
+        f"variable {variable['name']}: {problem}"
+        for variable in board["templating"]["list"]
+        if variable["type"] == "query"
+        for problem in problems(
+            re.sub(r"label_values\((\w+), (\w+)\)", r"sum by (\2) (\1)", variable["query"]["query"])
+        )
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_legend_shows_a_label_that_the_query_keeps(path: Path) -> None:
+    for title, target in targets(load(path)):
+        for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+            assert re.search(rf"by \([^)]*\b{label}\b[^)]*\)", target["expr"]), f"{title}: {label}"
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_variable_exists_and_panels_neither_share_ids_nor_overlap(path: Path) -> None:
+    board = load(path)
+    known = {variable["name"] for variable in board["templating"]["list"]} | {"__rate_interval"}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"]))) <= known
+    ids = [panel["id"] for panel in panels(board)]
+    assert len(ids) == len(set(ids))
+    taken: dict[tuple[int, int], str] = {}
+    for panel in panels(board):
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        for cell in ((x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])):
+            assert cell not in taken, f"{panel['title']} covers {taken.get(cell)}"
+            taken[cell] = panel["title"]
+        if panel["type"] != "row":
+            assert panel["targets"], panel["title"]
+            assert panel["description"], panel["title"]
+            assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+
+
+def test_the_dashboard_has_the_rows_an_operator_expects_and_shows_everything_we_count() -> None:
+    board = load(DEPLOY / "grafana" / "dashboards" / "aerie.json")
+    assert [panel["title"] for panel in panels(board) if panel["type"] == "row"] == ROWS
+    queries = " ".join(target["expr"] for _, target in targets(board))
+    ours = {re.sub(r"_(bucket|sum|count)$", "", name) for name in SERIES if name.startswith("aerie_")}
+    assert {name for name in ours if name not in queries} == set()
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("sum(rate(aerie_nothing_total[5m]))", "no series 'aerie_nothing_total'"),
+        ("sum(rate(aerie_drafts[5m]))", "no series 'aerie_drafts'"),
+        ("sum by (colour) (aerie_kv_pages)", "no series of it has the label 'colour'"),
+        ('aerie_kv_pages{colour="red"}', "aerie_kv_pages has no label 'colour'"),
+        ('aerie_kv_pages{state="lost"}', "aerie_kv_pages has no state='lost'"),
+        ("summ(aerie_kv_pages)", "unknown function 'summ'"),
+        ("1 + 1", "names no series"),
+    ],
+)
+def test_the_check_itself_finds_mistakes(query: str, problem: str) -> None:
+    assert problem in problems(query)
+
+
+def test_prometheus_scrapes_the_rest_port_once() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text(encoding="utf-8"))
+    (job,) = config["scrape_configs"]
+    assert job["metrics_path"] == "/metrics"
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]
+    assert re.fullmatch(r"\d+s", config["global"]["scrape_interval"])
+
+
+def test_grafana_provisions_the_dashboard_and_its_source() -> None:
+    folder = DEPLOY / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((folder / "datasources" / "aerie.yaml").read_text(encoding="utf-8"))["datasources"]
+    (provider,) = yaml.safe_load((folder / "dashboards" / "aerie.yaml").read_text(encoding="utf-8"))["providers"]
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    assert source["type"] == "prometheus"
+    board = load(DEPLOY / "grafana" / "dashboards" / "aerie.json")
+    (default,) = [v["current"]["value"] for v in board["templating"]["list"] if v["type"] == "datasource"]
+    assert default == source["uid"]
+    mounts = [volume.split(":") for service in compose["services"].values() for volume in service["volumes"]]
+    assert all((DEPLOY / local).exists() for local, *_ in mounts)
+    assert any(inside == provider["options"]["path"] for _, inside, *_ in mounts)
