@@ -51,6 +51,7 @@ class TextTokenizer:
         types = _decoder_types(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else set()
         self._byte_level = "ByteLevel" in types
         self._byte_fallback = "ByteFallback" in types
+        self._spaced = bool(types & {"ByteFallback", "Metaspace"})  # a space is written U+2581
 
     @classmethod
     def load(cls, path: str) -> Self:
@@ -88,8 +89,11 @@ class TextTokenizer:
 
         A token that is a part of a character has U+FFFD in its text and the true bytes beside it.
         """
+        if self._byte_level or self._spaced:
+            raw = self._bytes(token_id)
+            return raw.decode("utf-8", "replace"), raw
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
-        return text, (self._bytes(token_id) or text.encode()) if "\ufffd" in text else text.encode()
+        return text, text.encode()
 
     def textual(self, ids: Iterable[int]) -> list[int]:
         """The ids that `decode` does not leave out."""
@@ -124,7 +128,7 @@ class TextTokenizer:
                 return bytes(BYTE_OF_CHARACTER[character] for character in token)
         elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes((int(token[3:5], 16),))
-        return token.encode()
+        return (token.replace("\u2581", " ") if self._spaced else token).encode()
 
 
 class IncrementalDetokenizer:

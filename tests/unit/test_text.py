@@ -184,6 +184,7 @@ def test_token_text_gives_true_bytes() -> None:
     assert BYTE_LEVEL.token_text(0xE2) == ("\ufffd", b"\xe2")
     assert BYTE_LEVEL.token_text(EOS) == ("<eos>", b"<eos>")
     assert BYTE_FALLBACK.token_text(3 + 0xE2) == ("\ufffd", b"\xe2")
+    assert [BYTE_FALLBACK.token_text(i)[0] for i in BYTE_FALLBACK.encode("ab ab\n")] == [" ab", " ab", "\n"]
 
 
 def test_load_names_the_missing_file_and_the_remedy(tmp_path: Path) -> None:
