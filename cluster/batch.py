@@ -1,0 +1,110 @@
+"""One step's work of one rank, as tensors.
+
+Legend: R decoding requests, c prompt rows, F prompts that finish, B = R + F.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """R requests with q rows each. `rows` are batch rows: a slice when they lie together, else an index `[R * q]`.
+
+    `slots` `[R, L]` are the pool slots read (the sink beyond a request's reach); `bias` `[R, q, L]` is 0 where row q
+    may look and -inf where not, in the compute dtype. `back`, when set, picks the real rows out of the padded
+    `[R * q]` ones, in batch order.
+    """
+
+    requests: int
+    q_rows: int
+    rows: slice | Tensor
+    slots: Tensor
+    bias: Tensor
+    back: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """`write` `[T]` pool slots of the new rows; `groups` cover the batch rows in order."""
+
+    write: Tensor
+    groups: tuple[Group, ...]
+
+    @staticmethod
+    def of_one(write: Tensor, requests: int, q_rows: int, slots: Tensor, bias: Tensor) -> "AttentionPlan":
+        """The plan of a single group that covers all rows; with no requests there is no group."""
+        group = Group(requests, q_rows, slice(0, requests * q_rows), slots, bias)
+        return AttentionPlan(write.reshape(-1), (group,) if requests else ())
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Sampling parameters of B requests, `[B]` each. `noisy`: some request samples; `filtered`: some has a filter.
+
+    `inverse_temperature` is 1 and `noise_scale` 0 for greedy requests, so that greedy and sampled rows share one path.
+    """
+
+    inverse_temperature: Tensor
+    noise_scale: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    noisy: bool
+    filtered: bool
+
+    def narrow(self, start: int, stop: int) -> "SamplingBatch":
+        """The parameters of requests `start` to `stop - 1`."""
+        return SamplingBatch(
+            self.inverse_temperature[start:stop],
+            self.noise_scale[start:stop],
+            self.top_k[start:stop],
+            self.top_p[start:stop],
+            self.min_p[start:stop],
+            self.seeds[start:stop],
+            self.noisy,
+            self.filtered,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Prompt chunks that ride in this step.
+
+    `token_ids`, `next_ids`, `positions` are `[c]`; `next_ids` is the token after each row (the EAGLE shift), 0 where
+    the target has yet to choose it. `write` `[c]` are pool slots, `groups` their attention groups counted from row 0.
+    F chunks finish their prompt: `final_rows` `[F]` are their last rows, `final_lens` `[F]` their token counts.
+    """
+
+    token_ids: Tensor
+    next_ids: Tensor
+    positions: Tensor
+    write: Tensor
+    groups: tuple[Group, ...]
+    final_rows: Tensor
+    final_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What this rank runs in one step.
+
+    `rows` `[B]` index the request tables: the R decoding requests, then the F whose prompt finishes; `sampling` is
+    theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position seq_len) not among them;
+    `longest` is their maximum, on the host. `logprobs` asks for the target's log-probabilities.
+    """
+
+    decodes: int
+    rows: Tensor
+    seq_lens: Tensor
+    longest: int
+    sampling: SamplingBatch
+    prompt: PromptRows
+    logprobs: bool
+
+    @property
+    def decode_rows(self) -> Tensor:
+        """Table rows of the decoding requests, `[R]`."""
+        return self.rows[: self.decodes]

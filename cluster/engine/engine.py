@@ -1,0 +1,271 @@
+"""The engine: requests in, one step after another, request outputs out. Not thread-safe; one loop owns it."""
+
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.arch import TargetArch
+from cluster.config import EngineConfig, TreeShape
+from cluster.dp_attention.coordinator import Coordinator
+from cluster.engine.assemble import Assembler
+from cluster.engine.finish import FinishCheck
+from cluster.engine.scheduler import Schedule, Scheduler
+from cluster.engine.sequence import Sequence
+from cluster.forward.runner import Stopwatch
+from cluster.forward.sampler import SamplingTable
+from cluster.kv.cache import KVCache
+from cluster.metrics import EngineMetrics, StepStats
+from cluster.request import Request, RequestOutput, TokenLogprob
+from cluster.spec.step import Step, Stepped
+from cluster.text import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave: outputs of the requests that got tokens, and the step in numbers."""
+
+    outputs: tuple[RequestOutput, ...]
+    stats: StepStats
+    forward_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Load and progress of one rank."""
+
+    steps: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    pages_free: int
+    pages_used: int
+    pages_cached: int
+    accept_length: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What `build_engine` puts together."""
+
+    config: EngineConfig
+    arch: TargetArch
+    shape: TreeShape
+    context_length: int
+    cache: KVCache
+    scheduler: Scheduler
+    assembler: Assembler
+    sampling: SamplingTable
+    coordinator: Coordinator
+    step: Step
+    watch: Stopwatch
+    tokenizer: TextTokenizer | None
+    metrics: EngineMetrics
+    info: dict[str, Any]
+
+
+class Engine:
+    """One rank's engine."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.config, self.metrics, self.tokenizer = parts.config, parts.metrics, parts.tokenizer
+        self._p = parts
+        self._sequences: dict[str, Sequence] = {}
+        self._seeds = random.Random(parts.config.random_seed)
+        self._over: list[RequestOutput] = []
+        self._steps = self._trees = self._tree_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._sequences or self._over)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that could never be served.
+
+        Raises:
+            ValueError: naming the field and the limit.
+        """
+        p, params = self._p, request.params
+        prompt = len(request.prompt_token_ids) - request.resumed_tokens
+        if prompt < 1:
+            raise ValueError("prompt must hold at least one token")
+        bad = [t for t in request.prompt_token_ids if not 0 <= t < p.arch.vocab_size]
+        if bad:
+            raise ValueError(f"prompt holds token id {bad[0]}, outside the vocabulary of {p.arch.vocab_size}")
+        if prompt + params.max_tokens > p.context_length:
+            raise ValueError(
+                f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} exceeds the context length of "
+                f"{p.context_length} tokens; shorten the prompt or lower max_tokens"
+            )
+        if p.cache.pages_for(prompt + params.max_tokens + p.shape.window) > p.cache.total:
+            raise ValueError(
+                f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} does not fit the KV cache of "
+                f"{p.cache.total * p.cache.page_size} tokens; lower max_tokens or raise max_total_tokens"
+            )
+        if params.stop and p.tokenizer is None:
+            raise ValueError("stop needs a tokenizer, and the model folder has none; use stop_token_ids")
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: as `check`, or the request id is in use.
+        """
+        self.check(request)
+        if request.request_id in self._sequences:
+            raise ValueError(f"request_id {request.request_id!r} is in use")
+        p, params, ids = self._p, request.params, request.prompt_token_ids
+        prompt_len = len(ids) - request.resumed_tokens
+        finish = FinishCheck(params, p.arch.eos_token_ids, p.tokenizer, ids[:prompt_len])
+        if request.resumed_tokens:
+            cut = finish.cut(ids[prompt_len:], params.max_tokens)
+            if cut.reason is not None:
+                self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
+                return
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        sequence = Sequence(request, seed, finish, list(ids), prompt_len)
+        self._sequences[request.request_id] = sequence
+        p.scheduler.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free its slots; unknown ids are fine."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._p.scheduler.release(sequence)
+
+    def step(self) -> StepResult:
+        """Run one step: schedule, agree, draft -> target -> extend, commit."""
+        p, started = self._p, time.perf_counter()
+        schedule = p.scheduler.schedule()
+        for sequence in schedule.admitted:
+            assert sequence.lease is not None
+            p.sampling.put(sequence.lease.row, sequence.request.params, sequence.seed)
+        batch = p.assembler.batch(schedule)
+        p.coordinator.agree(batch.decodes, schedule.prompt_rows, p.shape.num_steps)
+        scheduled = time.perf_counter()
+        stepped = p.step.run(batch)
+        ran = time.perf_counter()
+        outputs = self._over + self._commit(schedule, stepped)
+        self._over = []
+        self._steps += 1
+        seconds = {**stepped.seconds, "schedule": scheduled - started, "commit": time.perf_counter() - ran}
+        stats = self._stats(schedule, stepped, seconds, outputs)
+        self.metrics.observe_step(stats)
+        return StepResult(tuple(outputs), stats, p.watch.take())
+
+    def status(self) -> EngineStatus:
+        """Load and progress now."""
+        cache, scheduler = self._p.cache, self._p.scheduler
+        return EngineStatus(
+            steps=self._steps,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            queued_tokens=scheduler.queued_tokens,
+            pages_free=cache.free,
+            pages_used=cache.used,
+            pages_cached=cache.cached,
+            accept_length=self._tree_tokens / self._trees if self._trees else 0.0,
+        )
+
+    def info(self) -> dict[str, Any]:
+        """The resolved settings, JSON-ready, with what was chosen automatically."""
+        return self._p.info
+
+    def check_pages(self) -> None:
+        """Assert that every page has exactly one owner."""
+        self._p.cache.check()
+
+    def _commit(self, schedule: Schedule, stepped: Stepped) -> list[RequestOutput]:
+        width = stepped.tokens.shape[1]
+        tokens, lens, first = stepped.tokens.tolist(), stepped.accept_len.tolist(), stepped.first.tolist()
+        outputs = []
+        nodes = self._p.shape.num_draft_tokens - 1
+        for i, (sequence, run, count) in enumerate(zip(schedule.decodes, tokens, lens, strict=True)):
+            sequence.committed += count
+            output = self._extend(sequence, run[:count], stepped, i * width)
+            sequence.count(len(output.token_ids), nodes)
+            outputs.append(self._finished(sequence, output))
+        finals = 0
+        for chunk in schedule.chunks:
+            chunk.sequence.committed = chunk.stop
+            if chunk.final:
+                chunk.sequence.prefilling = False
+                row = len(tokens) * width + finals
+                output = self._extend(chunk.sequence, [first[finals]], stepped, row)
+                outputs.append(self._finished(chunk.sequence, output))
+                finals += 1
+        return outputs
+
+    def _extend(self, sequence: Sequence, run: list[int], stepped: Stepped, row: int) -> RequestOutput:
+        """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""
+        cut = sequence.finish.cut(run, sequence.room)
+        kept = run[: cut.kept]
+        sequence.tokens += kept
+        wanted = sequence.request.params.logprobs
+        logprobs = () if wanted is None else tuple(_logprobs(stepped, row, kept, wanted))
+        return RequestOutput(
+            request_id=sequence.request.request_id,
+            token_ids=tuple(kept),
+            logprobs=logprobs,
+            finish_reason=cut.reason,
+            stop_reason=cut.stop_reason,
+            cached_tokens=sequence.cached_tokens or 0,
+        )
+
+    def _finished(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
+        """Release the request if this output ended it, and add what only a last output carries."""
+        if output.finish_reason is None:
+            return output
+        self._p.scheduler.release(sequence)
+        del self._sequences[output.request_id]
+        return RequestOutput(
+            output.request_id,
+            output.token_ids,
+            output.logprobs,
+            output.finish_reason,
+            output.stop_reason,
+            output.cached_tokens,
+            sequence.speculation(),
+        )
+
+    def _stats(
+        self, schedule: Schedule, stepped: Stepped, seconds: dict[str, float], outputs: list[RequestOutput]
+    ) -> StepStats:
+        status, shape, lens = self.status(), self._p.shape, stepped.accept_len.tolist()
+        decodes = len(lens)
+        drafts = decodes if shape.num_steps else 0
+        if drafts:
+            self._trees += decodes
+            self._tree_tokens += sum(lens)
+        admitted = schedule.admitted
+        return StepStats(
+            phase_seconds=seconds,
+            decode_requests=decodes,
+            prompt_rows=schedule.prompt_rows,
+            target_rows=decodes * shape.num_draft_tokens + schedule.prompt_rows,
+            accept_lens=lens if drafts else [],
+            accepted_by_depth=[sum(n > d for n in lens) for d in range(1, shape.num_steps + 1)],
+            drafts=drafts,
+            verified_nodes=drafts * (shape.num_draft_tokens - 1),
+            committed_tokens=sum(len(o.token_ids) for o in outputs),
+            cached_tokens=sum(s.cached_tokens or 0 for s in admitted),
+            prompt_tokens=sum(s.prompt_len for s in admitted),
+            retracted=schedule.retracted,
+            running=status.running,
+            waiting=status.waiting,
+            queued_tokens=status.queued_tokens,
+            pages_free=status.pages_free,
+            pages_used=status.pages_used,
+            pages_cached=status.pages_cached,
+        )
+
+
+def _logprobs(stepped: Stepped, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
+    assert stepped.logprobs is not None
+    for offset, token in enumerate(kept):
+        line = stepped.logprobs[row + offset]
+        best = line.topk(top)
+        pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        yield TokenLogprob(token, float(line[token]), pairs)

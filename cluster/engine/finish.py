@@ -1,0 +1,46 @@
+"""When a request ends: EOS, stop tokens, stop strings and max_tokens, exactly, inside an accepted run too."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.request import FinishReason, SamplingParams
+from cluster.text import IncrementalDetokenizer, StopFinder, TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How many tokens of a run count, and why the request ends there (None: it goes on)."""
+
+    kept: int
+    reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class FinishCheck:
+    """Feeds on committed tokens, one run per step."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_token_ids: Iterable[int],
+        tokenizer: TextTokenizer | None,
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        """`prompt_token_ids` is the text before the first generated token; stop strings are looked for after it."""
+        self._ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self._finder, self._text = None, None
+        if params.stop and tokenizer is not None:
+            self._finder, self._text = StopFinder(params.stop), IncrementalDetokenizer(tokenizer, prompt_token_ids)
+
+    def cut(self, run: Sequence[int], room: int) -> Cut:
+        """Where the run ends the request; `room` is how many more tokens max_tokens allows, at least 1."""
+        for kept, token in enumerate(run, start=1):
+            if token in self._ends:
+                return Cut(kept, "stop", token)
+            if self._finder is not None and self._text is not None:
+                hit = self._finder.find(self._text.push([token]))
+                if hit is not None:
+                    return Cut(kept, "stop", hit.stop)
+            if kept == room:
+                return Cut(kept, "length")
+        return Cut(len(run))

@@ -1,0 +1,122 @@
+"""Who runs in the next step: every prefilled request decodes, prompt chunks ride along within the row budget.
+
+Knows pages through the cache, nothing of tensors or models. First come, first served; when pages run out the request
+admitted last goes back to the front of the queue, so the oldest always makes progress.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from cluster.config import EngineConfig
+from cluster.engine.sequence import Sequence
+from cluster.kv.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt rows `start` to `stop - 1` of a request; `final` when its prompt is then complete."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def final(self) -> bool:
+        """Whether the target chooses a token after this chunk."""
+        return self.stop == len(self.sequence.tokens)
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step's work, and what it took to make room for it."""
+
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    retracted: int = 0
+    admitted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def prompt_rows(self) -> int:
+        """c, the prompt rows of the step."""
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+
+class Scheduler:
+    """The waiting queue and the running list of one rank."""
+
+    def __init__(self, config: EngineConfig, cache: KVCache, window: int) -> None:
+        """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step."""
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._cache, self._window = cache, window
+        self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens not yet computed, of waiting and of running requests."""
+        running = sum(len(s.tokens) - s.committed for s in self.running if s.prefilling)
+        return running + sum(len(s.tokens) for s in self.waiting)
+
+    def schedule(self) -> Schedule:
+        """The next step's work; leases are grown to hold it."""
+        plan = Schedule()
+        plan.retracted = self._make_room()
+        plan.decodes = [s for s in self.running if not s.prefilling]
+        budget = self._budget
+        for sequence in self.running:
+            if sequence.prefilling and budget > 0:
+                budget -= self._ride(plan, sequence, budget)
+        while self.waiting and budget > 0 and not plan.retracted:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            self.waiting.popleft()
+            plan.admitted.append(sequence)
+            budget -= self._ride(plan, sequence, budget)
+        return plan
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a request, waiting or running; its committed pages go to the radix tree."""
+        if sequence.lease is None:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._cache.close(sequence.lease, sequence.tokens, sequence.committed)
+        sequence.lease = None
+
+    def _ride(self, plan: Schedule, sequence: Sequence, budget: int) -> int:
+        start = sequence.committed
+        stop = min(len(sequence.tokens), start + budget)
+        plan.chunks.append(Chunk(sequence, start, stop))
+        return stop - start
+
+    def _make_room(self) -> int:
+        """Grow the window of every decoding request, retracting from the end of the running list if need be."""
+        retracted = 0
+        while True:
+            decodes = [s for s in self.running if not s.prefilling]
+            leases = [s.lease for s in decodes if s.lease is not None]
+            if self._cache.grow(leases, [s.committed + self._window for s in decodes]):
+                return retracted
+            self._retract(self.running[-1])
+            retracted += 1
+
+    def _retract(self, sequence: Sequence) -> None:
+        self.release(sequence)
+        sequence.committed, sequence.prefilling = 0, True
+        self.waiting.appendleft(sequence)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Open a lease, keeping a page spare for each running request so that admission does not cause retraction."""
+        spare = self._cache.free + self._cache.cached - self._cache.pages_for(len(sequence.tokens) + self._window)
+        if spare < len(self.running):
+            return False
+        lease = self._cache.open(sequence.tokens, len(sequence.tokens))
+        if lease is None:
+            return False
+        sequence.lease = lease
+        sequence.committed = self._cache.cached_tokens(lease)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.committed
+        self.running.append(sequence)
+        return True

@@ -1,0 +1,45 @@
+"""One admitted request on the host: its tokens, its lease, and how far it is committed."""
+
+from dataclasses import dataclass, field
+
+from cluster.engine.finish import FinishCheck
+from cluster.kv.cache import Lease
+from cluster.request import Request, SpeculationCounts
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's life in the engine.
+
+    `tokens` are prompt and output; `committed` of them have KV in every pool. While `committed < len(tokens) - 1` (or
+    nothing was chosen yet) the request prefills; afterwards it decodes and its last token is the bonus.
+    """
+
+    request: Request
+    seed: int
+    finish: FinishCheck
+    tokens: list[int]
+    prompt_len: int
+    committed: int = 0
+    prefilling: bool = True
+    lease: Lease | None = None
+    cached_tokens: int | None = None
+    steps: int = 0
+    drafted: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the request may still generate."""
+        return self.prompt_len + self.request.params.max_tokens - len(self.tokens)
+
+    def count(self, accept_len: int, drafted: int) -> None:
+        """Note one verified tree."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted.extend([0] * (accept_len - len(self.accepted)))
+        self.accepted[accept_len - 1] += 1
+
+    def speculation(self) -> SpeculationCounts | None:
+        """The counts so far; None when no tree was ever drafted."""
+        return SpeculationCounts(self.steps, self.drafted, tuple(self.accepted)) if self.drafted else None

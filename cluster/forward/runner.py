@@ -1,0 +1,92 @@
+"""A model bound to its own pool and attention backend. A batch never carries a pool, so runners cannot mix theirs."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from cluster.batch import AttentionPlan
+from cluster.kv.pool import KVPool
+from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.layer import Attend
+from cluster.models.llama import LlamaTarget
+
+
+class AttentionBackend(Attend, Protocol):
+    """The attention primitive, told once per forward who sees what."""
+
+    def bind(self, plan: AttentionPlan) -> None:
+        """Use `plan` for the calls of the next forward."""
+        ...
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds spent inside model forwards since the last `take`."""
+
+    seconds: float = 0.0
+    _started: float = field(default=0.0)
+
+    def __enter__(self) -> None:
+        """Start."""
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        """Stop and add."""
+        self.seconds += time.perf_counter() - self._started
+
+    def take(self) -> float:
+        """The seconds so far; starts again from zero."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRunner:
+    """The target with its pool; captures the aux hidden states that the draft asked for."""
+
+    model: LlamaTarget
+    pool: KVPool
+    attention: AttentionBackend
+    boundaries: tuple[int, ...]
+    watch: Stopwatch
+
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[Tensor]]:
+        """Rows `[T]` -> post-norm hidden `[T, H]`, residual stream at each boundary `[T, H]`."""
+        with self.watch:
+            self.attention.bind(plan)
+            return self.model.forward(token_ids, positions, self.attention, self.boundaries)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[T, H]` -> `[T, V]`."""
+        with self.watch:
+            return self.model.logits(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRunner:
+    """One member of the draft runner list, with its own pool."""
+
+    model: Eagle3Draft
+    pool: KVPool
+    attention: AttentionBackend
+    watch: Stopwatch
+
+    def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
+        """`[T, A]` -> `[T, H]`."""
+        with self.watch:
+            return self.model.fuse_aux(aux_hidden)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
+        """Rows `[T]` and hidden `[T, H]` -> normed and recurrent hidden `[T, H]`."""
+        with self.watch:
+            self.attention.bind(plan)
+            return self.model.forward(token_ids, positions, hidden, self.attention)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """`[T, H]` -> `[T, Vd]`."""
+        with self.watch:
+            return self.model.logits(normed)

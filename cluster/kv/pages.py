@@ -1,0 +1,44 @@
+"""Page numbers: which are free. Page 0 is the sink, written by padded rows and never owned."""
+
+from collections.abc import Sequence
+
+SINK_PAGE = 0
+
+
+class PageAllocator:
+    """Hands out page numbers 1 to `count` (plus the sink outside of them), each to one owner at a time."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count, 0, -1))
+        self._is_free = [False] + [True] * count
+
+    @property
+    def free(self) -> int:
+        """Pages with no owner."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages.
+
+        Raises:
+            MemoryError: fewer are free; nothing is taken.
+        """
+        if count > len(self._free):
+            raise MemoryError(f"{count} pages wanted, {len(self._free)} free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._is_free[page] = False
+        return taken
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Return pages.
+
+        Raises:
+            ValueError: a page that is free already, or is the sink.
+        """
+        for page in pages:
+            if page == SINK_PAGE or self._is_free[page]:
+                raise ValueError(f"page {page} is freed twice")
+            self._is_free[page] = True
+            self._free.append(page)

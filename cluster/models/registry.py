@@ -1,0 +1,44 @@
+"""Which class serves which family, and the two ways in: `load_target` and `load_draft`."""
+
+import torch
+
+from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.models.checkpoint import Checkpoint
+from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.layer import TokenExchange
+from cluster.models.llama import LlamaTarget
+
+TARGETS = {"LlamaForCausalLM": LlamaTarget}
+DRAFTS = {"LlamaForCausalLMEagle3": Eagle3Draft}
+
+
+def load_target(
+    folder: str, dtype: torch.dtype, device: torch.device, exchange: TokenExchange, max_position: int
+) -> LlamaTarget:
+    """The target in `folder`, every tensor accounted for.
+
+    Raises:
+        ConfigError: the folder holds no target that is served here.
+    """
+    arch: TargetArch = read_target(folder)
+    return TARGETS[arch.family](arch, Checkpoint(folder), dtype, device, exchange, max_position)
+
+
+def load_draft(
+    folder: str,
+    target: LlamaTarget,
+    dtype: torch.dtype,
+    device: torch.device,
+    exchange: TokenExchange,
+    max_position: int,
+) -> Eagle3Draft:
+    """The draft in `folder` for `target`, sharing its embedding and head where the checkpoint has none.
+
+    Raises:
+        ConfigError: the folder holds no draft that is served here, or one that does not fit `target`.
+    """
+    checkpoint = Checkpoint(folder)
+    spec: DraftSpec = read_draft(folder, checkpoint.shapes, target.arch)
+    draft = DRAFTS[spec.family](spec, checkpoint, dtype, device, exchange, max_position)
+    draft.set_embed_and_head(*target.get_embed_and_head())
+    return draft

@@ -1,0 +1,105 @@
+"""The step: draft -> target -> extend, on every rank, whatever its requests are doing.
+
+carried --draft--> tree --target--> logits, hidden --accept--> path --compact, extend--> carried
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cluster.attention.plan import window_group, window_slots
+from cluster.batch import AttentionPlan, Batch, Group
+from cluster.config import TreeShape
+from cluster.forward.runner import TargetRunner
+from cluster.forward.sampler import gumbel, scores
+from cluster.spec.compact import compact
+from cluster.spec.draft import Draft
+from cluster.spec.extend import shifted
+from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.tree import DraftTree
+from cluster.spec.verify import accept, choose
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
+    prompts; `logprobs` `[R * (S + 1) + F, V]` of the target for those, when the batch asked; seconds by phase.
+    """
+
+    tokens: Tensor
+    accept_len: Tensor
+    first: Tensor
+    logprobs: Tensor | None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Step:
+    """One rank's step, bound to its target, draft and request tables."""
+
+    def __init__(
+        self, target: TargetRunner, draft: Draft, shape: TreeShape, table: Tensor, carried: EagleDraftInput
+    ) -> None:
+        """`carried` holds the carriers of every request row; `table` is the slot table `[rows, length]`."""
+        self._target, self._draft, self._shape, self._table, self._carried = target, draft, shape, table, carried
+        self._vocab = target.model.arch.vocab_size
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Stepped:
+        """Commit at least one token for each of the R requests, and the first one for each finished prompt."""
+        r, s, n = batch.decodes, self._shape.num_steps, self._shape.num_draft_tokens
+        clock = [time.perf_counter()]
+        decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
+        noise, final_noise = self._noise(batch)
+        tree = self._draft.draft(batch, self._carried.take(batch.decode_rows), noise)
+        clock.append(time.perf_counter())
+
+        hidden, aux, logits = self._forward(batch, tree)
+        chosen = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
+        first_noise = None if final_noise is None else final_noise[:, :1]
+        first = scores(logits[r * n :, None], final, first_noise).argmax(-1)[:, 0]
+        accepted = accept(tree, chosen, s)
+        if self._shape.topk > 1:
+            compact(self._target.pool, self._table, batch.decode_rows, batch.seq_lens, accepted.path)
+        clock.append(time.perf_counter())
+
+        next_noise = None
+        if noise is not None and final_noise is not None:
+            own = noise[torch.arange(r, device=noise.device), accepted.accept_len.clamp(max=noise.shape[1] - 1)]
+            next_noise = torch.cat([own, final_noise[:, 1]])
+        carried = self._draft.extend(batch, accepted, first, aux or [hidden], next_noise)
+        self._carried.put(batch.rows, carried)
+        logprobs = None
+        if batch.logprobs:
+            nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
+            wanted = torch.cat([nodes.view(-1), torch.arange(r * n, logits.shape[0], device=chosen.device)])
+            logprobs = logits.index_select(0, wanted).log_softmax(-1)
+        clock.append(time.perf_counter())
+        seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
+        return Stepped(accepted.tokens, accepted.accept_len, first, logprobs, seconds)
+
+    def _noise(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """Gumbel noise for positions seq_len + 1 .. seq_len + S + 2, and for the two after each finished prompt."""
+        if not batch.sampling.noisy:
+            return None, None
+        ahead = torch.arange(1, self._shape.num_steps + 3, device=batch.rows.device)
+        seeds, dtype = batch.sampling.seeds, self._carried.topk_p.dtype
+        decode = gumbel(seeds[: batch.decodes], batch.seq_lens[:, None] + ahead, self._vocab, dtype)
+        lens = batch.prompt.final_lens[:, None] + ahead[:2] - 1
+        return decode, gumbel(seeds[batch.decodes :], lens, self._vocab, dtype)
+
+    def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
+        """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
+        r, n, prompt, rows = batch.decodes, self._shape.num_draft_tokens, batch.prompt, batch.decode_rows
+        groups = shifted(prompt.groups, r * n)
+        if r:
+            dtype = self._carried.topk_p.dtype
+            slots, bias = window_group(self._table, rows, batch.seq_lens, tree.ancestors, batch.longest, dtype)
+            groups = (Group(r, n, slice(0, r * n), slots, bias), *groups)
+        write = torch.cat([window_slots(self._table, rows, batch.seq_lens, n).view(-1), prompt.write])
+        tokens = torch.cat([tree.tokens.reshape(-1), prompt.token_ids])
+        positions = torch.cat([(batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions])
+        hidden, aux = self._target.forward(tokens, positions, AttentionPlan(write, groups))
+        heads = torch.cat([torch.arange(r * n, device=rows.device), prompt.final_rows + r * n])
+        return hidden, aux, self._target.logits(hidden.index_select(0, heads))

@@ -1,0 +1,76 @@
+"""A draft tree as tensors, and how candidates of all levels become one.
+
+Legend: R requests, N nodes (root included, node 0 is the bonus), C candidates = K + (S - 1) K^2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DECAY = 1e-3
+"""Every level costs a candidate this much log-probability, so that scores fall strictly along a path: whatever is among
+the best N - 1 has its parent among them, ties or not."""
+FLOOR = -30.0
+"""Log-probabilities are clamped here, which keeps DECAY above float32 rounding at any depth up to 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """`tokens`, `parents`, `depths` `[R, N]` (the root's parent is itself); `ancestors` `[R, N, N]` ancestor-or-self.
+
+    Parents come before their children.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Proposals of all levels, `[R, C]` each; `parents` are candidate numbers, -1 for the root; `depths` is `[C]`."""
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    depths: Tensor
+
+
+def clean(log_probabilities: Tensor) -> Tensor:
+    """Log-probabilities made safe to add up: NaN and very small ones at FLOOR, less DECAY for the level."""
+    return log_probabilities.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
+
+
+def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
+    """The root and the `nodes - 1` best candidates by cumulative score, in candidate order (EAGLE-2's selection)."""
+    r, c = candidates.tokens.shape
+    chosen = candidates.scores.topk(nodes - 1, dim=1).indices.sort(dim=1).values
+    tokens = torch.cat([bonus[:, None], candidates.tokens.gather(1, chosen)], 1)
+    number = torch.zeros(r, c + 1, dtype=torch.int64, device=tokens.device)
+    number.scatter_(1, chosen, torch.arange(1, nodes, device=tokens.device).expand(r, -1))
+    above = candidates.parents.gather(1, chosen)
+    parents = number.gather(1, torch.where(above < 0, c, above))
+    root = torch.zeros(r, 1, dtype=torch.int64, device=tokens.device)
+    depths = torch.cat([root, candidates.depths.expand(r, -1).gather(1, chosen)], 1)
+    parents = torch.cat([root, parents], 1)
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, int(candidates.depths[-1])))
+
+
+def ancestors_of(parents: Tensor, depth: int) -> Tensor:
+    """Ancestor-or-self mask `[R, N, N]` of trees at most `depth` deep."""
+    r, n = parents.shape
+    own = torch.eye(n, dtype=torch.bool, device=parents.device).expand(r, -1, -1)
+    mask = own
+    for _ in range(depth):
+        mask = own | mask.gather(1, parents[..., None].expand(-1, -1, n))
+    return mask
+
+
+def chain(tokens: Tensor) -> DraftTree:
+    """The tree of one branch: `tokens` `[R, N]`, root first. The fast twin of `best_tree` at topk 1."""
+    r, n = tokens.shape
+    depths = torch.arange(n, device=tokens.device)
+    lower = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril_()
+    return DraftTree(tokens, (depths - 1).clamp_(min=0).expand(r, n), depths.expand(r, n), lower.expand(r, n, n))
