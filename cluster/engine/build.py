@@ -28,7 +28,12 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.step import Step
 from cluster.text import TextTokenizer
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def build_engine(config: EngineConfig, draft: Draft | None = None) -> Engine:
@@ -100,10 +105,8 @@ def _device(config: EngineConfig) -> torch.device:
 
 def _dtype(config: EngineConfig, stored: str, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's dtype on a GPU and float32 on a CPU, where half precision is slower."""
-    name = config.dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" or stored not in DTYPES else stored  # type: ignore[assignment]
-    return DTYPES[name]
+    automatic = "float32" if device.type == "cpu" or stored not in DTYPES else stored
+    return DTYPES[automatic if config.dtype == "auto" else config.dtype]
 
 
 def _threads(config: EngineConfig, device: torch.device) -> None:

@@ -108,7 +108,9 @@ class KVCache:
         if total > self.free:
             self._allocator.give(self._tree.evict(total - self.free))
         pages = self._allocator.take(total)
-        rows, indices, start = [], [], 0
+        rows: list[int] = []
+        indices: list[int] = []
+        start = 0
         for lease, count in zip(leases, wanted, strict=True):
             rows += [lease.row] * count
             indices += range(lease.pages, lease.pages + count)

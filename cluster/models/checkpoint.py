@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,7 +45,7 @@ class Checkpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in self._paths():
             with _opened(path) as file:
-                for raw in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                for raw in list(file.keys()):
                     name = normal_name(raw)
                     if name in self._files:
                         raise ConfigError(f"tensor {raw!r} appears twice in {folder!r}")
@@ -99,7 +100,7 @@ class Checkpoint:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file

@@ -62,7 +62,7 @@ class Eagle3Draft:
         if self._concat_norm is not None:
             aux_hidden = norm(aux_hidden, self._concat_norm, eps)
         if self._aux_norms:
-            parts = aux_hidden.split(self.spec.target_hidden, -1)
+            parts = torch.split(aux_hidden, self.spec.target_hidden, -1)
             aux_hidden = torch.cat([norm(p, w, eps) for p, w in zip(parts, self._aux_norms, strict=True)], -1)
         return aux_hidden if self._fc is None else F.linear(aux_hidden, self._fc)
 

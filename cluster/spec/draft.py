@@ -113,7 +113,10 @@ class EagleDraft:
             return chain(torch.cat([carried.bonus[:, None], *(level[0] for level in levels)], 1))
         depths = [1] * k + [level + 1 for level in range(1, steps) for _ in range(k * k)]
         candidates = Candidates(
-            *(torch.cat(part, 1) for part in zip(*levels, strict=True)), torch.tensor(depths, device=device)
+            tokens=torch.cat([level[0] for level in levels], 1),
+            scores=torch.cat([level[1] for level in levels], 1),
+            parents=torch.cat([level[2] for level in levels], 1),
+            depths=torch.tensor(depths, device=device),
         )
         return best_tree(candidates, carried.bonus, self._shape.num_draft_tokens)
 
