@@ -9,11 +9,40 @@ from cluster.request import Request, RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """The one item a shard streams per step: what every request of that rank got in it."""
+    """The one item a shard streams per step: what every request of that rank got in it.
+
+    `refused` holds (request id, message) of requests that the engine would not take, in the step that they would have
+    joined.
+    """
 
     rank: int
     step: int
     outputs: tuple[RequestOutput, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What a replica tells one shard in one actor call: requests that begin and ids of requests that end."""
+
+    submits: tuple[Request, ...] = ()
+    aborts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The pulse of one rank, read from its own clock.
+
+    `age_s` is the time since the rank last made progress while it had work, and 0.0 when it is idle; `failed` is the
+    reason that its loop ended, or empty; `status` holds the counters of the engine after its last step.
+    """
+
+    rank: int
+    steps: int
+    busy: bool
+    age_s: float
+    failed: str = ""
+    status: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +60,7 @@ class GangStatus:
     info: dict[str, Any] = field(default_factory=dict)
 
 
-class Overloaded(Exception):
+class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
     """Admission refused: the queue holds `max_queued_tokens`. Answered as 503 with Retry-After at once."""
 
 

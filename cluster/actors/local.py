@@ -1,0 +1,101 @@
+"""A Ray of one's own, on this machine, for as long as this process lives: loopback only, with a token, nothing left.
+
+`aerie serve` and the tests use it. It shares nothing with a Ray that `ray start` may have put on the machine: its
+ports, its folder and its life are its own.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+import ray._private.ray_constants as ray_constants
+
+import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
+
+MIB = 1 << 20
+END_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class LocalRay:
+    """How large the cluster is; `start` and `stop` may each be called once."""
+
+    num_cpus: int | None = None
+    num_gpus: int | None = None
+    object_store_mib: int = 128
+    verbose: bool = False
+    _folder: str = ""
+    _processes: list[psutil.Process] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start Ray and connect this process to it."""
+        prepare_environment()
+        self._folder = tempfile.mkdtemp(prefix="aerie-")  # short: Unix sockets live in it
+        before = set(psutil.Process().children(recursive=True))
+        ray.init(
+            address="local",
+            num_cpus=self.num_cpus,
+            num_gpus=self.num_gpus,
+            object_store_memory=self.object_store_mib * MIB,
+            include_dashboard=False,
+            log_to_driver=self.verbose,
+            logging_level=logging.INFO if self.verbose else logging.ERROR,
+            _temp_dir=self._folder,
+        )
+        self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+
+    def stop(self) -> None:
+        """Stop Ray, wait until its processes are gone, and remove its folder."""
+        started = self._all_processes()
+        ray.shutdown()
+        _, alive = psutil.wait_procs(started, timeout=END_TIMEOUT_S)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=1.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def logs(self) -> Path:
+        """The folder of the logs of all of Ray's processes."""
+        return Path(self._folder) / "session_latest" / "logs"
+
+    def _all_processes(self) -> list[psutil.Process]:
+        """Ray's own processes and everything that they started since."""
+        found: dict[int, psutil.Process] = {}
+        for process in self._processes:
+            try:
+                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+            except psutil.NoSuchProcess:
+                continue
+        return list(found.values())
+
+
+def prepare_environment() -> None:
+    """Settings that Ray reads from the environment, for this process and all it starts; those already set stay.
+
+    `ray.init` of a new cluster turns token authentication on by itself unless RAY_AUTH_MODE says otherwise.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's name for "this node is reached by 127.0.0.1 only": all its servers then bind to loopback.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token":
+        ensure_token()
+
+
+def ensure_token() -> None:
+    """Make the token file that Ray looks for, readable by its owner only, unless a token is set already."""
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))

@@ -1,0 +1,67 @@
+"""The other gangs of the same deployment, found by name, so that one replica can speak for all.
+
+A shard is a named actor `<deployment>/<gang>#<rank>` in the namespace of Aerie. Rank 0 also holds the latest registry
+sample of its replica, because replicas cannot call each other.
+"""
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+
+from cluster.actors.gang import NAMESPACE, Gang
+
+ANSWER_TIMEOUT_S = 0.8
+
+
+def gang_name(deployment: str, gang: str) -> str:
+    """The name of a gang, under which its shards and its placement group are found."""
+    return f"{deployment}/{gang}"
+
+
+async def deployment_samples(gang: Gang) -> list[bytes]:
+    """One sample per rank of every gang of the deployment, and those that the other replicas left at their gangs.
+
+    The own replica's sample is not among them: it is at hand, and newer, where this is called. A shard that does not
+    answer in time is left out.
+    """
+    others = await asyncio.to_thread(_other_shards, gang.spec.name)
+    own = [_samples(shard, own=True) for shard in gang.shards]
+    found = await asyncio.gather(*own, *(_samples(shard, own=False) for shard in others))
+    return [sample for samples in found for sample in samples]
+
+
+async def publish(gang: Gang, sample: bytes) -> None:
+    """Leave the replica's own sample at its rank 0, for the other replicas to read."""
+    try:
+        await gang.shards[0].keep_serving_sample.remote(sample)
+    except RayError:
+        return  # the watch over the gang reports a dead shard
+
+
+def _other_shards(own: str) -> list[Any]:
+    """Handles of the shards of the same deployment's other gangs; those that end meanwhile are passed over."""
+    deployment, _, _ = own.rpartition("/")
+    shards = []
+    for entry in list_named_actors(all_namespaces=True):
+        name = str(entry["name"])
+        if entry["namespace"] == NAMESPACE and name.startswith(f"{deployment}/") and not name.startswith(f"{own}#"):
+            try:
+                shards.append(ray.get_actor(name, namespace=NAMESPACE))
+            except ValueError:
+                continue
+    return shards
+
+
+async def _samples(shard: Any, *, own: bool) -> list[bytes]:
+    async def answer() -> list[bytes]:
+        samples: list[bytes] = await shard.metrics.remote()
+        return samples
+
+    try:
+        samples = await asyncio.wait_for(answer(), ANSWER_TIMEOUT_S)
+    except (RayError, TimeoutError):
+        return []
+    return samples[:1] if own else samples

@@ -1,0 +1,140 @@
+"""Where the ranks of a gang run: one bundle per rank in one placement group, neighbours in rank on the same node."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+ACCELERATOR_SHARE = 0.001  # Ray's convention: a sliver of `accelerator_type:X` pins a bundle to nodes that have it
+
+
+class PlacementError(RuntimeError):
+    """The cluster has no room for the gang; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The bundles that a gang asks for, one per rank."""
+
+    bundles: tuple[Mapping[str, float], ...]
+    strategy: Strategy = "PACK"
+    timeout_s: float = 120.0
+
+    @property
+    def world(self) -> int:
+        """How many ranks."""
+        return len(self.bundles)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A placement group that is ready. `order[rank]` is the bundle of a rank, `nodes[rank]` the node it is on."""
+
+    group: PlacementGroup
+    order: tuple[int, ...]
+    nodes: tuple[str, ...]
+    layout: Layout
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Actor options that put a rank on its bundle and give it the bundle's resources."""
+        bundle = dict(self.layout.bundles[self.order[rank]])
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=self.order[rank]
+        )
+        return {
+            "num_cpus": bundle.pop("CPU", 0.0),
+            "num_gpus": bundle.pop("GPU", 0.0),
+            "memory": bundle.pop("memory", None),
+            "resources": bundle,
+            "scheduling_strategy": strategy,
+        }
+
+    def remove(self) -> None:
+        """Give the bundles back; Ray ends what still runs on them."""
+        remove_placement_group(self.group)
+
+
+async def reserve(layout: Layout, name: str) -> Placement:
+    """Create the placement group and wait until every bundle has its resources.
+
+    Raises:
+        PlacementError: not within `layout.timeout_s`.
+    """
+    group = placement_group([dict(bundle) for bundle in layout.bundles], strategy=layout.strategy, name=name)
+    try:
+        ready = await asyncio.to_thread(group.wait, layout.timeout_s)
+        if not ready:
+            raise PlacementError(_missing(layout))
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+        order = rank_order(node_of, ray.get_runtime_context().get_node_id())
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return Placement(group, order, tuple(node_of[bundle] for bundle in order), layout)
+
+
+def rank_order(node_of: Mapping[int, str], own_node: str) -> tuple[int, ...]:
+    """Bundle indices by rank: bundles of one node stay together, the caller's node first, then the fullest nodes.
+
+    Ray numbers bundles in the order they were asked for, which says nothing about nodes.
+    """
+    count: dict[str, int] = {}
+    for node in node_of.values():
+        count[node] = count.get(node, 0) + 1
+    return tuple(sorted(node_of, key=lambda i: (node_of[i] != own_node, -count[node_of[i]], node_of[i], i)))
+
+
+def _missing(layout: Layout) -> str:
+    """Say which resources fall short, comparing the whole demand with what the cluster has and has free."""
+    demand: dict[str, float] = {}
+    for bundle in layout.bundles:
+        for name, amount in bundle.items():
+            demand[name] = demand.get(name, 0.0) + amount
+    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    short = [
+        f"{name}: needs {amount:g}, cluster has {total.get(name, 0.0):g}, free {free.get(name, 0.0):g}"
+        for name, amount in sorted(demand.items())
+        if free.get(name, 0.0) < amount
+    ]
+    reason = "; ".join(short) or f"each is there, but not in the shape that strategy {layout.strategy} asks for"
+    return (
+        f"no room for {layout.world} rank(s) after {layout.timeout_s:g} s ({reason}); "
+        "add nodes, free resources, or change placement_group_config"
+    )
+
+
+def default_bundle(device: str, accelerator_type: str | None) -> dict[str, float]:
+    """The bundle of one rank when placement_group_config names none."""
+    if device == "cuda" or accelerator_type is not None:
+        return {"CPU": 1.0, "GPU": 1.0}
+    return {"CPU": 1.0}
+
+
+def layout_of(
+    world: int,
+    *,
+    bundle_per_worker: Mapping[str, float] | None = None,
+    bundles: Sequence[Mapping[str, float]] | None = None,
+    strategy: Strategy = "PACK",
+    device: str = "auto",
+    accelerator_type: str | None = None,
+    timeout_s: float = 120.0,
+) -> Layout:
+    """The layout that a placement_group_config asks for.
+
+    Raises:
+        ValueError: the number of bundles is not the number of ranks.
+    """
+    if bundles is not None and len(bundles) != world:
+        raise ValueError(
+            f"placement_group_config.bundles has {len(bundles)} entries for {world} rank(s); give one each"
+        )
+    each = bundles or [bundle_per_worker or default_bundle(device, accelerator_type)] * world
+    pin = {} if accelerator_type is None else {f"accelerator_type:{accelerator_type}": ACCELERATOR_SHARE}
+    return Layout(tuple({**bundle, **pin} for bundle in each), strategy, timeout_s)

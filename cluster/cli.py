@@ -1,0 +1,50 @@
+"""The `aerie` command: a table of subcommands, each imported only when it is chosen.
+
+So `aerie generate` never imports Ray and `aerie serve` never imports the trainer. A subcommand is a module with
+`add_arguments(parser)` and `run(args) -> int`.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from cluster import __version__
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("cluster.engine.command", "generate text with the engine alone, without Ray"),
+    "serve": ("cluster.api.serve", "serve a model over REST on a local or running Ray cluster"),
+    "train": ("cluster.train.command", "train the demo target and its draft"),
+    "bench": ("cluster.bench.command", "measure speed and acceptance"),
+    "demo": ("cluster.bench.demo", "serve the demo pair, stream eight prompts, print what speculation gave"),
+}
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; a setting or value that cannot be honoured is one line on stderr and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(prog="aerie", description="LLM serving on Ray with EAGLE tree speculation.")
+    parser.add_argument("--version", action="version", version=f"aerie {__version__}")
+    table = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    run = None
+    for name, (module_name, text) in COMMANDS.items():
+        sub = table.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            module = importlib.import_module(module_name)
+            module.add_arguments(sub)
+            run = module.run
+    args = parser.parse_args(words)
+    assert run is not None, "argparse lets no unknown command through"
+    try:
+        return int(run(args))
+    except ValueError as error:
+        print(f"aerie {args.command}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

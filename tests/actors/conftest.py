@@ -1,0 +1,21 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.actors.local import LocalRay
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[LocalRay]:
+    """One small Ray for all tests of this folder; its workers can import `counting_engine`."""
+    paths = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{paths}" if paths else str(HERE)
+    cluster = LocalRay(num_cpus=6, object_store_mib=80)
+    cluster.start()
+    yield cluster
+    cluster.stop()
+    os.environ["PYTHONPATH"] = paths

@@ -1,0 +1,236 @@
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import ray
+from counting_engine import POISON, SLOW, STUCK, TOO_LONG
+from ray.util import list_named_actors
+from ray.util.placement_group import placement_group_table
+
+from cluster.actors.gang import Gang, GangError, GangSpec
+from cluster.actors.messages import Overloaded
+from cluster.actors.peers import deployment_samples, gang_name, publish
+from cluster.actors.placement import Layout, PlacementError, layout_of
+from cluster.actors.router import Router
+from cluster.config import ConfigError, EngineConfig
+from cluster.metrics import ServingMetrics, merge
+from cluster.request import Request, RequestOutput, SamplingParams
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+
+def spec(name: str, factory: str = "counting_engine:build", world: int = 1, **settings: Any) -> GangSpec:
+    config = EngineConfig(**{"model_path": "counting", **settings})
+    return GangSpec(config, layout_of(world, bundle_per_worker={"CPU": 0.5}), gang_name("test", name), factory)
+
+
+def ask(name: str, *prompt: int, max_tokens: int = 6) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+async def read(router: Router, request: Request) -> tuple[list[int], RequestOutput]:
+    outputs = [output async for output in router.generate(request)]
+    return [token for output in outputs for token in output.token_ids], outputs[-1]
+
+
+def with_gang(gang_spec: GangSpec, body: Callable[[Gang, Router], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        gang = Gang(gang_spec)
+        await gang.start()
+        router = Router(gang)
+        router.start()
+        try:
+            await body(gang, router)
+        finally:
+            await router.close()
+            await gang.stop()
+
+    asyncio.run(whole())
+
+
+def left_behind(name: str) -> list[str]:
+    """Live shards and placement groups of a gang, after a little patience."""
+    until = time.monotonic() + 5
+    while True:
+        actors = [e["name"] for e in list_named_actors(all_namespaces=True) if f"/{name}#" in e["name"]]
+        groups = [g["state"] for g in placement_group_table().values() if g["name"].endswith(f"/{name}")]
+        left = [*actors, *(state for state in groups if state != "REMOVED")]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
+
+
+def test_requests_stream_side_by_side_and_nothing_is_left():
+    async def body(gang: Gang, router: Router) -> None:
+        results = await asyncio.gather(*(read(router, ask(f"r{i}", 1000 * i, max_tokens=i + 1)) for i in range(20)))
+        for i, (tokens, last) in enumerate(results):
+            assert tokens == list(range(1000 * i + 1, 1000 * i + i + 2))
+            assert last.finish_reason == "length"
+        status = await router.status()
+        assert status.healthy and status.running == 0 and status.queued_tokens == 0
+        assert status.info["context_length"] == 4096
+        assert status.info["ranks"][0]["running"] == 0
+        page = merge(await router.metrics()).decode()
+        assert f"aerie_generated_tokens_total{{model_name=\"counting\",rank=\"0\"}} {sum(range(1, 21))}.0" in page
+
+    with_gang(spec("side-by-side"), body)
+    assert left_behind("side-by-side") == []
+
+
+def test_two_ranks_share_the_work():
+    async def body(gang: Gang, router: Router) -> None:
+        await asyncio.gather(*(read(router, ask(f"r{i}", SLOW, i, max_tokens=20)) for i in range(8)))
+        await gang.pulse(2.0)
+        steps = [beat.steps for beat in gang.beats if beat is not None]
+        assert len(steps) == 2 and all(10 <= n <= 20 for n in steps), steps
+
+    with_gang(spec("two-ranks", world=2), body)
+
+
+def test_leaving_aborts_within_a_step_or_two():
+    async def body(gang: Gang, router: Router) -> None:
+        stream = router.generate(ask("long", SLOW, 1, max_tokens=100_000))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        task = asyncio.create_task(read(router, ask("cancelled", SLOW, 1, max_tokens=100_000)))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        status = await router.status()
+        assert status.info["ranks"][0]["aborted"] == 2 and status.info["ranks"][0]["running"] == 0
+        assert status.running == 0 and status.queued_tokens == 0
+
+    with_gang(spec("leaving"), body)
+
+
+def test_what_cannot_be_served_raises_and_what_is_too_much_is_refused_at_once():
+    async def body(gang: Gang, router: Router) -> None:
+        with pytest.raises(ValueError, match="too long"):
+            await read(router, ask("bad", TOO_LONG))
+        stuck = [asyncio.create_task(read(router, ask(f"s{i}", STUCK, *[1] * 398, max_tokens=2))) for i in range(2)]
+        await asyncio.sleep(0.3)
+        asked = time.monotonic()
+        with pytest.raises(Overloaded, match="max_queued_tokens"):
+            await read(router, ask("one-too-many", *[1] * 400, max_tokens=2))
+        assert time.monotonic() - asked < 0.1
+        assert (await router.status()).queued_tokens == pytest.approx(800, abs=10)
+        assert [last.finish_reason for _, last in await asyncio.gather(*stuck)] == ["length"] * 2
+        assert (await read(router, ask("fits-again", *[1] * 400, max_tokens=2)))[0] == [2, 3]
+
+    with_gang(spec("refused", max_queued_tokens=1000), body)
+
+
+def test_a_killed_shard_ends_its_streams_and_is_named():
+    async def body(gang: Gang, router: Router) -> None:
+        task = asyncio.create_task(read(router, ask("long", SLOW, 1, max_tokens=100_000)))
+        await asyncio.sleep(0.3)
+        os.kill(gang.infos[0]["pid"], signal.SIGKILL)
+        _, last = await asyncio.wait_for(task, 5)
+        assert last.finish_reason == "error" and last.error is not None and "rank 0" in last.error
+        status = await router.status()
+        assert not status.healthy and "rank 0" in status.reason
+        _, last = await read(router, ask("later", 1))
+        assert last.finish_reason == "error"
+
+    with_gang(spec("killed"), body)
+    assert left_behind("killed") == []
+
+
+def test_a_failed_step_ends_the_streams_with_its_reason():
+    async def body(gang: Gang, router: Router) -> None:
+        task = asyncio.create_task(read(router, ask("bystander", SLOW, 1, max_tokens=100_000)))
+        await asyncio.sleep(0.2)
+        _, last = await read(router, ask("poison", POISON))
+        assert last.error is not None and "poisoned" in last.error
+        assert (await asyncio.wait_for(task, 2))[1].error == last.error
+        status = await router.status()
+        assert not status.healthy and "poisoned" in status.reason
+
+    with_gang(spec("failed-step"), body)
+
+
+def test_a_stall_is_seen_within_the_watchdog_and_forgiven_when_it_ends():
+    async def body(gang: Gang, router: Router) -> None:
+        task = asyncio.create_task(read(router, ask("stuck", STUCK, 1, max_tokens=2)))
+        await asyncio.sleep(1.1)
+        status = await router.status()
+        assert not status.healthy and status.reason.startswith("rank 0: busy without a step")
+        assert (await task)[0] == [2, 3]
+        assert (await router.status()).healthy
+
+    with_gang(spec("stalled", watchdog_timeout_s=0.7), body)
+
+
+def test_a_frozen_shard_is_unhealthy_and_then_lost():
+    async def body(gang: Gang, router: Router) -> None:
+        task = asyncio.create_task(read(router, ask("long", SLOW, 1, max_tokens=100_000)))
+        await asyncio.sleep(0.3)
+        os.kill(gang.infos[0]["pid"], signal.SIGSTOP)
+        try:
+            asked = time.monotonic()
+            _, last = await asyncio.wait_for(task, 10)
+            assert last.finish_reason == "error" and 1.4 < time.monotonic() - asked < 4
+            assert "rank 0" in (await router.status()).reason
+        finally:
+            os.kill(gang.infos[0]["pid"], signal.SIGKILL)
+
+    with_gang(spec("frozen", watchdog_timeout_s=0.5), body)
+    assert left_behind("frozen") == []
+
+
+def test_a_refused_config_comes_through_as_itself():
+    with pytest.raises(ConfigError, match="model_path 'missing'"):
+        with_gang(spec("refused-config", model_path="missing"), None)  # type: ignore[arg-type]
+    with pytest.raises(GangError, match="rank 0 could not load"):
+        with_gang(spec("no-factory", factory="counting_engine:nothing"), None)  # type: ignore[arg-type]
+    assert left_behind("refused-config") == []
+
+
+def test_no_room_says_what_is_missing():
+    layout = Layout(({"CPU": 1.0, "GPU": 2.0},), timeout_s=0.5)
+    with pytest.raises(PlacementError, match=r"GPU: needs 2, cluster has 0"):
+        with_gang(GangSpec(EngineConfig(model_path="x"), layout, "test/no-room"), None)  # type: ignore[arg-type]
+    assert left_behind("no-room") == []
+
+
+def test_samples_are_summed_over_gangs_of_one_deployment_only():
+    async def whole() -> None:
+        first, second = Gang(spec("first")), Gang(spec("second"))
+        stranger = Gang(GangSpec(first.spec.config, first.spec.layout, "other/third", first.spec.factory))
+        gangs = (first, second, stranger)
+        await asyncio.gather(*(gang.start() for gang in gangs))
+        try:
+            serving = ServingMetrics(model_name="m")
+            serving.on_refused("invalid")
+            for gang in gangs:
+                await publish(gang, serving.serialize())
+            assert len(await deployment_samples(first)) == 3  # own rank, other rank, other replica
+            assert len(await deployment_samples(stranger)) == 1
+        finally:
+            await asyncio.gather(*(gang.stop() for gang in gangs))
+
+    asyncio.run(whole())
+
+
+def test_the_shards_of_a_dead_owner_go_with_it():
+    @ray.remote(num_cpus=0)
+    class Owner:
+        async def start(self) -> int:
+            self.gang = Gang(spec("orphan"))
+            await self.gang.start()
+            return self.gang.infos[0]["pid"]
+
+    owner = Owner.options(lifetime="detached", name="owner", namespace="test").remote()
+    pid = ray.get(owner.start.remote())
+    ray.kill(owner)
+    assert left_behind("orphan") == []
+    until = time.monotonic() + 5
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{pid}")
