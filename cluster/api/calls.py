@@ -1,0 +1,223 @@
+"""One call of /v1/completions or /v1/chat/completions, from its body to its answer."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from cluster.api.body import read_json
+from cluster.api.content import conversation
+from cluster.api.errors import ApiError, ClientGoneError, shown
+from cluster.api.fields import warning_headers
+from cluster.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.samples import Delta, Sample, run
+from cluster.api.service import Limits, Service
+from cluster.api.shapes import ChatShape, CompletionShape, Shape
+from cluster.api.stream import DONE, EventStream, event, json_bytes, until_client_leaves
+from cluster.request import Request
+from cluster.text import StoppedText
+
+CLIENT_CLOSED = 499  # nobody reads it; it is what access logs of other servers say
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that has been understood: its sequences, the shape of its answer, headers with warnings."""
+
+    samples: list[Sample]
+    shape: Shape
+    stream: bool
+    headers: dict[str, str]
+
+
+async def complete(service: Service, limits: Limits, request: HttpRequest) -> Response:
+    """Answer /v1/completions."""
+    return await _answer(service, limits, request, CompletionRequest)
+
+
+async def chat(service: Service, limits: Limits, request: HttpRequest) -> Response:
+    """Answer /v1/chat/completions."""
+    return await _answer(service, limits, request, ChatRequest)
+
+
+async def _answer(
+    service: Service, limits: Limits, request: HttpRequest, fields: type[CompletionRequest] | type[ChatRequest]
+) -> Response:
+    arrived = time.perf_counter()
+    try:
+        try:
+            body = await read_json(request, limits.body_bytes)
+            call = await _understand(service, limits, *fields.read(body))
+        except ApiError:
+            service.metrics.on_refused("invalid")
+            raise
+        for sample in call.samples:
+            sample.timer = service.metrics.on_start(arrived)
+        deltas = run(service.engine, call.samples)
+        if call.stream:
+            return await _streamed(request, call, deltas)
+        async with aclosing(deltas):
+            said = await until_client_leaves(request.receive, _all(deltas))
+        return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
+    except ClientGoneError:
+        return Response(status_code=CLIENT_CLOSED)
+
+
+async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
+    """The stream, once its first tokens are there: until then a refusal can still have its own status."""
+    try:
+        first = await until_client_leaves(request.receive, _first(deltas))
+    except BaseException:
+        await deltas.aclose()
+        raise
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"".join(event(chunk) for chunk in call.shape.chunks(first))
+        async for delta in deltas:
+            yield b"".join(event(chunk) for chunk in call.shape.chunks(delta))
+        last = call.shape.last_chunk()
+        yield (event(last) if last else b"") + DONE
+
+    return EventStream(events(), deltas, call.headers)
+
+
+async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
+    return await anext(deltas)
+
+
+async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+async def _understand(
+    service: Service, limits: Limits, fields: CompletionRequest | ChatRequest, warnings: list[str]
+) -> Call:
+    """Check a request, turn its prompts into tokens, and give every sequence its settings and seed.
+
+    Raises:
+        ApiError: the request cannot be served; the field at fault is named.
+    """
+    model = service.model
+    fields.check(model, limits)
+    tokenizer = service.tokenizer
+    if fields.stop and tokenizer is None:
+        raise _needs_tokenizer("stop")
+    if isinstance(fields, ChatRequest):
+        prompts = [await _chat_ids(service, fields, fields.add_special_tokens)]
+        blamed, default_tokens, prefix = ["messages"], limits.default_chat_tokens, "chatcmpl-"
+    else:
+        prompts = await _prompt_ids(service, limits, fields)
+        blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
+        default_tokens, prefix = limits.default_completion_tokens, "cmpl-"
+
+    unique = uuid.uuid4().hex
+    call_id = prefix + (fields.request_id or unique)
+    sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
+    samples: list[Sample] = []
+    for at, ids in enumerate(prompts):
+        if not ids:
+            raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
+        params = fields.sampling(model, len(ids), default_tokens, blamed[at])
+        for i in range(fields.n):
+            text = None
+            if tokenizer is not None:
+                text = StoppedText(tokenizer.text, ids, params.stop, fields.include_stop_str_in_output)
+            own = replace(params, seed=fields.seed_of(i))
+            index = len(samples)
+            sequence = Request(f"{sequence_id}-{index}", ids, own)
+            samples.append(Sample(index, at, sequence, text, fields.include_stop_str_in_output))
+
+    options = fields.stream_options
+    shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
+        call_id,
+        int(time.time()),
+        fields.model or model.model_id,
+        samples,
+        None if tokenizer is None else tokenizer.text,
+        ids_as_text=fields.return_tokens_as_token_ids,
+        with_token_ids=fields.return_token_ids,
+        usage_at_end=options is not None and options.include_usage,
+        usage_in_chunks=options is not None and options.continuous_usage_stats,
+    )
+    return Call(samples, shape, fields.stream, warning_headers(warnings))
+
+
+async def _chat_ids(service: Service, fields: ChatRequest | TokenizeRequest, special: bool) -> tuple[int, ...]:
+    if service.tokenizer is None:
+        raise _needs_tokenizer("messages")
+    return tuple(
+        await service.tokenizer.encode_chat(
+            conversation(fields.messages),
+            add_generation_prompt=fields.add_generation_prompt,
+            add_special_tokens=special,
+            template_kwargs=fields.chat_template_kwargs,
+        )
+    )
+
+
+async def tokens_of(service: Service, fields: TokenizeRequest) -> tuple[int, ...]:
+    """Answer /tokenize.
+
+    Raises:
+        ApiError: another model is asked for, or this one has no tokenizer.
+    """
+    check_model(service.model, fields.model)
+    if fields.prompt is None:
+        return await _chat_ids(service, fields, special=False)
+    if service.tokenizer is None:
+        raise _needs_tokenizer("prompt")
+    return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens))
+
+
+def text_of(service: Service, fields: DetokenizeRequest) -> str:
+    """Answer /detokenize.
+
+    Raises:
+        ApiError: another model is asked for, this one has no tokenizer, or a token id is not in its vocabulary.
+    """
+    check_model(service.model, fields.model)
+    if service.tokenizer is None:
+        raise _needs_tokenizer("tokens")
+    _check_ids(fields.tokens, service.model.vocab_size, "tokens")
+    return service.tokenizer.text.decode(fields.tokens)
+
+
+def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = shown(next(token for token in ids if not 0 <= token < vocab))
+        message = f"{param}: token id {wrong} lies outside the vocabulary [0, {vocab})"
+        raise ApiError(message, param=param, code="invalid_value")
+
+
+async def _prompt_ids(service: Service, limits: Limits, fields: CompletionRequest) -> list[tuple[int, ...]]:
+    prompts = fields.prompt
+    if len(prompts) * fields.n > limits.sequences:
+        raise ApiError(
+            f"prompt: {len(prompts)} prompts with n = {fields.n} make {len(prompts) * fields.n} sequences, more than "
+            f"the {limits.sequences} of one request; send several requests",
+            param="prompt",
+            code="invalid_value",
+        )
+    vocab = service.model.vocab_size
+    found = []
+    for at, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if service.tokenizer is None:
+                raise _needs_tokenizer("prompt")
+            found.append(tuple(await service.tokenizer.encode(prompt, fields.add_special_tokens)))
+            continue
+        _check_ids(prompt, vocab, "prompt" if len(prompts) == 1 else f"prompt.{at}")
+        found.append(tuple(prompt))
+    return found
+
+
+def _needs_tokenizer(field: str) -> ApiError:
+    return ApiError(
+        f"{field}: this model is served without a tokenizer; send token ids as prompt to /v1/completions",
+        param=field,
+        code="unsupported_parameter",
+    )

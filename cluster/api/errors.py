@@ -1,0 +1,118 @@
+"""Errors in OpenAI's envelope: what went wrong, in which field, with which status. Never a traceback or a path."""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from cluster.actors.messages import Overloaded
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+SHOWN_CHARACTERS = 60  # of a refused value, in a message
+
+
+class ApiError(Exception):
+    """A request that is answered with an error; `param` is the path of the field at fault, as `messages.0.role`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.headers = dict(headers or {})
+
+    def envelope(self) -> dict[str, Any]:
+        """The body of the answer, or the event in a stream that has begun."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The answer for a request whose stream has not begun."""
+        # Plain ASCII: a message may quote a lone surrogate that the client sent, which UTF-8 cannot write.
+        body = json.dumps(self.envelope()).encode()
+        return Response(body, self.status, media_type="application/json", headers=self.headers)
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+def overloaded(error: Overloaded) -> ApiError:
+    """503 with Retry-After for a full queue."""
+    return ApiError(
+        str(error) or "the server is full; try again shortly",
+        status=503,
+        kind="overloaded_error",
+        code="overloaded",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def unavailable(reason: str) -> ApiError:
+    """503 for an engine that makes no progress."""
+    return ApiError(reason, status=503, kind="server_error", code="engine_unhealthy")
+
+
+def internal(where: str) -> ApiError:
+    """500 for a fault of ours; the detail goes to the log, `where` (a request id) finds it there."""
+    return ApiError(
+        f"the server failed to answer this request ({where}); its log has the cause",
+        status=500,
+        kind="server_error",
+        code="internal_error",
+    )
+
+
+def shown(value: Any) -> str:
+    """A refused value as an error message quotes it, cut short."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def invalid(error: ValidationError) -> ApiError:
+    """The first complaint of pydantic as one line that begins with the field's path."""
+    first = error.errors(include_url=False)[0]
+    param = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return ApiError(f"{param}: required", param=param, code="missing_required_parameter")
+    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
+    if first["type"] != "value_error":
+        message += f", got {shown(first['input'])}"
+    wrong_type = first["type"].endswith("_type")
+    return ApiError(f"{param}: {message}", param=param, code="invalid_type" if wrong_type else "invalid_value")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the app in the envelope, those of routing included."""
+
+    async def from_routing(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return ApiError(str(error.detail), status=error.status_code, headers=error.headers).response()
+
+    async def from_us(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return internal(request.url.path).response()
+
+    app.add_exception_handler(HTTPException, from_routing)
+    app.add_exception_handler(ApiError, from_us)
+    app.add_exception_handler(Exception, unexpected)

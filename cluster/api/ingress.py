@@ -1,0 +1,137 @@
+"""The REST routes of one replica. Not known here: Ray; `cluster.api.app` mounts the app in a Serve replica."""
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from cluster import __version__
+from cluster.actors.messages import GangStatus
+from cluster.api import calls, errors
+from cluster.api.body import read_json
+from cluster.api.errors import unavailable
+from cluster.api.fields import warning_headers
+from cluster.api.protocol import DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.service import Limits, Service
+from cluster.api.stream import json_bytes
+
+STATUS_TIMEOUT_S = 2.0
+DEFAULT_LIMITS = Limits()
+
+
+def make_app(service: Service, limits: Limits = DEFAULT_LIMITS) -> FastAPI:
+    """The REST app over a service, whose parts are looked up on every call."""
+    app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    errors.install(app)
+    _add_generation(app, service, limits)
+    _add_tokens(app, service, limits)
+    _add_facts(app, service, limits)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service, limits: Limits) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        return await calls.complete(service, limits, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await calls.chat(service, limits, request)
+
+
+def _add_tokens(app: FastAPI, service: Service, limits: Limits) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a conversation."""
+        fields, warnings = TokenizeRequest.read(await read_json(request, limits.body_bytes))
+        ids = await calls.tokens_of(service, fields)
+        facts = {"count": len(ids), "max_model_len": service.model.context_length, "tokens": list(ids)}
+        return _json(facts, warnings)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        fields, warnings = DetokenizeRequest.read(await read_json(request, limits.body_bytes))
+        return _json({"prompt": calls.text_of(service, fields)}, warnings)
+
+
+def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The models that are served: one."""
+        return _json({"object": "list", "data": [_card(service)]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        """One model's card."""
+        check_model(service.model, model_id)
+        return _json(_card(service))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the engine makes progress, else 503 with the reason."""
+        status = await _status(service)
+        if not status.healthy:
+            raise unavailable(status.reason or "the engine is not healthy")
+        return Response()
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        """The resolved settings and the counters of every rank."""
+        return _json(_server_info(service, limits, await _status(service)))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """The Prometheus page of all replicas and ranks."""
+        return Response(await service.metrics_page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version")
+    async def version() -> Response:
+        """The version of Aerie."""
+        return _json({"version": __version__})
+
+
+async def _status(service: Service) -> GangStatus:
+    """The gang's status; one that does not answer in time is unhealthy."""
+    try:
+        return await asyncio.wait_for(service.engine.status(), STATUS_TIMEOUT_S)
+    except TimeoutError:
+        return GangStatus(False, f"the engine did not answer within {STATUS_TIMEOUT_S:g} s")
+
+
+def _card(service: Service) -> dict[str, Any]:
+    model = service.model
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "aerie",
+        "root": model.model_id,
+        "parent": None,
+        "max_model_len": model.context_length,
+    }
+
+
+def _server_info(service: Service, limits: Limits, status: GangStatus) -> dict[str, Any]:
+    """The gang's own facts, with accept lengths where SGLang's benchmark looks for them."""
+    ranks = status.info.get("ranks", [])
+    lengths = [rank["accept_length"] for rank in ranks if rank.get("accept_length")]
+    return {
+        "version": __version__,
+        "model_id": service.model.model_id,
+        "healthy": status.healthy,
+        "reason": status.reason,
+        "queued_tokens": status.queued_tokens,
+        "running": status.running,
+        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+        **status.info,
+        "internal_states": [{"avg_spec_accept_length": sum(lengths) / len(lengths)}] if lengths else [{}],
+    }
+
+
+def _json(content: Any, warnings: list[str] | None = None) -> Response:
+    return Response(json_bytes(content), media_type="application/json", headers=warning_headers(warnings or []))

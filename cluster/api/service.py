@@ -1,0 +1,65 @@
+"""What the REST layer is given: an engine, a model, a tokenizer, metrics. Not known here: Ray, or where they are."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.actors.messages import EngineClient
+from cluster.api.tokenizer import ChatTokenizer
+from cluster.metrics import ServingMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The one model that is served. `aliases` are further names that requests may use; `created` is Unix seconds.
+
+    `context_length` counts prompt and output tokens together; `vocab_size` bounds the token ids of a prompt.
+    """
+
+    model_id: str
+    context_length: int
+    vocab_size: int
+    created: int
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call may ask for; more is a 400 (413 for the body). Shown by /server_info."""
+
+    body_bytes: int = 1 << 20
+    choices: int = 8  # n
+    sequences: int = 128  # prompts * n
+    stops: int = 8
+    stop_characters: int = 256
+    stop_token_ids: int = 64
+    logprobs: int = 20
+    default_completion_tokens: int = 16  # max_tokens of /v1/completions when it is left out, as OpenAI has it
+    default_chat_tokens: int = 4096  # the same for chat, where OpenAI has the rest of the context
+
+
+class Service(Protocol):
+    """Everything the routes use, looked up on every call, so that it may come up after the app is made."""
+
+    @property
+    def engine(self) -> EngineClient:
+        """The gang."""
+        ...
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model that is served."""
+        ...
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | None:
+        """None when the model's folder has no tokenizer: then prompts are token ids."""
+        ...
+
+    @property
+    def metrics(self) -> ServingMetrics:
+        """The instruments of this replica."""
+        ...
+
+    async def metrics_page(self) -> bytes:
+        """The Prometheus text of all replicas and ranks."""
+        ...

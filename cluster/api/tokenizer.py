@@ -1,0 +1,106 @@
+"""The tokenizer of the REST layer: text to ids off the event loop, and chat messages through the model's template.
+
+Local folders only, and no code from them: a template is Jinja in a sandbox, everything else is data.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from cluster.api.errors import ApiError
+from cluster.config import ConfigError
+from cluster.text import TextTokenizer
+
+INLINE_CHARACTERS = 2048  # a text up to this long is encoded on the event loop (well under a millisecond)
+TEMPLATE_WORDS = frozenset(
+    {"tokenize", "chat_template", "conversation", "messages", "tools", "documents", "return_dict"}
+)
+
+
+class ChatTokenizer:
+    """`text` turns text and ids into each other; `template` is None for a model without a chat template."""
+
+    def __init__(self, text: TextTokenizer, template: PreTrainedTokenizerBase | None) -> None:
+        self.text = text
+        self._template = template
+
+    @classmethod
+    def load(cls, path: str) -> Self:
+        """Read a tokenizer folder.
+
+        Raises:
+            ConfigError: the folder has no usable tokenizer.
+        """
+        text = TextTokenizer.load(path)
+        if not _has_template(Path(path)):
+            return cls(text, None)
+        try:
+            template = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises many kinds for a broken folder
+            raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error
+        return cls(text, template)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; a long one is encoded in a thread."""
+        return await _off_loop(len(text), lambda: self.text.encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format.
+
+        Raises:
+            ApiError: 400 when there is no template, or the template refuses the conversation.
+        """
+        template = self._template
+        if template is None:
+            raise ApiError(
+                "messages: this model has no chat template; use /v1/completions with a prompt",
+                param="messages",
+                code="unsupported_parameter",
+            )
+        extra = dict(template_kwargs or {})
+        if taken := sorted(TEMPLATE_WORDS & set(extra)):
+            path = f"chat_template_kwargs.{taken[0]}"
+            raise ApiError(f"{path}: not allowed", param=path, code="invalid_value")
+
+        def work() -> list[int]:
+            try:
+                text = template.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra
+                )
+            except (TemplateError, TypeError, ValueError, KeyError) as error:
+                reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
+                raise ApiError(
+                    f"messages: the model's chat template refuses this conversation: {reason}",
+                    param="messages",
+                    code="invalid_value",
+                ) from None
+            return self.text.encode(str(text), add_special_tokens)
+
+        return await _off_loop(sum(len(message["content"]) for message in messages), work)
+
+
+async def _off_loop(characters: int, work: Callable[[], list[int]]) -> list[int]:
+    return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+def _has_template(folder: Path) -> bool:
+    """Whether the folder has a chat template, in the tokenizer's config or in a file beside it."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    try:
+        return bool(config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{config} is not a JSON object: {error}") from error

@@ -1,0 +1,192 @@
+"""What a REST app needs, scripted: an engine that says what it is told to, and a byte-level tokenizer of 259 tokens."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from cluster.actors.messages import GangStatus, Overloaded
+from cluster.api.service import ModelInfo
+from cluster.api.tokenizer import ChatTokenizer
+from cluster.metrics import ServingMetrics, merge
+from cluster.request import Request, RequestOutput, SpeculationCounts, TokenLogprob
+from cluster.text import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
+
+MODEL = "demo"
+CONTEXT = 512
+EOS, IM_START, IM_END = 256, 257, 258
+VOCAB = 259
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] == 'refuse' %}{{ raise_exception('no refuse here') }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{% if shout %}!{% endif %}"
+)
+
+
+def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
+    """A folder that transformers and cluster.text both read; token ids below 256 are bytes."""
+    names = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(text, special=True) for text in ("<eos>", "<|im_start|>", "<|im_end|>")]
+    tokenizer.add_special_tokens(special)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    if template:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+class ScriptedEngine:
+    """Says what it is told to: `script`, or bytes that follow from the seed. Commits 1, 2, 3, 1, ... tokens a step."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.script: bytes | list[int] | None = None
+        self.requests: list[Request] = []
+        self.running: set[str] = set()
+        self.aborted: list[str] = []
+        self.full = False
+        self.refusal = ""
+        self.fail_at: int | None = None
+        self.failure: RequestOutput | Exception | None = None
+        self.reason = ""
+        self.step_s = 0.0
+        self.speculates = True
+        self._tokenizer = tokenizer.text
+
+    def _token(self, request: Request, at: int) -> int:
+        if self.script is not None:
+            return self.script[at] if at < len(self.script) else EOS
+        return 97 + hashlib.blake2b(f"{request.params.seed}/{at}".encode()).digest()[0] % 26
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        self.requests.append(request)
+        if self.full:
+            raise Overloaded("the queue holds 70000 tokens (max_queued_tokens is 65536)")
+        if self.refusal:
+            raise ValueError(self.refusal)
+        self.running.add(request.request_id)
+        try:
+            async for output in self._outputs(request):
+                yield output
+        finally:
+            if request.request_id in self.running:
+                self.running.discard(request.request_id)
+                self.aborted.append(request.request_id)
+
+    async def _outputs(self, request: Request) -> AsyncIterator[RequestOutput]:
+        params = request.params
+        detokenizer = IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids)
+        finder = StopFinder(params.stop)
+        committed, accepted = 0, [0, 0, 0]
+        while True:
+            await asyncio.sleep(self.step_s)
+            run: list[int] = []
+            reason, stop_reason = None, None
+            size = 1 + sum(accepted) % 3
+            while reason is None and len(run) < size:
+                token = self._token(request, committed)
+                run.append(token)
+                committed += 1
+                hit = finder.find(detokenizer.push([token]))
+                if (token == EOS and not params.ignore_eos) or token in params.stop_token_ids:
+                    reason, stop_reason = "stop", token
+                elif hit:
+                    reason, stop_reason = "stop", hit.stop
+                elif committed == params.max_tokens:
+                    reason = "length"
+            accepted[len(run) - 1] += 1
+            if self.fail_at is not None and committed > self.fail_at:
+                if isinstance(self.failure, Exception):
+                    raise self.failure
+                self.running.discard(request.request_id)
+                yield RequestOutput(request.request_id, (), finish_reason="error", error="/secret/path.py exploded")
+                return
+            if reason:
+                self.running.discard(request.request_id)
+            top = tuple((token, -float(k + 1)) for k, token in enumerate(range(97, 97 + (params.logprobs or 0))))
+            yield RequestOutput(
+                request.request_id,
+                tuple(run),
+                () if params.logprobs is None else tuple(TokenLogprob(token, -0.5, top) for token in run),
+                finish_reason=reason,
+                stop_reason=stop_reason,
+                cached_tokens=2,
+                speculation=SpeculationCounts(sum(accepted), 2 * sum(accepted), tuple(accepted))
+                if reason and self.speculates
+                else None,
+            )
+            if reason:
+                return
+
+    async def status(self) -> GangStatus:
+        info = {"config": {"page_size": 16}, "ranks": [{"rank": 0, "accept_length": 2.5}]}
+        return GangStatus(not self.reason, self.reason, 0, len(self.running), info)
+
+    async def metrics(self) -> list[bytes]:
+        return []
+
+
+class ScriptedService:
+    """A `cluster.api.service.Service` over a scripted engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(str(folder))
+        self.engine = ScriptedEngine(self.tokenizer)
+        self.model = ModelInfo(MODEL, CONTEXT, VOCAB, created=1_700_000_000, aliases=("demo-alias",))
+        self.metrics = ServingMetrics(model_name=MODEL)
+
+    async def metrics_page(self) -> bytes:
+        return merge([self.metrics.serialize()])
+
+    def outcomes(self) -> dict[str, float]:
+        """Requests ended so far by outcome, those with any."""
+        found = {name: counter._value.get() for name, counter in self.metrics.outcomes.items()}
+        return {name: count for name, count in found.items() if count}
+
+
+class Client:
+    """Calls an app in this process, one event loop per call."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self._app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **kwargs)
+
+        return asyncio.run(call())
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self.request("GET", path, **kwargs)
+
+    def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> httpx.Response:
+        return self.request("POST", path, json=body, **kwargs)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"model": MODEL, "prompt": "hello", **fields})
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        return self.post(
+            "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+        )
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream that ended well."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *chunks, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]

@@ -1,0 +1,271 @@
+"""What the two generation endpoints answer when all is well, whole and streamed."""
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from cluster.request import SamplingParams
+from tests.api.scripted import EOS, IM_END, IM_START, MODEL, Client, ScriptedService, events
+
+
+def params_of(service: ScriptedService, at: int = -1) -> SamplingParams:
+    return service.engine.requests[at].params
+
+
+def test_completion(client: Client, service: ScriptedService) -> None:
+    service.engine.script = b"the answer is forty-two, more or less"
+    answer = client.complete(seed=7).json()
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == MODEL
+    assert answer["choices"] == [
+        {"index": 0, "text": "the answer is fo", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 16, 21)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    spoken = answer["metrics"]["speculative_decoding"]
+    histogram = spoken["acceptance_histogram"]
+    assert sum(histogram) == spoken["num_spec_steps"]
+    assert sum(j * count for j, count in enumerate(histogram)) == spoken["num_accepted_draft_tokens"]
+    assert len(histogram) == spoken["num_spec_tokens"] + 1
+    details = usage["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == spoken["num_accepted_draft_tokens"]
+    assert details["rejected_prediction_tokens"] == spoken["num_draft_tokens"] - spoken["num_accepted_draft_tokens"]
+    assert params_of(service) == SamplingParams(seed=7, max_tokens=16)
+    assert service.engine.requests[0].prompt_token_ids == tuple(b"hello")
+    assert service.outcomes() == {"length": 1.0}
+
+
+def test_chat(client: Client, service: ScriptedService) -> None:
+    service.engine.script = b"hello there"
+    answer = client.chat(max_completion_tokens=40).json()
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hello there", "refusal": None}
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", EOS)
+    assert answer["usage"]["completion_tokens"] == 12  # the EOS counts
+    [request] = service.engine.requests
+    said = [IM_START, *b"user\nhi", IM_END, *b"\n", IM_START, *b"assistant\n"]
+    assert request.prompt_token_ids == tuple(said)
+    assert 0 <= (request.params.seed or -1) < 2**63
+
+
+def test_chat_without_max_tokens_may_fill_the_context(client: Client, service: ScriptedService) -> None:
+    service.engine.script = b"ok"
+    client.chat()
+    [request] = service.engine.requests
+    assert request.params.max_tokens == service.model.context_length - len(request.prompt_token_ids)
+
+
+def test_template_arguments_and_text_parts(client: Client, service: ScriptedService) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    echoed = {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None, "annotations": []}
+    client.chat(
+        messages=[echoed, {"role": "user", "content": parts}],
+        chat_template_kwargs={"shout": True},
+        add_generation_prompt=False,
+    )
+    prompt = bytes(i for i in service.engine.requests[0].prompt_token_ids if i < 256)
+    assert prompt == b"assistant\nx\nuser\nab\n!"
+
+
+def test_stream_of_a_completion_joins_to_the_whole(client: Client, service: ScriptedService) -> None:
+    service.engine.script = "naïve 日本語 😀 text".encode()
+    whole = client.complete(max_tokens=60).json()
+    chunks = events(client.complete(max_tokens=60, stream=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    assert "\ufffd" not in whole["choices"][0]["text"]
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_stream_of_chat_has_one_chunk_per_step(client: Client, service: ScriptedService) -> None:
+    service.engine.script = b"abcdefghijkl"
+    options = {"include_usage": True}
+    chunks = events(client.chat(max_tokens=12, stream=True, stream_options=options))
+    first, *content, usage = chunks
+    assert first["choices"] == [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    ]
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in content] == ["a", "bc", "def", "g", "hi", "jkl"]
+    assert content[-1]["choices"][0]["finish_reason"] == "length"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 12
+    assert usage["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 2.0
+
+
+def test_usage_in_every_chunk(client: Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(client.complete(max_tokens=6, stream=True, stream_options=options))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 3, 6, 6]
+    assert chunks[0]["usage"] == {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_samples_have_their_own_seeds(client: Client, service: ScriptedService, stream: bool) -> None:
+    def texts(**fields: Any) -> list[str]:
+        response = client.complete(stream=stream, **fields)
+        choices = [c for e in events(response) for c in e["choices"]] if stream else response.json()["choices"]
+        found = [""] * len({choice["index"] for choice in choices})
+        for choice in choices:
+            found[choice["index"]] += choice["text"]
+        return found
+
+    four = texts(n=4, seed=11)
+    assert len(set(four)) == 4
+    assert texts(n=4, seed=11) == four
+    assert texts(n=1, seed=11) == four[:1]
+    assert len({request.request_id for request in service.engine.requests}) == 9
+    assert texts(prompt=["hello", "there"], n=2, seed=11) == four[:2] * 2  # a list answers like its prompts alone
+    assert len(set(texts(n=3))) == 3
+    assert texts(n=2) != texts(n=2)
+
+
+def test_usage_of_several_sequences(client: Client) -> None:
+    answer = client.complete(prompt=["hello", [1, 2, 3, 4, 5, 6, 7]][:1] * 2, n=3, max_tokens=4).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (10, 24)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+    assert "metrics" not in answer
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [b"ab"]),
+        (["ab", "c"], [b"ab", b"c"]),
+        ([97, 98], [b"ab"]),
+        ([[97, 98], [99]], [b"ab", b"c"]),
+    ],
+)
+def test_the_four_kinds_of_prompt(client: Client, service: ScriptedService, prompt: Any, expected: list[bytes]) -> None:
+    assert client.complete(prompt=prompt).status_code == 200
+    assert [request.prompt_token_ids for request in service.engine.requests] == [tuple(ids) for ids in expected]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text", "reason", "stop_reason", "tokens"),
+    [
+        ({"stop": "fgh"}, "abcde", "stop", "fgh", 8),
+        ({"stop": ["zz", "hi", "ghij"]}, "abcdefg", "stop", "hi", 9),
+        ({"stop": "fgh", "include_stop_str_in_output": True}, "abcdefgh", "stop", "fgh", 8),
+        ({"stop": "a"}, "", "stop", "a", 1),
+        ({"stop": "lq"}, "abcdefghijkl", "stop", EOS, 13),
+        ({"stop": "kq", "max_tokens": 11}, "abcdefghijk", "length", None, 11),
+        ({"stop_token_ids": [ord("d")]}, "abc", "stop", ord("d"), 4),
+        ({"stop_token_ids": [ord("d")], "include_stop_str_in_output": True}, "abcd", "stop", ord("d"), 4),
+        ({"ignore_eos": True, "max_tokens": 20}, "abcdefghijkl", "length", None, 20),
+    ],
+)
+def test_ends(
+    client: Client,
+    service: ScriptedService,
+    stream: bool,
+    fields: dict[str, Any],
+    text: str,
+    reason: str,
+    stop_reason: str | int | None,
+    tokens: int,
+) -> None:
+    service.engine.script = b"abcdefghijkl"
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    response = client.complete(**{"max_tokens": 30, "stream": stream, **options, **fields})
+    parts = events(response) if stream else [response.json()]
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (reason, stop_reason)
+    assert parts[-1]["usage"]["completion_tokens"] == tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_completion(client: Client, service: ScriptedService, stream: bool) -> None:
+    service.engine.script = "é<a".encode()
+    response = client.complete(logprobs=2, max_tokens=4, stream=stream)
+    parts = events(response) if stream else [response.json()]
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for part in parts:
+        for name, values in part["choices"][0]["logprobs"].items():
+            found[name] += values
+    assert found["tokens"] == ["\ufffd", "\ufffd", "<", "a"]
+    assert found["text_offset"] == [0, 0, 1, 2]
+    assert found["token_logprobs"] == [-0.5] * 4
+    assert found["top_logprobs"][2] == {"a": -1.0, "b": -2.0, "<": -0.5}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_chat(client: Client, service: ScriptedService, stream: bool) -> None:
+    service.engine.script = "é".encode()
+    response = client.chat(logprobs=True, top_logprobs=1, max_tokens=3, stream=stream)
+    parts = events(response)[1:] if stream else [response.json()]
+    content = [entry for part in parts for entry in part["choices"][0]["logprobs"]["content"]]
+    assert [entry["token"] for entry in content] == ["\ufffd", "\ufffd", "<eos>"]
+    assert bytes(byte for entry in content[:2] for byte in entry["bytes"]).decode() == "é"
+    assert content[2] == {
+        "token": "<eos>",
+        "logprob": -0.5,
+        "bytes": list(b"<eos>"),
+        "top_logprobs": [{"token": "a", "logprob": -1.0, "bytes": [97]}],
+    }
+
+
+def test_zero_logprobs_is_not_none(client: Client, service: ScriptedService) -> None:
+    assert client.complete(logprobs=0, max_tokens=1).json()["choices"][0]["logprobs"]["tokens"]
+    assert params_of(service).logprobs == 0
+    client.chat(logprobs=True, top_logprobs=None)
+    assert params_of(service).logprobs == 0
+
+
+def test_token_ids_on_request(client: Client, service: ScriptedService) -> None:
+    service.engine.script = b"xyz"
+    [choice] = client.complete(return_token_ids=True, max_tokens=3).json()["choices"]
+    assert choice["token_ids"] == [*b"xyz"]
+    assert choice["prompt_token_ids"] == [*b"hello"]
+    chunks = events(client.complete(return_token_ids=True, max_tokens=3, stream=True))
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[*b"x"], [*b"yz"]]
+    assert [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks] == [[*b"hello"], None]
+    chat = client.chat(return_token_ids=True, logprobs=True, return_tokens_as_token_ids=True, max_tokens=1).json()
+    assert chat["prompt_token_ids"][0] == IM_START
+    assert chat["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ord('x')}"
+
+
+def test_a_model_without_a_tokenizer(client: Client, service: ScriptedService) -> None:
+    service.engine.script = b"xyz"
+    service.tokenizer = None
+    [choice] = client.complete(prompt=[1, 2, 3], max_tokens=3, logprobs=0).json()["choices"]
+    assert (choice["text"], choice["token_ids"], choice["logprobs"]["tokens"][0]) == ("", [*b"xyz"], "token_id:120")
+
+
+def test_sampling_fields_reach_the_engine(client: Client, service: ScriptedService) -> None:
+    fields = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 2**63 - 1, "stop": ["a", "b", "a"]}
+    assert client.complete(**fields).status_code == 200
+    expected = SamplingParams(0.7, 40, 0.9, 0.05, seed=2**63 - 1, max_tokens=16, stop=("a", "b"))
+    assert params_of(service) == expected
+    client.complete(top_k=-1, temperature=1e-9)
+    assert (params_of(service).top_k, params_of(service).temperature) == (0, 0.0)
+    client.complete(top_k=10**6)
+    assert params_of(service).top_k == 0
+    client.complete(temperature=0)
+    assert params_of(service).temperature == 0.0
+
+
+def test_request_ids(client: Client, service: ScriptedService) -> None:
+    answers = [client.complete(request_id="mine-1").json()["id"] for _ in range(2)]
+    assert answers == ["cmpl-mine-1"] * 2
+    assert len({request.request_id for request in service.engine.requests}) == 2
+    assert client.complete(rid="x").json()["id"] == "cmpl-x"
+
+
+def test_seeds_of_further_samples_are_fixed(client: Client, service: ScriptedService) -> None:
+    client.complete(n=2, seed=5)
+    derived = int.from_bytes(hashlib.blake2b(b"5/1", digest_size=8).digest(), "big") >> 1
+    assert [request.params.seed for request in service.engine.requests] == [5, derived]
