@@ -1,0 +1,211 @@
+"""`aerie serve`: one model on a Ray of its own (or on a running one), until it is told to stop.
+
+The settings are checked before anything starts. Then Ray starts while the Serve application is imported beside it,
+the application is deployed, and its URL is printed once `/health` says 200. On SIGINT or SIGTERM open streams end,
+then Serve, then Ray, and no process is left.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import ray
+
+from cluster.actors.local import LocalRay
+from cluster.api.plan import ServePlan, check_port, make_plan
+from cluster.config import ConfigError
+
+POLL_S = 0.1
+FAILED = 1
+
+
+class StartError(RuntimeError):
+    """The application did not come up; the message is for the terminal."""
+
+
+class Phases:
+    """How long each part of the start took."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        """The phase `name` ends now, and the next begins."""
+        now = time.monotonic()
+        self.seconds[name] = now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s ({parts})"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `aerie serve`."""
+    parser.add_argument("--config", metavar="FILE", help="a Serve config (default: deploy/local.yaml, the demo pair)")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one setting: http_host, http_port, an engine setting (dtype=float64), or a dotted key "
+        "(deployment_config.num_replicas=2); speculative_algorithm=null turns speculation off; may be repeated",
+    )
+    parser.add_argument(
+        "--address", metavar="ADDRESS", help="deploy to this running Ray cluster ('auto' finds it) (env: RAY_ADDRESS)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print the logs of Ray's processes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes. 0 after a clean stop, 1 when the application failed to start."""
+    phases = Phases()
+    plan = make_plan(args.config, args.overrides)
+    address = args.address or os.environ.get("RAY_ADDRESS")
+    check_port(plan.http)
+    phases.end("settings")
+    signals = StopSignals()
+    signals.install()
+    stopping = signals.event
+    with ThreadPoolExecutor(1) as beside:
+        importing = beside.submit(importlib.import_module, "cluster.api.app")
+        cluster = None if address else _local_ray(plan, args.verbose)
+        serving = False
+        try:
+            _connect(cluster, address)
+            signals.install()
+            phases.end("ray")
+            serving = True
+            _deploy(plan, importing, phases)
+            _wait_ready(plan, stopping)
+            phases.end("model")
+            _say(f"started in {phases}")
+            print(f"READY {plan.url}/v1", flush=True)
+            stopping.wait()
+            _say("stopping")
+        except StartError as error:
+            _say(str(error), error=True)
+            return FAILED
+        except KeyboardInterrupt:
+            _say("stopping before the start was over")
+        finally:
+            _shut_down(cluster, plan, serving)
+    return 0
+
+
+def _local_ray(plan: ServePlan, verbose: bool) -> LocalRay:
+    """A Ray with room for the plan, however few cores there are: its CPUs are shares, not reservations."""
+    cpus = max(os.cpu_count() or 1, round(plan.resources("CPU") + plan.replicas + 0.5))
+    return LocalRay(num_cpus=cpus, verbose=verbose)
+
+
+def _connect(cluster: LocalRay | None, address: str | None) -> None:
+    if cluster is not None:
+        cluster.start()
+        return
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster answers at {address!r} (--address or RAY_ADDRESS): {error}") from None
+
+
+def _deploy(plan: ServePlan, importing: "Future[Any]", phases: Phases) -> None:
+    """Start Serve and hand it the application, without waiting for the model."""
+    app = importing.result()
+    serve = app.serve
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(
+        proxy_location=plan.file.proxy_location,
+        http_options=plan.http.model_dump(exclude_none=True),
+        logging_config=plan.file.logging_config,
+    )
+    phases.end("serve")
+    target = serve.RunTarget(
+        target=app.build_app(plan.settings),
+        name=plan.file.applications[0].name,
+        route_prefix=plan.file.applications[0].route_prefix,
+    )
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _wait_ready(plan: ServePlan, stopping: threading.Event) -> None:
+    """Wait until the proxy answers for a healthy engine.
+
+    Raises:
+        ConfigError: the engine refused its settings or files.
+        StartError: the application failed otherwise.
+    """
+    serve = importlib.import_module("ray.serve")
+    name = plan.file.applications[0].name
+    while True:
+        if stopping.wait(POLL_S):
+            raise KeyboardInterrupt
+        application = serve.status().applications.get(name)
+        if application is None:
+            continue
+        if application.status == "RUNNING":
+            if _is_healthy(plan.url):
+                return
+        elif application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            text = "\n".join([application.message, *(d.message for d in application.deployments.values())])
+            if refusal := re.findall(r"ConfigError: (.*)", text):
+                raise ConfigError(refusal[-1])
+            raise StartError(f"the application did not start ({application.status}):\n{text}")
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def _shut_down(cluster: LocalRay | None, plan: ServePlan, serving: bool) -> None:
+    """End what was started here: all of a Ray of our own, only the application on a cluster of others."""
+    serve = importlib.import_module("ray.serve")
+    if serving and ray.is_initialized():
+        if cluster is None:
+            serve.delete(plan.file.applications[0].name)
+        else:
+            serve.shutdown()
+    if cluster is None:
+        ray.shutdown()
+    else:
+        cluster.stop()
+
+
+class StopSignals:
+    """An event that SIGINT and SIGTERM set. A third signal ends the process at once; Ray's own notice and follow."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self._seen = 0
+
+    def install(self) -> None:
+        """Take the signals; again after `ray.init`, which takes them for itself."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._seen += 1
+        self.event.set()
+        if self._seen >= 3:
+            os._exit(128 + number)
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    print(f"aerie serve: {text}", file=sys.stderr if error else sys.stdout, flush=True)

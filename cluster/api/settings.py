@@ -1,0 +1,228 @@
+"""The arguments of the Serve application, in Ray Serve LLM's words; what Aerie cannot honour is refused by name."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from cluster.actors.placement import Layout, Strategy, layout_of
+from cluster.config import ConfigError, EngineConfig, Settings, nearest
+
+HOME = "AERIE_HOME"
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+# Settings of Ray Serve LLM that are known here and not honoured: said, never dropped.
+FOREIGN: Mapping[str, str] = {
+    "llm_engine": "the engine is Aerie's own",
+    "lora_config": "LoRA adapters are not served",
+    "server_cls": "the server class is fixed",
+    "callback_config": "there are no initialisation hooks",
+    "experimental_configs": "there are none",
+    "accelerator_config": "use accelerator_type and placement_group_config",
+    "ingress_cls_config": "the replica itself is the ingress",
+    "ingress_deployment_config": "the replica itself is the ingress; use deployment_config",
+}
+DEPLOYMENT_OPTIONS = (
+    "num_replicas",
+    "max_ongoing_requests",
+    "max_queued_requests",
+    "backpressure_config",
+    "autoscaling_config",
+    "graceful_shutdown_wait_loop_s",
+    "graceful_shutdown_timeout_s",
+    "health_check_period_s",
+    "health_check_timeout_s",
+    "ray_actor_options",
+    "max_replicas_per_node",
+    "logging_config",
+    "request_router_config",
+    "max_constructor_retry_count",
+    "rolling_update_percentage",
+    "max_surge_percent",
+)
+
+
+class ServingSettings(Settings):
+    """Base of the settings here: a key that Ray Serve LLM knows and Aerie does not honour gets its own message."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_foreign_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key in FOREIGN and key not in cls.model_fields:
+                    raise ConfigError(f"setting {key!r} is not honoured: {FOREIGN[key]}; remove it")
+        return data
+
+
+class ModelLoadingConfig(ServingSettings):
+    """Which model, and under which name clients ask for it."""
+
+    model_id: str = Field(min_length=1)
+    model_source: str | None = None
+    tokenizer_source: str | None = None
+
+
+class PlacementGroupConfig(ServingSettings):
+    """The resources of the ranks: `bundle_per_worker` for each, or `bundles` one by one."""
+
+    bundle_per_worker: dict[str, float] | None = None
+    bundles: list[dict[str, float]] | None = None
+    strategy: Strategy = "PACK"
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.bundle_per_worker is None) == (self.bundles is None):
+            raise ConfigError("placement_group_config needs bundle_per_worker or bundles, and not both")
+        return self
+
+
+class LLMConfig(ServingSettings):
+    """One model and how it is deployed."""
+
+    model_loading_config: ModelLoadingConfig
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    accelerator_type: str | None = None
+    placement_group_config: PlacementGroupConfig | None = None
+    deployment_config: dict[str, Any] = Field(default_factory=dict)
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    log_engine_metrics: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in self.deployment_config:
+            if key not in DEPLOYMENT_OPTIONS:
+                hint = "; use placement_group_config" if key.startswith("placement_group") else ""
+                hint = hint or nearest(key, list(DEPLOYMENT_OPTIONS))
+                raise ConfigError(f"unknown setting 'deployment_config.{key}'{hint}")
+        self.engine_config()
+        self.layout()
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        """The settings of the engine; the model's source becomes `model_path`.
+
+        Raises:
+            ConfigError: an engine setting is unknown or wrong.
+        """
+        kwargs = dict(self.engine_kwargs)
+        loading = self.model_loading_config
+        for name in ("model", "model_path"):
+            if name in kwargs:
+                raise ConfigError(f"engine_kwargs must not set {name!r}; use model_loading_config.model_source")
+        kwargs["model_path"] = loading.model_source or loading.model_id
+        if loading.tokenizer_source is not None:
+            for name in ("tokenizer", "tokenizer_path"):
+                if name in kwargs:
+                    raise ConfigError(f"model_loading_config.tokenizer_source is also set by engine_kwargs.{name}")
+            kwargs["tokenizer_path"] = loading.tokenizer_source
+        return EngineConfig.from_kwargs(kwargs)
+
+    def layout(self) -> Layout:
+        """The bundles of the gang, one per rank."""
+        config = self.engine_config()
+        placing = self.placement_group_config
+        try:
+            return layout_of(
+                config.tp_size,
+                bundle_per_worker=placing.bundle_per_worker if placing else None,
+                bundles=placing.bundles if placing else None,
+                strategy=placing.strategy if placing else "PACK",
+                device=config.device,
+                accelerator_type=self.accelerator_type,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+class AppSettings(ServingSettings):
+    """The `args` of the application: what stands under `applications[].args` in a Serve config."""
+
+    llm_configs: list[LLMConfig]
+    ingress: Literal["direct"] = "direct"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _load_files(cls, data: Any) -> Any:
+        """Let an entry of llm_configs be the path of a YAML file, as Ray Serve LLM does."""
+        if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), str):
+            data = {**data, "llm_configs": [data["llm_configs"]]}  # `serve run builder llm_configs=file.yaml`
+        if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), list):
+            entries = [read_yaml(resolve_path(e)) if isinstance(e, str) else e for e in data["llm_configs"]]
+            data = {**data, "llm_configs": entries}
+        return data
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if len(self.llm_configs) != 1:
+            raise ConfigError(
+                f"llm_configs must have exactly one entry, got {len(self.llm_configs)}; "
+                "deploy further models as further applications"
+            )
+        return self
+
+    @property
+    def llm(self) -> LLMConfig:
+        """The one model."""
+        return self.llm_configs[0]
+
+
+def parse(args: Mapping[str, Any]) -> AppSettings:
+    """Validate the application's arguments.
+
+    Raises:
+        ConfigError: one line per mistake, each naming its setting.
+    """
+    try:
+        return AppSettings.model_validate(dict(args))
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def explain(error: ValidationError) -> str:
+    """A validation error in our words: the path of each setting and what is wrong with it."""
+    lines = []
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        where = ".".join(str(part) for part in detail["loc"])
+        what = detail["msg"].removeprefix("Value error, ")
+        lines.append(f"{where}: {what}" if where else what)
+    return "\n".join(lines)
+
+
+def resolve_path(path: str) -> str:
+    """A path in a config, made absolute: from AERIE_HOME, the working directory, or the source checkout, in that order.
+
+    `serve deploy` runs the application far from the directory where it was typed, so the working directory alone does
+    not do. A path that exists nowhere is returned as it is, for the engine to refuse.
+    """
+    if Path(path).is_absolute():
+        return path
+    homes = [Path(os.environ[HOME])] if HOME in os.environ else []
+    for home in (*homes, Path.cwd(), CHECKOUT):
+        if (home / path).exists():
+            return str((home / path).resolve())
+    return path
+
+
+def resolve_engine_paths(config: EngineConfig) -> EngineConfig:
+    """The same config with its paths resolved on this machine."""
+    names = ("model_path", "tokenizer_path", "speculative_draft_model_path")
+    found = {name: resolve_path(value) for name in names if (value := getattr(config, name)) is not None}
+    return config.model_copy(update=found)
+
+
+def read_yaml(path: str) -> Any:
+    """The content of a YAML file.
+
+    Raises:
+        ConfigError: it is missing or is not YAML.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path!r}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config {path!r} is not YAML: {error}") from None
