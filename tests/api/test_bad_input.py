@@ -1,0 +1,278 @@
+"""Bad input, case by case: the exact status, the field that is named, and a server that goes on answering."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.api.fields import REFUSED, WARNING_HEADER
+from cluster.api.ingress import make_app
+from tests.api.scripted import CONTEXT, MODEL, VOCAB, Client, ScriptedService
+
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+MIB = 1 << 20
+
+# name: (path, fields that replace those of a good request, param, words of the message)
+FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "no prompt": (COMPLETE, {"prompt": None}, "prompt", "required"),
+    "prompt is a number": (COMPLETE, {"prompt": 5}, "prompt", "must be a string"),
+    "prompt is an object": (COMPLETE, {"prompt": {"text": "x"}}, "prompt", "must be a string"),
+    "prompt is an empty string": (COMPLETE, {"prompt": ""}, "prompt", "must not be empty"),
+    "prompt is an empty list": (COMPLETE, {"prompt": []}, "prompt", "must not be an empty list"),
+    "prompt holds an empty string": (COMPLETE, {"prompt": ["a", ""]}, "prompt.1", "must not be empty"),
+    "prompt holds an empty list": (COMPLETE, {"prompt": [[1], []]}, "prompt.1", "must not be empty"),
+    "prompt mixes kinds": (COMPLETE, {"prompt": ["a", 5]}, "prompt", "got 5 at position 1"),
+    "prompt mixes ids and lists": (COMPLETE, {"prompt": [[1], 2]}, "prompt", "item 1 must be a list"),
+    "prompt of booleans": (COMPLETE, {"prompt": [True]}, "prompt", "begins with True"),
+    "prompt of fractions": (COMPLETE, {"prompt": [[1, 2.5]]}, "prompt", "got 2.5 at position 1"),
+    "token id outside the vocabulary": (COMPLETE, {"prompt": [1, VOCAB]}, "prompt", f"token id {VOCAB} lies outside"),
+    "negative token id": (COMPLETE, {"prompt": [[1], [-1]]}, "prompt.1", "token id -1 lies outside"),
+    "astronomical token id": (COMPLETE, {"prompt": [10**400]}, "prompt", "lies outside the vocabulary"),
+    "half a surrogate pair": (COMPLETE, {"prompt": "ab\ud800"}, "prompt", "character 2 is half of a surrogate pair"),
+    "prompt longer than the context": (
+        COMPLETE,
+        {"prompt": "x" * 600},
+        "prompt",
+        f"context length of this model is {CONTEXT}",
+    ),
+    "prompt and output longer": (COMPLETE, {"max_tokens": 508}, "max_tokens", "ask for at most 507"),
+    "too many sequences": (COMPLETE, {"prompt": ["a"] * 65, "n": 2}, "prompt", "130 sequences"),
+    "model of another type": (COMPLETE, {"model": 7}, "model", "must be a valid string, got 7"),
+    "stream is a string": (COMPLETE, {"stream": "yes"}, "stream", "must be a valid boolean, got 'yes'"),
+    "stream options without a stream": (COMPLETE, {"stream_options": {}}, "stream_options", "only allowed when stream"),
+    "stream options of another type": (COMPLETE, {"stream": True, "stream_options": 1}, "stream_options", "got 1"),
+    "stream option of another type": (
+        COMPLETE,
+        {"stream": True, "stream_options": {"include_usage": "no"}},
+        "stream_options.include_usage",
+        "must be a valid boolean",
+    ),
+    "n is zero": (COMPLETE, {"n": 0}, "n", "greater than or equal to 1, got 0"),
+    "n is negative": (CHAT, {"n": -3}, "n", "got -3"),
+    "n is huge": (COMPLETE, {"n": 10**30}, "n", "must be at most 8"),
+    "n is a fraction": (COMPLETE, {"n": 1.5}, "n", "must be a valid integer"),
+    "max_tokens is zero": (COMPLETE, {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "max_tokens is negative": (COMPLETE, {"max_tokens": -5}, "max_tokens", "got -5"),
+    "max_tokens is huge": (COMPLETE, {"max_tokens": 10**18}, "max_tokens", "ask for at most"),
+    "max_tokens is a string": (COMPLETE, {"max_tokens": "5"}, "max_tokens", "must be a valid integer, got '5'"),
+    "max_tokens is true": (COMPLETE, {"max_tokens": True}, "max_tokens", "must be a valid integer, got True"),
+    "two different limits": (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "send one of them"),
+    "chat limit beyond the context": (CHAT, {"max_completion_tokens": 999}, "max_completion_tokens", "ask for at most"),
+    "temperature is negative": (COMPLETE, {"temperature": -0.1}, "temperature", "greater than or equal to 0, got -0.1"),
+    "temperature is huge": (COMPLETE, {"temperature": 1e300}, "temperature", "less than or equal to 100"),
+    "temperature is a string": (CHAT, {"temperature": "hot"}, "temperature", "must be a valid number, got 'hot'"),
+    "top_p is zero": (COMPLETE, {"top_p": 0}, "top_p", "greater than 0"),
+    "top_p is above one": (COMPLETE, {"top_p": 1.01}, "top_p", "less than or equal to 1"),
+    "top_k is -2": (COMPLETE, {"top_k": -2}, "top_k", "greater than or equal to -1"),
+    "top_k is a fraction": (COMPLETE, {"top_k": 0.5}, "top_k", "must be a valid integer"),
+    "min_p is above one": (COMPLETE, {"min_p": 2}, "min_p", "less than or equal to 1"),
+    "seed is negative": (COMPLETE, {"seed": -1}, "seed", "greater than or equal to 0"),
+    "seed is huge": (COMPLETE, {"seed": 2**63}, "seed", "less than"),
+    "stop is a number": (COMPLETE, {"stop": 3}, "stop", "must be a valid list"),
+    "stop is empty": (COMPLETE, {"stop": ""}, "stop", "an empty string would stop everything"),
+    "stop holds a number": (COMPLETE, {"stop": ["a", 3]}, "stop.1", "must be a valid string, got 3"),
+    "too many stops": (COMPLETE, {"stop": [*"abcdefghi"]}, "stop", "at most 8 strings, got 9"),
+    "a long stop": (COMPLETE, {"stop": "x" * 257}, "stop", "at most 256 characters"),
+    "a stop that is not text": (COMPLETE, {"stop": "\udfff"}, "stop.0", "half of a surrogate pair"),
+    "stop token outside the vocabulary": (COMPLETE, {"stop_token_ids": [VOCAB]}, "stop_token_ids", "must lie in"),
+    "stop token is a string": (COMPLETE, {"stop_token_ids": ["a"]}, "stop_token_ids.0", "must be a valid integer"),
+    "logprobs is too many": (COMPLETE, {"logprobs": 21}, "logprobs", "at most 20"),
+    "logprobs is negative": (COMPLETE, {"logprobs": -1}, "logprobs", "greater than or equal to 0"),
+    "logprobs is a boolean": (COMPLETE, {"logprobs": True}, "logprobs", "must be a valid integer"),
+    "chat logprobs is a number": (CHAT, {"logprobs": 3}, "logprobs", "must be a valid boolean"),
+    "top_logprobs without logprobs": (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    "top_logprobs is too many": (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    "request id with a line break": (COMPLETE, {"request_id": "a\r\nb"}, "request_id", "pattern"),
+    "no messages": (CHAT, {"messages": None}, "messages", "required"),
+    "messages is empty": (CHAT, {"messages": []}, "messages", "at least 1 item"),
+    "messages is a string": (CHAT, {"messages": "hi"}, "messages", "must be a valid list, got 'hi'"),
+    "a message is a string": (CHAT, {"messages": ["hi"]}, "messages.0", "must be a valid dictionary"),
+    "a message without a role": (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+    "a message without content": (CHAT, {"messages": [*HI, {"role": "user"}]}, "messages.1.content", "required"),
+    "content is null": (
+        CHAT,
+        {"messages": [{"role": "user", "content": None}]},
+        "messages.0.content",
+        "must be a string",
+    ),
+    "content is an image": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content",
+        "part 0 must be",
+    ),
+    "unknown role": (
+        CHAT,
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages.0.role",
+        "must be one of system",
+    ),
+    "tool calls in a message": (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+        "messages.0.tool_calls",
+        "not supported",
+    ),
+    "the template refuses": (CHAT, {"messages": [{"role": "user", "content": "refuse"}]}, "messages", "no refuse here"),
+    "template arguments of another type": (CHAT, {"chat_template_kwargs": 1}, "chat_template_kwargs", "dictionary"),
+    "template arguments that replace ours": (
+        CHAT,
+        {"chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs.tokenize",
+        "not allowed",
+    ),
+    "conversation longer than the context": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x" * 600}]},
+        "messages",
+        "context length",
+    ),
+    "logit_bias": (CHAT, {"logit_bias": {"5": -100}}, "logit_bias", "not supported by this server"),
+    "presence_penalty": (CHAT, {"presence_penalty": 0.5}, "presence_penalty", "leave it out or send 0"),
+    "frequency_penalty": (COMPLETE, {"frequency_penalty": 2}, "frequency_penalty", "2 is not supported"),
+    "repetition_penalty": (COMPLETE, {"repetition_penalty": 1.1}, "repetition_penalty", "1.1 is not supported"),
+    "tools": (CHAT, {"tools": [{"type": "function"}]}, "tools", "not supported"),
+    "tool_choice": (CHAT, {"tool_choice": "required"}, "tool_choice", "'required' is not supported"),
+    "response_format": (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    "echo": (COMPLETE, {"echo": True}, "echo", "leave it out or send False"),
+    "suffix": (COMPLETE, {"suffix": "end"}, "suffix", "not supported"),
+    "best_of": (COMPLETE, {"best_of": 3}, "best_of", "use n"),
+    "prompt in a chat": (CHAT, {"prompt": "x"}, "prompt", "use /v1/completions"),
+    "messages in a completion": (COMPLETE, {"messages": HI}, "messages", "use /v1/chat/completions"),
+    "extra_body": (CHAT, {"extra_body": {"top_k": 5}}, "extra_body", "at the top level"),
+    "skip_special_tokens": (COMPLETE, {"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
+    "a field in two spellings": (COMPLETE, {"rid": "a", "request_id": "b"}, "request_id", "given twice"),
+}
+
+GOOD = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
+# name: (body, further headers, status, words of the message)
+BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
+    "empty": (b"", {}, 400, "not valid JSON"),
+    "not JSON": (b"{'model': 'demo'}", {}, 400, "line 1 column 2"),
+    "cut off": (GOOD[:-3], {}, 400, "not valid JSON"),
+    "two objects": (GOOD + GOOD, {}, 400, "Extra data"),
+    "invalid UTF-8": (b'{"prompt": "\xff"}', {}, 400, "not valid UTF-8: byte 12 is 0xff"),
+    "UTF-16": (GOOD.decode().encode("utf-16-le"), {}, 400, "not valid JSON"),
+    "Latin-1": ('{"prompt": "é"}'.encode("latin-1"), {}, 400, "not valid UTF-8"),
+    "a list": (b"[1]", {}, 400, "must be a JSON object, got [1]"),
+    "a string": (b'"hello"', {}, 400, "must be a JSON object"),
+    "null": (b"null", {}, 400, "must be a JSON object, got None"),
+    "NaN": (b'{"prompt": "x", "temperature": NaN}', {}, 400, "NaN is not a number"),
+    "infinity": (b'{"prompt": "x", "temperature": -Infinity}', {}, 400, "-Infinity is not a number"),
+    "too large a float": (b'{"prompt": "x", "temperature": 1e999}', {}, 400, "'1e999', which is too large"),
+    "too long an integer": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", {}, 400, "a number is too long"),
+    "deep lists": (b"[" * 100_000, {}, 400, "nested deeper than 64"),
+    "deep objects": (b'{"a":' * 70 + b"1" + b"}" * 70, {}, 400, "nested deeper than 64"),
+    "deep behind quotes": (b'{"x": "\\"", "a": ' + b"[" * 200 + b"]" * 200 + b"}", {}, 400, "nested deeper"),
+    "10 MB": (b'{"prompt": "' + b"x" * (10 * MIB) + b'"}', {}, 413, "larger than 1048576 bytes"),
+    "a byte too long": (GOOD.ljust(MIB + 1), {}, 413, "larger than"),
+    "a form": (GOOD, {"content-type": "application/x-www-form-urlencoded"}, 415, "must be application/json"),
+    "compressed": (GOOD, {"content-encoding": "gzip"}, 415, "uncompressed"),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer_folder: Path) -> Iterator[tuple[Client, ScriptedService]]:
+    """One server for the whole table, which has to answer at the end."""
+    service = ScriptedService(tokenizer_folder)
+    client = Client(make_app(service))
+    yield client, service
+    before = len(service.engine.requests)
+    assert before == 0, "a bad request reached the engine"
+    for path, body in ((COMPLETE, {"prompt": "hello"}), (CHAT, {"messages": HI})):
+        assert client.post(path, {"model": MODEL, **body}).status_code == 200
+    assert service.outcomes() == {"invalid": service.outcomes()["invalid"], "length": 2.0}
+
+
+def check(response: httpx.Response, status: int, param: str | None, words: str) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert words in error["message"]
+    assert "Traceback" not in error["message"]
+    assert "/work" not in error["message"]
+    assert len(error["message"]) < 400
+    if param:
+        assert error["message"].startswith(param.split(".")[0])
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_field(served: tuple[Client, ScriptedService], name: str) -> None:
+    path, fields, param, words = FIELDS[name]
+    good = {"prompt": "hello"} if path == COMPLETE else {"messages": HI}
+    body = json.dumps({"model": MODEL, **good, **fields})  # ASCII, so that surrogates travel as escapes
+    response = served[0].request("POST", path, content=body, headers={"content-type": "application/json"})
+    check(response, 400, param, words)
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("name", BODIES)
+def test_body(served: tuple[Client, ScriptedService], path: str, name: str) -> None:
+    body, headers, status, words = BODIES[name]
+    headers = {"content-type": "application/json", **headers}
+    check(served[0].request("POST", path, content=body, headers=headers), status, None, words)
+
+
+def test_a_large_body_is_refused_before_it_is_read(served: tuple[Client, ScriptedService]) -> None:
+    read = 0
+
+    async def endless() -> Any:
+        nonlocal read
+        while True:
+            read += 65536
+            yield b" " * 65536
+
+    response = served[0].request("POST", COMPLETE, content=endless(), headers={"content-type": "application/json"})
+    check(response, 413, None, "larger than")
+    assert read <= MIB + 2 * 65536
+    headers = {"content-type": "application/json", "content-length": str(10**12)}
+    check(served[0].request("POST", COMPLETE, content=b"{}", headers=headers), 413, None, "larger than")
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
+@pytest.mark.parametrize("name", ["nobody", "", "../demo", "demo\u0000", "x" * 10_000])
+def test_unknown_model(served: tuple[Client, ScriptedService], path: str, name: str) -> None:
+    good = {"prompt": "hello"} if path == COMPLETE else {"messages": HI}
+    response = served[0].post(path, {"model": name, **good})
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "this server has 'demo'" in error["message"]
+    assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_every_known_field_is_refused_by_name_or_neutral(served: tuple[Client, ScriptedService], field: str) -> None:
+    client, _ = served
+    response = client.post(CHAT, {"model": MODEL, "messages": HI, field: {"asks": "for something"}})
+    check(response, 400, field, "not supported by this server")
+    assert response.json()["error"]["code"] == "unsupported_parameter"
+    for neutral in (None, *REFUSED[field]):
+        # A field that is checked after ours shows that this one went through.
+        answer = client.post(CHAT, {"model": MODEL, "messages": HI, field: neutral, "n": 99})
+        check(answer, 400, "n", "at most 8")
+        assert WARNING_HEADER not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v2/completions", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/models/nobody", 404),
+        ("GET", "/", 404),
+    ],
+)
+def test_routes_that_do_not_exist(served: tuple[Client, ScriptedService], method: str, path: str, status: int) -> None:
+    response = served[0].request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,137 @@
+"""Everything but generation: models, health, settings, metrics, tokens, warnings."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cluster.api import ingress
+from cluster.api.fields import HARMLESS, WARNING_HEADER
+from cluster.api.ingress import make_app
+from cluster.api.tokenizer import ChatTokenizer
+from cluster.config import ConfigError
+from tests.api.scripted import CONTEXT, IM_START, MODEL, Client, ScriptedService, save_tokenizer
+
+
+def test_models(client: Client) -> None:
+    card = {
+        "id": MODEL,
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "aerie",
+        "root": MODEL,
+        "parent": None,
+        "max_model_len": CONTEXT,
+    }
+    assert client.get("/v1/models").json() == {"object": "list", "data": [card]}
+    assert client.get("/v1/models/demo").json() == card
+    assert client.get("/v1/models/demo-alias").json() == card
+    assert client.get("/v1/models/org/demo").json()["error"]["code"] == "model_not_found"
+    assert client.complete(model="demo-alias").json()["model"] == "demo-alias"
+
+
+def test_health_follows_the_engine(client: Client, service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = client.get("/health")
+    assert (healthy.status_code, healthy.content) == (200, b"")
+    service.engine.reason = "rank 1 has not stepped for 6.0 s"
+    sick = client.get("/health")
+    assert sick.status_code == 503
+    assert sick.json()["error"]["message"] == "rank 1 has not stepped for 6.0 s"
+    service.engine.reason = ""
+    assert client.get("/health").status_code == 200
+
+    async def stuck() -> None:
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(service.engine, "status", stuck)
+    monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", 0.05)
+    assert "did not answer within" in client.get("/health").json()["error"]["message"]
+
+
+def test_server_info(client: Client) -> None:
+    info = client.get("/server_info").json()
+    assert info["config"] == {"page_size": 16}
+    assert info["internal_states"] == [{"avg_spec_accept_length": 2.5}]
+    assert info["limits"]["body_bytes"] == 1 << 20
+    assert client.get("/version").json() == {"version": info["version"]}
+
+
+def test_metrics(client: Client, service: ScriptedService) -> None:
+    client.complete()
+    client.complete(n=99)
+    service.engine.full = True
+    client.complete(stream=True)
+    page = client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    assert service.outcomes() == {"length": 1.0, "invalid": 1.0, "overloaded": 1.0}
+    assert 'aerie_requests_total{model_name="demo",outcome="length"} 1.0' in page.text
+    assert 'aerie_ttft_seconds_count{model_name="demo"} 1.0' in page.text
+    assert 'aerie_open_requests{model_name="demo",state="streaming"} 0.0' in page.text
+
+
+def test_tokens_there_and_back(client: Client) -> None:
+    told = client.post("/tokenize", {"model": MODEL, "prompt": "héllo"}).json()
+    assert told == {"count": 6, "max_model_len": CONTEXT, "tokens": list("héllo".encode())}
+    assert client.post("/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "héllo"}
+    chat = client.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
+    assert chat["tokens"][0] == IM_START
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/detokenize", {"tokens": [1, 999]}, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
+    ):
+        assert client.post(path, body).json()["error"]["param"] == param
+
+
+def test_unknown_fields_go_through_with_a_warning(client: Client) -> None:
+    answer = client.complete(temprature=0.5, **{"weiß\r\nX-Evil: 1": 1})
+    assert answer.status_code == 200
+    warning = answer.headers[WARNING_HEADER]
+    assert "unknown field 'temprature' ignored; did you mean 'temperature'?" in warning
+    assert "wei\\xdf\\r\\nX-Evil" in warning
+    assert "x-evil" not in answer.headers
+    many = client.complete(stream=True, **{f"zz{i}" * 500: 1 for i in range(20)})
+    assert "and 12 more" in many.headers[WARNING_HEADER]
+    assert len(many.headers[WARNING_HEADER]) < 1000
+
+
+def test_harmless_fields_pass_without_a_warning(client: Client) -> None:
+    answer = client.chat(**dict.fromkeys(HARMLESS, "x"))
+    assert answer.status_code == 200
+    assert WARNING_HEADER not in answer.headers
+
+
+def test_a_model_without_a_tokenizer_says_so(client: Client, service: ScriptedService) -> None:
+    service.tokenizer = None
+    for answer, param in (
+        (client.chat(), "messages"),
+        (client.complete(), "prompt"),
+        (client.complete(prompt=[1], stop="x"), "stop"),
+        (client.post("/tokenize", {"prompt": "x"}), "prompt"),
+        (client.post("/detokenize", {"tokens": [1]}), "tokens"),
+    ):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        assert "without a tokenizer" in answer.json()["error"]["message"]
+
+
+def test_a_tokenizer_without_a_template_serves_completions(tmp_path: Path) -> None:
+    service = ScriptedService(save_tokenizer(tmp_path, template=None))
+    client = Client(make_app(service))
+    assert client.complete().status_code == 200
+    assert "no chat template" in client.chat().json()["error"]["message"]
+
+
+def test_long_texts_are_encoded_off_the_loop(client: Client, service: ScriptedService) -> None:
+    assert client.complete(prompt="x" * 5000).json()["error"]["code"] == "context_length_exceeded"
+    assert client.chat(messages=[{"role": "user", "content": "y" * 5000}]).status_code == 400
+
+
+def test_a_broken_tokenizer_folder_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1")
+    with pytest.raises(ConfigError, match="is not a JSON object"):
+        ChatTokenizer.load(str(tmp_path))

@@ -1,0 +1,186 @@
+"""How calls end early: full queue, failing engine, clients that leave. Nothing keeps running behind them."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from tests.api.scripted import MODEL, Client, ScriptedService
+
+MANY = {"max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_full_queue_is_a_503_at_once(client: Client, service: ScriptedService, stream: bool, n: int) -> None:
+    service.engine.full = True
+    response = client.complete(stream=stream, n=n)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["code"] == "overloaded"
+    assert not service.engine.running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_is_a_400(client: Client, service: ScriptedService, stream: bool) -> None:
+    service.engine.refusal = "the prompt needs 900 slots, the pool has 800"
+    response = client.complete(stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == service.engine.refusal
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("/secret/path.py broke")])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_failure_before_the_first_token_is_a_500(
+    client: Client, service: ScriptedService, failure: Any, n: int
+) -> None:
+    service.engine.fail_at, service.engine.failure = 0, failure
+    for stream in (False, True):
+        response = client.complete(stream=stream, n=n)
+        assert response.status_code == 500
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "internal_error")
+        assert "secret" not in response.text
+    assert not service.engine.running
+    assert set(service.outcomes()) == {"error"}
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("/secret/path.py broke")])
+def test_a_failure_in_mid_stream_is_an_event(client: Client, service: ScriptedService, failure: Any) -> None:
+    service.engine.fail_at, service.engine.failure = 5, failure
+    response = client.chat(stream=True, max_tokens=40)
+    assert response.status_code == 200
+    *chunks, error, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert json.loads(chunks[-1].removeprefix("data: "))["choices"][0]["delta"]["content"]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert "[DONE]" not in response.text
+
+
+def test_one_failing_sample_ends_the_call(client: Client, service: ScriptedService) -> None:
+    service.engine.fail_at = 5
+    assert client.complete(n=4, max_tokens=100).status_code == 500
+    assert not service.engine.running
+
+
+class Visitor:
+    """Speaks ASGI to an app by hand, so that it can leave whenever it likes."""
+
+    def __init__(self, app: FastAPI, body: dict[str, Any], path: str = "/v1/completions") -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.left = asyncio.Event()
+        self.stuck = False
+        self._body = json.dumps({"model": MODEL, "prompt": "hello", **body}).encode()
+        self._asked = False
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "http_version": "1.1",
+            "scheme": "http",
+            "server": ("test", 80),
+            "client": ("test", 1),
+            "root_path": "",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }
+        self.call = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        if self.stuck:
+            await asyncio.sleep(60)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("when", ["before the first token", "in mid stream", "while a send is stuck"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_a_stream_frees_its_slots(
+    app: FastAPI, service: ScriptedService, when: str, n: int
+) -> None:
+    async def scene() -> None:
+        service.engine.step_s = 30.0 if when == "before the first token" else 0.002
+        visitor = Visitor(app, {"stream": True, "n": n, **MANY})
+        visitor.stuck = when == "while a send is stuck"
+        await until(lambda: len(service.engine.running) == n)
+        if when != "before the first token":
+            await until(lambda: len(visitor.sent) > (0 if visitor.stuck else 3))
+        assert len(service.engine.running) == n
+        visitor.left.set()
+        await asyncio.wait_for(visitor.call, 5)
+        assert not service.engine.running
+        assert len(service.engine.aborted) == n
+
+    asyncio.run(scene())
+    assert service.outcomes() == {"abort": float(n)}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_without_a_stream_is_noticed_too(app: FastAPI, service: ScriptedService, n: int) -> None:
+    async def scene() -> None:
+        service.engine.step_s = 0.002
+        visitor = Visitor(app, {"n": n, **MANY})
+        await until(lambda: len(service.engine.running) == n)
+        visitor.left.set()
+        await asyncio.wait_for(visitor.call, 5)
+        assert not service.engine.running
+
+    asyncio.run(scene())
+    assert service.outcomes() == {"abort": float(n)}
+
+
+def test_a_server_that_cancels_the_call_aborts_it(app: FastAPI, service: ScriptedService) -> None:
+    async def scene() -> None:
+        service.engine.step_s = 0.002
+        for stream in (False, True):
+            visitor = Visitor(app, {"stream": stream, **MANY})
+            await until(lambda: len(service.engine.running) == 1)
+            visitor.call.cancel()
+            await asyncio.gather(visitor.call, return_exceptions=True)
+            assert not service.engine.running
+
+    asyncio.run(scene())
+
+
+def test_two_hundred_visitors_leave_at_random(app: FastAPI, service: ScriptedService) -> None:
+    async def scene() -> None:
+        service.engine.step_s = 0.001
+        visitors = []
+        for at in range(200):
+            visitors.append(Visitor(app, {"stream": at % 3 > 0, "n": 1 + at % 2, **MANY}))
+            asyncio.get_running_loop().call_later(0.0007 * (at * 37 % 101), visitors[-1].left.set)
+        await asyncio.wait_for(asyncio.gather(*(visitor.call for visitor in visitors)), 60)
+        assert not service.engine.running
+
+    asyncio.run(scene())
+    assert sum(service.outcomes().values()) == len(service.engine.requests)
+
+
+def test_the_first_tokens_leave_at_once(app: FastAPI, service: ScriptedService) -> None:
+    async def scene() -> None:
+        service.engine.step_s = 0.2
+        visitor = Visitor(app, {"stream": True, "max_tokens": 5})
+        await until(lambda: len(visitor.sent) == 2)
+        assert visitor.sent[1]["body"].startswith(b"data: ")
+        assert service.engine.running
+        visitor.left.set()
+        await visitor.call
+
+    asyncio.run(scene())
