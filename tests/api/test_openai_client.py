@@ -1,0 +1,118 @@
+"""The client of record against a real server: what it parses, what it raises."""
+
+import threading
+from collections.abc import Iterator
+
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from openai import OpenAI
+
+from tests.api.scripted import EOS, MODEL, ScriptedService
+
+SAID = "once upon a time 😀 there was an aerie"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def api(app: FastAPI, service: ScriptedService) -> Iterator[OpenAI]:
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        service.engine.script = SAID.encode()
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def test_models(api: OpenAI) -> None:
+    assert [model.id for model in api.models.list()] == [MODEL]
+    assert api.models.retrieve(MODEL).owned_by == "aerie"
+    with pytest.raises(openai.NotFoundError):
+        api.models.retrieve("other")
+
+
+def test_whole_answers(api: OpenAI) -> None:
+    chat = api.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2, seed=1)
+    [choice] = chat.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
+    assert [entry.token for entry in choice.logprobs.content][:4] == ["o", "n", "c", "e"]
+    assert len(choice.logprobs.content[0].top_logprobs) == 2
+    assert chat.usage.completion_tokens == len(SAID.encode()) + 1
+    assert chat.usage.prompt_tokens_details.cached_tokens == 2
+    assert chat.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    text = api.completions.create(model=MODEL, prompt=["a", "b"], n=2, stop=" time", max_tokens=100, logprobs=1)
+    assert [choice.text for choice in text.choices] == ["once upon a"] * 4
+    assert text.choices[3].logprobs.tokens[0] == "o"
+
+
+def test_streams(api: OpenAI) -> None:
+    chunks = list(
+        api.chat.completions.create(
+            model=MODEL, messages=HI, stream=True, n=2, stream_options={"include_usage": True}, stop=["aerie"]
+        )
+    )
+    said = ["", ""]
+    for chunk in chunks[:-1]:
+        said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert said == [SAID.removesuffix("aerie")] * 2
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.total_tokens == chunks[-1].usage.prompt_tokens + 2 * len(SAID.encode())
+    text = api.completions.create(model=MODEL, prompt="x", stream=True, max_tokens=8)
+    assert "".join(chunk.choices[0].text for chunk in text) == SAID[:8]
+    with api.chat.completions.stream(model=MODEL, messages=HI) as stream:
+        assert stream.get_final_completion().choices[0].message.content == SAID
+
+
+def test_extensions_through_extra_body(api: OpenAI, service: ScriptedService) -> None:
+    extra = {"top_k": 5, "min_p": 0.1, "ignore_eos": True, "stop_token_ids": [EOS]}
+    api.chat.completions.create(model=MODEL, messages=HI, max_tokens=4, extra_body=extra)
+    params = service.engine.requests[0].params
+    assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (5, 0.1, True, (EOS,))
+
+
+def test_errors_arrive_as_their_types(api: OpenAI, service: ScriptedService) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        api.completions.create(model=MODEL, prompt="x", temperature=-1)
+    assert (bad.value.param, bad.value.code, bad.value.type) == (
+        "temperature",
+        "invalid_value",
+        "invalid_request_error",
+    )
+    with pytest.raises(openai.NotFoundError):
+        api.chat.completions.create(model="other", messages=HI)
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        api.completions.create(model=MODEL, prompt="x" * 600)
+    service.engine.full = True
+    with pytest.raises(openai.InternalServerError) as full:
+        api.completions.create(model=MODEL, prompt="x")
+    assert (full.value.status_code, full.value.response.headers["retry-after"]) == (503, "1")
+    service.engine.full = False
+    service.engine.fail_at = 5
+    stream = api.completions.create(model=MODEL, prompt="x", stream=True)
+    with pytest.raises(openai.APIError, match="failed to answer"):
+        list(stream)
+    service.engine.fail_at = None
+    assert api.completions.create(model=MODEL, prompt="x", max_tokens=4).choices[0].text == "once"
+
+
+def test_closing_a_stream_aborts_it(api: OpenAI, service: ScriptedService) -> None:
+    service.engine.step_s = 0.01
+    stream = api.completions.create(
+        model=MODEL, prompt="x", stream=True, max_tokens=400, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert service.engine.running
+    stream.close()
+    for _ in range(200):
+        if not service.engine.running:
+            break
+        threading.Event().wait(0.02)
+    assert len(service.engine.aborted) == 1
