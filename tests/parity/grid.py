@@ -1,0 +1,121 @@
+"""The product grid of law 1, and a covering part of it: every value and every pair of values."""
+
+from dataclasses import asdict, dataclass
+from itertools import combinations, product
+from random import Random
+
+from cluster.config import tree_shape
+from tests.parity.harness import Run, config_of, grid_requests, plain_run, run, speculative, tiny_pair, truth
+
+AXES: dict[str, tuple[object, ...]] = {
+    "topk": (1, 2, 4, 8),
+    "num_steps": (1, 2, 3, 5),
+    "page_size": (1, 4, 16),
+    "batch": (1, 3, 8),
+    "chunk": (7, 64, -1),
+    "num_aux": (1, 3, 5),
+    "sampling": ("greedy", "0.8", "filtered"),
+}
+EXTRAS: dict[str, tuple[object, ...]] = {
+    "draft": ("model", "corrected", "oracle"),
+    "memory": ("ample", "scarce", "cached", "no radix"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. `memory`: ample; scarce, one page more than the longest
+    request needs, so that others retract; cached, every prompt submitted twice."""
+
+    topk: int
+    num_steps: int
+    page_size: int
+    batch: int
+    chunk: int
+    num_aux: int
+    sampling: str
+    draft: str
+    memory: str
+
+    def __str__(self) -> str:
+        return "-".join(str(v) for v in asdict(self).values())
+
+
+@dataclass
+class Checked:
+    """What a case showed, for the tests to add up."""
+
+    case: Case
+    mismatches: list[str]
+    retracted: int
+    cached_tokens: int
+    accept_lens: set[int]
+
+
+def full_product() -> list[Case]:
+    """All 3888 configurations; the extras take turns."""
+    turns = Random(3)
+    return [
+        Case(*values, *(turns.choice(options) for options in EXTRAS.values()))  # type: ignore[arg-type]
+        for values in product(*AXES.values())
+    ]
+
+
+def covering(seed: int) -> list[Case]:
+    """A deterministic greedy choice of cases in which every pair of values of every two axes (extras too) occurs."""
+    axes = list((AXES | EXTRAS).values())
+    random = Random(seed)
+    open_pairs = {(i, a, j, b) for i, j in combinations(range(len(axes)), 2) for a, b in product(axes[i], axes[j])}
+
+    def gain(row: tuple[object, ...]) -> int:
+        return sum((i, row[i], j, row[j]) in open_pairs for i, j in combinations(range(len(row)), 2))
+
+    cases = []
+    while open_pairs:
+        i, a, j, b = min(open_pairs, key=str)
+        rows = []
+        for _ in range(40):
+            row = [random.choice(options) for options in axes]
+            row[i], row[j] = a, b
+            rows.append(tuple(row))
+        best = max(rows, key=gain)
+        open_pairs -= {(i, best[i], j, best[j]) for i, j in combinations(range(len(best)), 2)}
+        cases.append(Case(*best))  # type: ignore[arg-type]
+    return cases
+
+
+def check(case: Case) -> Checked:
+    """Run one case and compare every request's tokens and end with plain decoding."""
+    requests = grid_requests(case.sampling, case.batch)
+    settings: dict[str, object] = {
+        "page_size": case.page_size,
+        "chunked_prefill_size": case.chunk,
+        "disable_radix_cache": case.memory == "no radix",
+    }
+    target, draft = tiny_pair(case.num_aux)
+    config = config_of(target, draft, case.topk, case.num_steps, **settings)
+    if case.memory == "scarce":
+        longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) + tree_shape(config).window
+        pages = -(-longest // case.page_size) + 1
+        config = config.model_copy(update={"max_total_tokens": pages * case.page_size})
+    engine = speculative(config, case.draft, truth(case.sampling))
+    result = run(engine, requests)
+    mismatches = compare(case, result)
+    retracted, accept_lens, cached_tokens = result.retracted, set(result.accept_lens), 0
+    if case.memory == "cached":
+        again = run(engine, requests)
+        mismatches += compare(case, again)
+        accept_lens |= set(again.accept_lens)
+        cached_tokens = sum(output.cached_tokens for output in again.last.values())
+        assert cached_tokens > 0, f"{case}: prompts submitted again found nothing in the cache"
+    return Checked(case, mismatches, retracted, cached_tokens, accept_lens)
+
+
+def compare(case: Case, result: Run) -> list[str]:
+    """Requests of `result` that differ from plain decoding, in words."""
+    plain = plain_run(case.sampling).ended
+    return [
+        f"{case} {name}: {ended} instead of {plain[name]}"
+        for name, ended in result.ended.items()
+        if ended != plain[name]
+    ]

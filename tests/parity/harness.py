@@ -1,0 +1,164 @@
+"""Runs of tiny engines, and plain decoding as their oracle (law 1)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+
+from cluster.config import EngineConfig, tree_shape
+from cluster.engine import Engine, StepResult, build_engine
+from cluster.request import Request, RequestOutput, SamplingParams
+from tests.parity.drafts import CorrectedDraft, OracleDraft, Texts
+from tests.tiny import draft_folder, target_folder
+
+VOCAB = 24
+"""Small, so that a random draft is right now and then."""
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLING = {
+    "greedy": GREEDY,
+    "0.8": SamplingParams(temperature=0.8),
+    "filtered": SamplingParams(temperature=1.2, top_p=0.9, top_k=12, min_p=0.02),
+}
+
+
+@dataclass
+class Run:
+    """What an engine gave: outputs joined per request, and every accept length."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    last: dict[str, RequestOutput] = field(default_factory=dict)
+    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
+    accept_lens: list[int] = field(default_factory=list)
+    retracted: int = 0
+    steps: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        return sum(self.accept_lens) / max(1, len(self.accept_lens))
+
+    @property
+    def ended(self) -> dict[str, tuple[list[int], str | None, str | int | None]]:
+        """Tokens and the reason for the end: what must not depend on speculation."""
+        return {i: (self.tokens[i], o.finish_reason, o.stop_reason) for i, o in self.last.items()}
+
+
+def tiny_pair(num_aux: int = 3, layers: int = 1) -> tuple[str, str]:
+    """Folders of the random target of all parity tests, and of a random draft for it."""
+    target = target_folder(vocab_size=VOCAB)
+    return target, draft_folder(target, num_aux=num_aux, layers=layers)
+
+
+def config_of(
+    target: str, draft: str | None = None, topk: int = 1, num_steps: int = 3, **settings: object
+) -> EngineConfig:
+    """A float64 CPU engine of at most 8 requests; speculative when a draft is given."""
+    given: dict[str, object] = {
+        "model_path": target,
+        "dtype": "float64",
+        "device": "cpu",
+        "num_threads": 1,
+        "max_running_requests": 8,
+        "max_total_tokens": 2048,
+        "page_size": 4,
+    }
+    if draft is not None:
+        given |= {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": draft,
+            "speculative_eagle_topk": topk,
+            "speculative_num_steps": num_steps,
+        }
+    return EngineConfig.from_kwargs(given | settings)
+
+
+def speculative(config: EngineConfig, kind: str = "model", truth: Texts | None = None, rate: float = 0.7) -> Engine:
+    """An engine with a draft of `kind`: the `model` alone, `corrected` towards the truth, or the `oracle` alone."""
+    if kind == "oracle":
+        shape = tree_shape(config)
+        oracle = OracleDraft(shape, truth or {}, rate, VOCAB, 32)
+        engine = build_engine(config, draft=oracle)
+        oracle.tie(engine)
+        return engine
+    engine = build_engine(config)
+    if kind == "corrected":
+        corrected = CorrectedDraft(engine._p.step._draft, truth or {}, rate)
+        corrected.tie(engine)
+        engine._p.step._draft = corrected
+    return engine
+
+
+def run(
+    engine: Engine,
+    requests: Sequence[Request],
+    after_step: Callable[[Engine, StepResult], None] | None = None,
+    limit: int = 2000,
+) -> Run:
+    """Run the requests together to their end, checking the pages after every step."""
+    result = Run()
+    for request in requests:
+        result.tokens[request.request_id] = []
+        result.outputs[request.request_id] = []
+        engine.submit(request)
+    while engine.has_work:
+        step = engine.step()
+        engine.check_pages()
+        for output in step.outputs:
+            result.tokens[output.request_id] += output.token_ids
+            result.outputs[output.request_id].append(output)
+            result.last[output.request_id] = output
+        result.accept_lens += step.stats.accept_lens
+        result.retracted += step.stats.retracted
+        result.steps += 1
+        assert result.steps < limit, "the engine does not come to an end"
+        if after_step is not None:
+            after_step(engine, step)
+    status = engine.status()
+    assert status.pages_used == 0, "pages stay in use after the last request"
+    assert status.pages_free + status.pages_cached == engine._p.cache.total
+    return result
+
+
+def request(name: str, prompt: Sequence[int], params: SamplingParams, **changes: object) -> Request:
+    """A request of `prompt`; `changes` are sampling parameters."""
+    return Request(name, tuple(prompt), replace(params, **changes))  # type: ignore[arg-type]
+
+
+@cache
+def prompts(count: int = 8, longest: int = 66, vocab: int = VOCAB) -> tuple[tuple[int, ...], ...]:
+    """Prompts of mixed length, the first the longest; some share a prefix."""
+    generator = torch.Generator().manual_seed(11)
+    lengths = [longest, 1, 17, 30, 5, 21, 12, 33][:count]
+    made = [tuple(torch.randint(2, vocab, (n,), generator=generator).tolist()) for n in lengths]
+    if count > 5:
+        made[5] = made[3][:17] + made[5][17:]
+    return tuple(made)
+
+
+def grid_requests(sampling: str, batch: int) -> list[Request]:
+    """`batch` requests of 12 to 18 new tokens; three of them may end early with EOS."""
+    return [
+        request(
+            f"r{i}", prompt, SAMPLING[sampling], seed=1000 + i, max_tokens=18 - i % 4 * 2, ignore_eos=i not in (3, 6, 7)
+        )
+        for i, prompt in enumerate(prompts()[:batch])
+    ]
+
+
+@cache
+def plain_run(sampling: str) -> Run:
+    """Plain decoding of the grid's requests, each alone, without prefix reuse: the oracle."""
+    engine = build_engine(config_of(tiny_pair()[0], disable_radix_cache=True))
+    whole = Run()
+    for one in grid_requests(sampling, 8):
+        alone = run(engine, [one])
+        whole.tokens |= alone.tokens
+        whole.last |= alone.last
+    return whole
+
+
+@cache
+def truth(sampling: str) -> Texts:
+    """The grid's whole texts, prompts included."""
+    plain = plain_run(sampling)
+    return {r.request_id: [*r.prompt_token_ids, *plain.tokens[r.request_id]] for r in grid_requests(sampling, 8)}
