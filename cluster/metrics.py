@@ -190,6 +190,7 @@ class ServingMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
+        self._served_as = model_name
         names = ("model_name",)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BulkHistogram:
@@ -218,8 +219,8 @@ class ServingMetrics:
         self.outcomes[outcome].inc()
 
     def serialize(self) -> bytes:
-        """All series of this replica as JSON, for `merge`."""
-        return _serialize(self.registry)
+        """All series of this replica as JSON, for `merge`, with the name that clients call the model by."""
+        return _serialize(self.registry, self._served_as)
 
 
 class RequestTimer:
@@ -267,15 +268,18 @@ class RequestTimer:
 def merge(samples: Iterable[bytes]) -> bytes:
     """The Prometheus text page of the sum over serialised samples, with the second names that tools read.
 
-    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label.
+    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label. A rank knows its model
+    by the folder it was loaded from; where the replicas agree on the name it is served as, all series carry that name.
 
     Raises:
         ValueError: a sample of another schema, or a family that two samples declare with different types.
     """
     families: dict[str, Metric] = {}
     totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for sample in samples:
-        page = json.loads(sample)
+    pages = [json.loads(sample) for sample in samples]
+    served_as = {page["served_as"] for page in pages if page.get("served_as")}
+    rename = {"model_name": served_as.pop()} if len(served_as) == 1 else {}
+    for page in pages:
         if page.get("schema") != SCHEMA:
             raise ValueError(f"metrics sample has schema {page.get('schema')!r}, this process reads {SCHEMA}")
         for name, kind, text, series in page["families"]:
@@ -284,7 +288,7 @@ def merge(samples: Iterable[bytes]) -> bytes:
                 raise ValueError(f"metric {name!r} is declared as {family.type} and as {kind}")
             sums = totals.setdefault(name, {})
             for suffix, labels, value in series:
-                key = (suffix, tuple(labels.items()))
+                key = (suffix, tuple({**labels, **rename}.items()))
                 sums[key] = sums.get(key, 0.0) + value
     for name, sums in totals.items():
         for (suffix, pairs), value in sums.items():
@@ -302,7 +306,7 @@ class _Page(Collector):
         return self._families
 
 
-def _serialize(registry: CollectorRegistry) -> bytes:
+def _serialize(registry: CollectorRegistry, served_as: str | None = None) -> bytes:
     """A registry as JSON: per family its name, type, help and series (suffix, labels, value); no creation times."""
     families: list[Any] = []
     for family in registry.collect():
@@ -312,7 +316,8 @@ def _serialize(registry: CollectorRegistry) -> bytes:
             if not sample.name.endswith("_created")
         ]
         families.append((family.name, family.type, family.documentation, series))
-    return json.dumps({"schema": SCHEMA, "families": families}, separators=(",", ":")).encode()
+    page = {"schema": SCHEMA, "served_as": served_as, "families": families}
+    return json.dumps(page, separators=(",", ":")).encode()
 
 
 def _second_names(families: Mapping[str, Metric]) -> list[Metric]:

@@ -200,6 +200,15 @@ def test_merge_adds_replicas_and_keeps_ranks_apart() -> None:
     assert page["aerie_ttft_seconds_count", ()] == 2
 
 
+def test_ranks_take_the_name_the_model_is_served_as() -> None:
+    rank = EngineMetrics(model_name="folder", rank=0)
+    serving = ServingMetrics(model_name="org/name").serialize()
+    page = merge([rank.serialize(), serving, serving]).decode()
+    assert 'aerie_steps_total{model_name="org/name",rank="0"} 0.0' in page
+    assert "folder" not in page
+    assert "folder" in merge([rank.serialize(), serving, ServingMetrics(model_name="other").serialize()]).decode()
+
+
 def test_order_of_samples_does_not_matter() -> None:
     samples = [engine(rank, *[STEP] * (rank + 1)).serialize() for rank in range(3)]
     assert series(merge(samples)) == pytest.approx(series(merge(reversed(samples))))
