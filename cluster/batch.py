@@ -26,6 +26,18 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """What R requests can see and write: slots of their committed tokens, then of the window after them.
+
+    `prefix` `[R, P]` (the sink beyond a request's own count) with `bias` `[R, 1, P]`; `window` `[R, w]`.
+    """
+
+    prefix: Tensor
+    bias: Tensor
+    window: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """`write` `[T]` pool slots of the new rows; `groups` cover the batch rows in order."""
 
@@ -33,10 +45,9 @@ class AttentionPlan:
     groups: tuple[Group, ...]
 
     @staticmethod
-    def of_one(write: Tensor, requests: int, q_rows: int, slots: Tensor, bias: Tensor) -> "AttentionPlan":
-        """The plan of a single group that covers all rows; with no requests there is no group."""
-        group = Group(requests, q_rows, slice(0, requests * q_rows), slots, bias)
-        return AttentionPlan(write.reshape(-1), (group,) if requests else ())
+    def of(write: Tensor, *groups: Group) -> "AttentionPlan":
+        """The plan of these groups, those without requests left out."""
+        return AttentionPlan(write, tuple(group for group in groups if group.requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +104,13 @@ class Batch:
 
     `rows` `[B]` index the request tables: the R decoding requests, then the F whose prompt finishes; `sampling` is
     theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position seq_len) not among them;
-    `longest` is their maximum, on the host. `logprobs` asks for the target's log-probabilities.
+    `reach` says where those and the W slots after them lie. `logprobs` asks for the target's log-probabilities.
     """
 
     decodes: int
     rows: Tensor
     seq_lens: Tensor
-    longest: int
+    reach: Reach
     sampling: SamplingBatch
     prompt: PromptRows
     logprobs: bool

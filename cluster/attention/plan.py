@@ -7,29 +7,40 @@ of the window after them, what a mask says. Requests with equally many rows form
 import torch
 from torch import Tensor
 
+from cluster.batch import Group, Reach
 
-def window_group(
-    table: Tensor, rows: Tensor, committed: Tensor, visible: Tensor, longest: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Slots `[R, L]` and bias `[R, q, L]` of requests at table rows `rows` `[R]`.
+HIDDEN = float("-inf")
 
-    `committed` `[R]` tokens are visible to every row; then comes a window of w slots of which row q sees
-    `visible` `[R, q, w]` (or `[1, q, w]`). `longest` is the largest committed count, known on the host.
+
+def reach_of(table: Tensor, rows: Tensor, committed: Tensor, longest: int, window: int, dtype: torch.dtype) -> Reach:
+    """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots.
+
+    `longest` is the largest committed count, known on the host. Computed once per step, shared by its phases.
     """
-    width = visible.shape[-1]
-    reach = longest + width
-    index = torch.arange(reach, device=table.device)
-    offset = index - committed[:, None]
-    in_window = (offset >= 0) & (offset < width)
-    slots = table[:, :reach].index_select(0, rows).masked_fill_((offset >= width), 0)
-    picked = offset.clamp_(0, width - 1)[:, None].expand(-1, visible.shape[1], -1)
-    allowed = visible.expand(rows.shape[0], -1, -1).gather(2, picked)
-    allowed = torch.where(in_window[:, None], allowed, (index < committed[:, None])[:, None])
-    bias = torch.zeros(allowed.shape, dtype=dtype, device=table.device).masked_fill_(~allowed, float("-inf"))
-    return slots, bias
+    index = torch.arange(longest, device=table.device)
+    beyond = index >= committed[:, None]
+    prefix = table[:, :longest].index_select(0, rows).masked_fill_(beyond, 0)
+    bias = torch.zeros(beyond.shape, dtype=dtype, device=table.device).masked_fill_(beyond, HIDDEN)
+    ahead = committed[:, None] + torch.arange(window, device=table.device)
+    return Reach(prefix, bias[:, None], table[rows[:, None], ahead.clamp_(max=table.shape[1] - 1)])
 
 
-def window_slots(table: Tensor, rows: Tensor, start: Tensor, count: int) -> Tensor:
-    """Pool slots `[R, count]` of logical indices `start[r] .. start[r] + count - 1`."""
-    index = start[:, None] + torch.arange(count, device=table.device)
-    return table[rows[:, None], index]
+def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask `[.., q, w]` of what each row sees, as the bias 0 or -inf."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, HIDDEN)
+
+
+def causal_bias(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bias `[1, w, w]` of rows that see themselves and the window rows before them."""
+    return torch.full((1, width, width), HIDDEN, dtype=dtype, device=device).triu_(1)
+
+
+def window_group(reach: Reach, bias: Tensor, rows: slice | Tensor, back: Tensor | None = None) -> Group:
+    """The group of q rows per request that see the committed tokens and, of the window, what `bias` says.
+
+    `bias` is `[R, q, w]` or `[1, q, w]` over the first w window slots; `rows` and `back` as in `Group`.
+    """
+    requests, q, width = reach.window.shape[0], bias.shape[1], bias.shape[2]
+    slots = torch.cat([reach.prefix, reach.window[:, :width]], 1)
+    seen = torch.cat([reach.bias.expand(-1, q, -1), bias.expand(requests, -1, -1)], 2)
+    return Group(requests, q, rows, slots, seen, back)

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Ordered
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import window_group
+from cluster.attention.plan import causal_bias, reach_of, window_group
 from cluster.batch import Batch, Group, PromptRows
 from cluster.engine.scheduler import Chunk, Schedule
 from cluster.engine.sequence import Sequence
@@ -15,8 +15,8 @@ from cluster.forward.sampler import SamplingTable
 class Assembler:
     """Builds batches against one rank's slot table `[rows, length]` and sampling table."""
 
-    def __init__(self, table: Tensor, sampling: SamplingTable, dtype: torch.dtype) -> None:
-        self._table, self._sampling, self._dtype = table, sampling, dtype
+    def __init__(self, table: Tensor, sampling: SamplingTable, window: int, dtype: torch.dtype) -> None:
+        self._table, self._sampling, self._window, self._dtype = table, sampling, window, dtype
         self._device = table.device
 
     def batch(self, schedule: Schedule) -> Batch:
@@ -28,12 +28,14 @@ class Assembler:
         params = [s.request.params for s in sequences]
         noisy = any(p.temperature > 0 for p in params)
         filtered = any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params)
-        seq_lens = [s.committed for s in schedule.decodes]
+        committed = [s.committed for s in schedule.decodes]
+        seq_lens, decodes = self._ints(committed), len(committed)
+        longest = max(committed, default=0)
         return Batch(
-            decodes=len(schedule.decodes),
+            decodes=decodes,
             rows=rows,
-            seq_lens=self._ints(seq_lens),
-            longest=max(seq_lens, default=0),
+            seq_lens=seq_lens,
+            reach=reach_of(self._table, rows[:decodes], seq_lens, longest, self._window, self._dtype),
             sampling=self._sampling.take(rows, noisy, filtered),
             prompt=self._prompt(schedule.chunks),
             logprobs=any(p.logprobs is not None for p in params),
@@ -79,14 +81,13 @@ class Assembler:
             if end < len(chunks) and sizes[end] <= 2 * sizes[begin]:
                 continue
             q, part = sizes[end - 1], slice(begin, end)
-            causal = torch.ones(1, q, q, dtype=torch.bool, device=self._device).tril_()
             longest = max(chunk.start for chunk in chunks[part])
-            slots, bias = window_group(self._table, table_rows[part], starts[part], causal, longest, self._dtype)
+            reach = reach_of(self._table, table_rows[part], starts[part], longest, q, self._dtype)
             row = torch.arange(q, device=self._device)
             real = row < lengths[part, None]
             rows = (first_rows[part, None] + torch.where(real, row, 0)).view(-1)
             back = None if sizes[begin] == q else real.view(-1).nonzero()[:, 0]
-            groups.append(Group(end - begin, q, rows, slots, bias, back))
+            groups.append(window_group(reach, causal_bias(q, self._dtype, self._device), rows, back))
             begin = end
         return groups
 

@@ -72,7 +72,7 @@ def build_engine(config: EngineConfig, draft: Draft | None = None) -> Engine:
     if draft is None:
         draft = NoDraft()
         if model is not None:
-            draft = EagleDraft([DraftRunner(model, *bound[1], watch)], shape, cache.table.slots)
+            draft = EagleDraft([DraftRunner(model, *bound[1], watch)], shape)
     carried = EagleDraftInput.create_idle_input(spec, shape.topk, dtype, device, rows)
     sampling = SamplingTable(rows, dtype, device)
     tokenizer = _tokenizer(config)
@@ -84,10 +84,10 @@ def build_engine(config: EngineConfig, draft: Draft | None = None) -> Engine:
             context_length=context,
             cache=cache,
             scheduler=Scheduler(config, cache, shape.window),
-            assembler=Assembler(cache.table.slots, sampling, dtype),
+            assembler=Assembler(cache.table.slots, sampling, shape.window, dtype),
             sampling=sampling,
             coordinator=Coordinator(Mesh()),
-            step=Step(target_runner, draft, shape, cache.table.slots, carried),
+            step=Step(target_runner, draft, shape, carried),
             watch=watch,
             tokenizer=tokenizer,
             metrics=EngineMetrics(model_name=Path(config.model_path).name or "model"),

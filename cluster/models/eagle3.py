@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.arch import DraftSpec
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint, placed
-from cluster.models.layer import Attend, Loader, RotaryTable, TokenExchange, norm
+from cluster.models.layer import Attend, Loader, RotaryTable, TokenExchange, norm, project
 
 
 class Eagle3Draft:
@@ -35,8 +35,8 @@ class Eagle3Draft:
         load, g = Loader(checkpoint, dtype, device), spec.layer
         self.spec, self._exchange = spec, exchange
         self._embed = load.take("embed_tokens.weight", spec.vocab_size, g.hidden) if spec.own_embed else None
-        self._head = load.take("lm_head.weight", spec.draft_vocab_size, g.hidden) if spec.own_head else None
-        self._fc = load.take("fc.weight", g.hidden, spec.fc_in) if spec.use_aux_hidden_state else None
+        self._head = load.projection("lm_head.weight", spec.draft_vocab_size, g.hidden) if spec.own_head else None
+        self._fc = load.projection("fc.weight", g.hidden, spec.fc_in) if spec.use_aux_hidden_state else None
         self._concat_norm = load.take("input_norm.weight", spec.fc_in) if spec.norm_before_fc else None
         aux_norms = range(spec.num_aux) if spec.fc_norm else range(0)
         self._aux_norms = [load.take(f"fc_norm.{i}.weight", spec.target_hidden) for i in aux_norms]
@@ -52,7 +52,7 @@ class Eagle3Draft:
         self._rotary = RotaryTable(spec.rope, g.head_dim, max_position, dtype, device)
 
     def set_embed_and_head(self, embed: Tensor, head: Tensor) -> None:
-        """Share the target's embedding and head `[V, H]` where the checkpoint brought none."""
+        """Share the target's embedding `[V, H]` and head `[H, V]` where the checkpoint brought none."""
         self._embed = embed if self._embed is None else self._embed
         self._head = head if self._head is None else self._head
 
@@ -64,7 +64,7 @@ class Eagle3Draft:
         if self._aux_norms:
             parts = torch.split(aux_hidden, self.spec.target_hidden, -1)
             aux_hidden = torch.cat([norm(p, w, eps) for p, w in zip(parts, self._aux_norms, strict=True)], -1)
-        return aux_hidden if self._fc is None else F.linear(aux_hidden, self._fc)
+        return aux_hidden if self._fc is None else project(aux_hidden, self._fc)
 
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (normed, recurrent) `[T, H]`."""
@@ -84,7 +84,7 @@ class Eagle3Draft:
     def logits(self, normed: Tensor) -> Tensor:
         """Normed output `[T, H]` -> logits over the draft vocabulary `[T, Vd]`."""
         assert self._head is not None
-        return F.linear(normed, self._head)
+        return project(normed, self._head)
 
 
 def _vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device) -> Tensor:

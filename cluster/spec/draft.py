@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import window_group
+from cluster.attention.plan import HIDDEN, window_group
 from cluster.batch import AttentionPlan, Batch, SamplingBatch
 from cluster.config import TreeShape
 from cluster.forward.runner import DraftRunner
@@ -58,10 +58,10 @@ class NoDraft:
 class EagleDraft:
     """An EAGLE-3 draft: one runner, run S - 1 times per step, and once over the committed rows."""
 
-    def __init__(self, draft_runner_list: list[DraftRunner], shape: TreeShape, table: Tensor) -> None:
-        """`table` is the slot table that target and draft share; pools are the runners' own."""
+    def __init__(self, draft_runner_list: list[DraftRunner], shape: TreeShape) -> None:
+        """One runner in the list; slots are shared with the target, pools are the runners' own."""
         (self._runner,) = draft_runner_list
-        self._shape, self._table = shape, table
+        self._shape = shape
         self._target_ids = self._runner.model.target_ids
 
     def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,40 +77,60 @@ class EagleDraft:
 
     def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
+        return self._chain(batch, carried, noise) if self._shape.topk == 1 else self._tree(batch, carried, noise)
+
+    def _forward(
+        self, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bias: Tensor, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One level: K rows per request -> (log-probability, token) of their proposals `[R, K, K]`, hidden `[R, K, H]`.
+
+        `bias` `[R, K, level * K]` says which earlier rows of the window each row sees.
+        """
+        r, k = tokens.shape
+        write = batch.reach.window[:, (level - 1) * k : level * k].reshape(-1)
+        plan = AttentionPlan.of(write, window_group(batch.reach, bias, slice(0, r * k)))
+        positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
+        rows = hidden.reshape(r * k, hidden.shape[-1])
+        normed, after = self._runner.forward(tokens.reshape(-1), positions, rows, plan)
+        logits = self._runner.logits(normed).view(r, k, self._target_ids.shape[0])
+        level_noise = None if noise is None else noise[:, level : level + 1]
+        likely, proposed = self.propose(logits, batch.sampling.narrow(0, r), level_noise)
+        return likely, proposed, after.view(r, k, after.shape[-1])
+
+    def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
+        """The tree of topk 1: every level has one row, which sees all before it."""
+        tokens, hidden = carried.topk_index, carried.hidden[:, None]
+        seen = hidden.new_zeros(1, 1, self._shape.num_steps)
+        path = [carried.bonus[:, None], tokens]
+        for level in range(1, self._shape.num_steps):
+            _, proposed, hidden = self._forward(batch, level, tokens, hidden, seen[:, :, :level], noise)
+            tokens = proposed[:, 0]
+            path.append(tokens)
+        return chain(torch.cat(path, 1))
+
+    def _tree(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
+        """EAGLE-2's dynamic tree: each level keeps the K best rows by cumulative score, the end the N - 1 best."""
         r, k, steps = batch.decodes, self._shape.topk, self._shape.num_steps
-        device, rows, sampling = carried.bonus.device, batch.decode_rows, batch.sampling.narrow(0, batch.decodes)
+        device = carried.bonus.device
         tokens, score = carried.topk_index, clean(carried.topk_p)
         hidden = carried.hidden[:, None].expand(r, k, -1)
         number = torch.arange(k, device=device).expand(r, k)
-        seen = torch.zeros(r, k, max(1, (steps - 1) * k), dtype=torch.bool, device=device)
+        bias = hidden.new_full((r, k, max(1, (steps - 1) * k)), HIDDEN)
         levels = [(tokens, score, torch.full_like(number, -1))]
         for level in range(1, steps):
-            begin, end = (level - 1) * k, level * k
-            seen[:, :, begin:end] = torch.eye(k, dtype=torch.bool, device=device)
-            slots, bias = window_group(self._table, rows, batch.seq_lens, seen[:, :, :end], batch.longest, hidden.dtype)
-            index = batch.seq_lens[:, None] + torch.arange(begin, end, device=device)
-            plan = AttentionPlan.of_one(self._table[rows[:, None], index], r, k, slots, bias)
-            positions = (batch.seq_lens + (level - 1))[:, None].expand(r, k).reshape(-1)
-            normed, after = self._runner.forward(
-                tokens.reshape(-1), positions, hidden.reshape(r * k, hidden.shape[-1]), plan
-            )
-            logits = self._runner.logits(normed).view(r, k, self._target_ids.shape[0])
-            level_noise = None if noise is None else noise[:, level : level + 1]
-            likely, proposed = self.propose(logits, sampling, level_noise)
+            bias[:, :, (level - 1) * k : level * k].diagonal(dim1=1, dim2=2).zero_()
+            likely, proposed, after = self._forward(batch, level, tokens, hidden, bias[:, :, : level * k], noise)
             grown = (score[..., None] + clean(likely)).view(r, k * k)
-            above = number[..., None].expand(r, k, k).reshape(r, k * k)
-            levels.append((proposed.view(r, k * k), grown, above))
+            proposed = proposed.reshape(r, k * k)
+            levels.append((proposed, grown, number[..., None].expand(r, k, k).reshape(r, k * k)))
             if level == steps - 1:
                 break
             score, pick = grown.topk(k, 1)
-            parent = pick // k
+            parent = (pick // k)[..., None]
             number = k + (level - 1) * k * k + pick
-            tokens = proposed.view(r, k * k).gather(1, pick)
-            after = after.view(r, k, after.shape[-1])
-            hidden = after.gather(1, parent[..., None].expand(r, k, after.shape[-1]))
-            seen = seen.gather(1, parent[..., None].expand_as(seen))
-        if k == 1:
-            return chain(torch.cat([carried.bonus[:, None], *(level[0] for level in levels)], 1))
+            tokens = proposed.gather(1, pick)
+            hidden = after.gather(1, parent.expand(r, k, after.shape[-1]))
+            bias = bias.gather(1, parent.expand_as(bias))
         depths = [1] * k + [level + 1 for level in range(1, steps) for _ in range(k * k)]
         candidates = Candidates(
             tokens=torch.cat([level[0] for level in levels], 1),
@@ -125,7 +145,7 @@ class EagleDraft:
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
         given = extend_input(batch, accepted, first, features, self._shape)
-        plan = extend_plan(batch, self._table, self._shape, given.hidden.dtype)
+        plan = extend_plan(batch, self._shape, given.hidden.dtype)
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, plan)
         logits = self._runner.logits(normed.index_select(0, given.select))

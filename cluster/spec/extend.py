@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import window_group, window_slots
+from cluster.attention.plan import causal_bias, window_group
 from cluster.batch import AttentionPlan, Batch, Group
 from cluster.config import TreeShape
 from cluster.spec.inputs import EagleDraftExtendInput
@@ -43,13 +43,9 @@ def extend_input(
     )
 
 
-def extend_plan(batch: Batch, table: Tensor, shape: TreeShape, dtype: torch.dtype) -> AttentionPlan:
+def extend_plan(batch: Batch, shape: TreeShape, dtype: torch.dtype) -> AttentionPlan:
     """Causal rows after each request's committed tokens, then the prompt chunks as the target saw them."""
-    r, width, rows = batch.decodes, shape.num_steps + 1, batch.decode_rows
-    write = window_slots(table, rows, batch.seq_lens, width).reshape(-1)
-    groups = shifted(batch.prompt.groups, r * width)
-    if r:
-        causal = torch.ones(1, width, width, dtype=torch.bool, device=rows.device).tril_()
-        slots, bias = window_group(table, rows, batch.seq_lens, causal, batch.longest, dtype)
-        groups = (Group(r, width, slice(0, r * width), slots, bias), *groups)
-    return AttentionPlan(torch.cat([write, batch.prompt.write]), groups)
+    rows, width = batch.decodes * (shape.num_steps + 1), shape.num_steps + 1
+    write = torch.cat([batch.reach.window[:, :width].reshape(-1), batch.prompt.write])
+    own = window_group(batch.reach, causal_bias(width, dtype, write.device), slice(0, rows))
+    return AttentionPlan.of(write, own, *shifted(batch.prompt.groups, rows))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import window_group, window_slots
-from cluster.batch import AttentionPlan, Batch, Group
+from cluster.attention.plan import bias_of, window_group
+from cluster.batch import AttentionPlan, Batch
 from cluster.config import TreeShape
 from cluster.forward.runner import TargetRunner
 from cluster.forward.sampler import gumbel, scores
@@ -38,11 +38,9 @@ class Stepped:
 class Step:
     """One rank's step, bound to its target, draft and request tables."""
 
-    def __init__(
-        self, target: TargetRunner, draft: Draft, shape: TreeShape, table: Tensor, carried: EagleDraftInput
-    ) -> None:
-        """`carried` holds the carriers of every request row; `table` is the slot table `[rows, length]`."""
-        self._target, self._draft, self._shape, self._table, self._carried = target, draft, shape, table, carried
+    def __init__(self, target: TargetRunner, draft: Draft, shape: TreeShape, carried: EagleDraftInput) -> None:
+        """`carried` holds the carriers of every request row."""
+        self._target, self._draft, self._shape, self._carried = target, draft, shape, carried
         self._vocab = target.model.arch.vocab_size
 
     @torch.inference_mode()
@@ -61,7 +59,7 @@ class Step:
         first = scores(logits[r * n :, None], final, first_noise).argmax(-1)[:, 0]
         accepted = accept(tree, chosen, s)
         if self._shape.topk > 1:
-            compact(self._target.pool, self._table, batch.decode_rows, batch.seq_lens, accepted.path)
+            compact(self._target.pool, batch.reach.window, accepted.path)
         clock.append(time.perf_counter())
 
         next_noise = None
@@ -91,15 +89,12 @@ class Step:
 
     def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
-        r, n, prompt, rows = batch.decodes, self._shape.num_draft_tokens, batch.prompt, batch.decode_rows
-        groups = shifted(prompt.groups, r * n)
-        if r:
-            dtype = self._carried.topk_p.dtype
-            slots, bias = window_group(self._table, rows, batch.seq_lens, tree.ancestors, batch.longest, dtype)
-            groups = (Group(r, n, slice(0, r * n), slots, bias), *groups)
-        write = torch.cat([window_slots(self._table, rows, batch.seq_lens, n).view(-1), prompt.write])
+        r, n, prompt = batch.decodes, self._shape.num_draft_tokens, batch.prompt
+        own = window_group(batch.reach, bias_of(tree.ancestors, self._carried.topk_p.dtype), slice(0, r * n))
+        write = torch.cat([batch.reach.window[:, :n].reshape(-1), prompt.write])
         tokens = torch.cat([tree.tokens.reshape(-1), prompt.token_ids])
         positions = torch.cat([(batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions])
-        hidden, aux = self._target.forward(tokens, positions, AttentionPlan(write, groups))
-        heads = torch.cat([torch.arange(r * n, device=rows.device), prompt.final_rows + r * n])
+        plan = AttentionPlan.of(write, own, *shifted(prompt.groups, r * n))
+        hidden, aux = self._target.forward(tokens, positions, plan)
+        heads = torch.cat([torch.arange(r * n, device=write.device), prompt.final_rows + r * n])
         return hidden, aux, self._target.logits(hidden.index_select(0, heads))
