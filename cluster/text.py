@@ -51,6 +51,7 @@ class TextTokenizer:
         types = _decoder_types(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else set()
         self._byte_level = "ByteLevel" in types
         self._byte_fallback = "ByteFallback" in types
+        self._byte_cache: dict[int, bytes] = {}
         self._spaced = bool(types & {"ByteFallback", "Metaspace"})  # a space is written U+2581
 
     @classmethod
@@ -97,7 +98,7 @@ class TextTokenizer:
 
     def textual(self, ids: Iterable[int]) -> list[int]:
         """The ids that `decode` does not leave out."""
-        return [i for i in ids if i not in self._special and self._tokenizer.id_to_token(i) is not None]
+        return [i for i in ids if i not in self._special and self._bytes(i)]
 
     def settled(self, ids: Sequence[int]) -> str:
         """The text of `textual` ids without an unfinished character at the end, which later tokens may complete."""
@@ -113,7 +114,7 @@ class TextTokenizer:
 
     def _pending_bytes(self, ids: Sequence[int]) -> int:
         """Length of the unfinished UTF-8 sequence at the end of `ids`, 0 to 3."""
-        if not (self._byte_level or self._byte_fallback):
+        if not ids or not (self._byte_level or self._byte_fallback) or self._bytes(ids[-1])[-1:] < b"\x80":
             return 0
         # A sequence has at most 4 bytes and a token at least one; where it starts is seen in the bytes themselves.
         tail = b"".join(self._bytes(i) for i in ids[-4:])
@@ -122,6 +123,13 @@ class TextTokenizer:
         return len(decoder.getstate()[0])
 
     def _bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of one token, a part of a character too; nothing for an id outside the vocabulary."""
+        found = self._byte_cache.get(token_id)
+        if found is None:
+            found = self._byte_cache[token_id] = self._look_up_bytes(token_id)
+        return found
+
+    def _look_up_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id) or ""
         if self._byte_level:
             if all(character in BYTE_OF_CHARACTER for character in token):

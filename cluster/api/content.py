@@ -105,7 +105,7 @@ class ChatMessage(Strict):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: Annotated[str, PlainValidator(_plain_text)]
+    content: Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str | list[dict[str, str]])]
     name: Text | None = None
 
 

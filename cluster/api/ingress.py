@@ -1,6 +1,7 @@
 """The REST routes of one replica. Not known here: Ray; `cluster.api.app` mounts the app in a Serve replica."""
 
 import asyncio
+import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,9 +14,12 @@ from cluster.api import calls, errors
 from cluster.api.body import read_json
 from cluster.api.errors import unavailable
 from cluster.api.fields import warning_headers
-from cluster.api.protocol import DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.openapi import body_of, describe
+from cluster.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
 from cluster.api.service import Limits, Service
 from cluster.api.stream import json_bytes
+
+logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
 DEFAULT_LIMITS = Limits()
@@ -28,23 +32,24 @@ def make_app(service: Service, limits: Limits = DEFAULT_LIMITS) -> FastAPI:
     _add_generation(app, service, limits)
     _add_tokens(app, service, limits)
     _add_facts(app, service, limits)
+    describe(app)
     return app
 
 
 def _add_generation(app: FastAPI, service: Service, limits: Limits) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue prompts."""
         return await calls.complete(service, limits, request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await calls.chat(service, limits, request)
 
 
 def _add_tokens(app: FastAPI, service: Service, limits: Limits) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
         fields, warnings = TokenizeRequest.read(await read_json(request, limits.body_bytes))
@@ -52,7 +57,7 @@ def _add_tokens(app: FastAPI, service: Service, limits: Limits) -> None:
         facts = {"count": len(ids), "max_model_len": service.model.context_length, "tokens": list(ids)}
         return _json(facts, warnings)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         fields, warnings = DetokenizeRequest.read(await read_json(request, limits.body_bytes))
@@ -96,11 +101,14 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
 
 
 async def _status(service: Service) -> GangStatus:
-    """The gang's status; one that does not answer in time is unhealthy."""
+    """The gang's status; one that does not answer, or not in time, is unhealthy."""
     try:
         return await asyncio.wait_for(service.engine.status(), STATUS_TIMEOUT_S)
     except TimeoutError:
         return GangStatus(False, f"the engine did not answer within {STATUS_TIMEOUT_S:g} s")
+    except Exception:
+        logger.exception("the engine's status cannot be read")
+        return GangStatus(False, "the engine's status cannot be read; the log has the cause")
 
 
 def _card(service: Service) -> dict[str, Any]:

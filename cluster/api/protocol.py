@@ -17,6 +17,8 @@ from cluster.request import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows, and the answer is the same
 MAX_TEMPERATURE = 100.0
+Prompts = str | list[str] | list[int] | list[list[int]]
+Stops = str | list[str]
 
 
 def check_model(model: ModelInfo, asked: str | None) -> None:
@@ -53,7 +55,9 @@ class GenerationFields(Strict):
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: Annotated[list[Text], BeforeValidator(list_of_stops)] = Field(default_factory=list)
+    stop: Annotated[list[Text], BeforeValidator(list_of_stops, json_schema_input_type=Stops)] = Field(
+        default_factory=list
+    )
     stop_token_ids: list[int] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -149,7 +153,7 @@ class GenerationFields(Strict):
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions; `logprobs` counts alternatives."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(list_of_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(list_of_prompts, json_schema_input_type=Prompts)]
     logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
 

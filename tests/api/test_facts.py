@@ -135,3 +135,24 @@ def test_a_broken_tokenizer_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(ConfigError, match="is not a JSON object"):
         ChatTokenizer.load(str(tmp_path))
+
+
+def test_the_description_names_every_field(client: Client) -> None:
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path, name in (("/v1/completions", "CompletionRequest"), ("/v1/chat/completions", "ChatRequest")):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": f"#/components/schemas/{name}"}
+        assert {"temperature", "stop", "seed"} <= set(schemas[name]["properties"])
+    assert {"type": "string"} in schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+    assert "$defs" not in str(document)
+
+
+def test_a_status_that_raises_is_unhealthy(client: Client, service: ScriptedService) -> None:
+    async def broken() -> None:
+        raise RuntimeError("/secret")
+
+    service.engine.status = broken  # type: ignore[method-assign, assignment]
+    answer = client.get("/health")
+    assert answer.status_code == 503
+    assert "secret" not in answer.text
