@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
@@ -39,6 +39,17 @@ def nearest(key: str, known: list[str]) -> str:
     """A hint such as `; did you mean 'page_size'?`, or an empty string when nothing is close."""
     match = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def as_config_error(error: ValidationError) -> ConfigError:
+    """All that pydantic found wrong, one line each, every line naming its setting."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        own = item.get("ctx", {}).get("error")
+        said = str(own) if own is not None else f"{item['msg']}, got {item['input']!r}"
+        lines.append(f"{where}: {said}" if where else said)
+    return ConfigError("\n".join(lines))
 
 
 class Settings(BaseModel):
@@ -114,7 +125,10 @@ class EngineConfig(Settings):
             if name not in cls.model_fields:
                 raise ConfigError(f"unknown setting {key!r}{nearest(key, [*cls.model_fields, *ALIASES])}")
             put(key, name, value)
-        return cls.model_validate(flat)
+        try:
+            return cls.model_validate(flat)
+        except ValidationError as error:
+            raise as_config_error(error) from None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
