@@ -75,7 +75,7 @@ class EngineConfig(Settings):
     tokenizer_path: str | None = None
     dtype: Dtype = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
+    attention_backend: Literal["auto", "torch"] = "auto"
     context_length: int | None = Field(default=None, ge=8)
     page_size: int = Field(default=16, ge=1, le=1024)
     max_total_tokens: int | None = Field(default=None, ge=1, description="KV capacity of one rank, in tokens")

@@ -1,1 +1,0 @@
-"""Device kernels, each beside the torch twin it must equal."""
