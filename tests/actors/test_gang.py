@@ -3,6 +3,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_requests_stream_side_by_side_and_nothing_is_left():
         assert status.info["context_length"] == 4096
         assert status.info["ranks"][0]["running"] == 0
         page = merge(await router.metrics()).decode()
-        assert f"aerie_generated_tokens_total{{model_name=\"counting\",rank=\"0\"}} {sum(range(1, 21))}.0" in page
+        assert f'aerie_generated_tokens_total{{model_name="counting",rank="0"}} {sum(range(1, 21))}.0' in page
 
     with_gang(spec("side-by-side"), body)
     assert left_behind("side-by-side") == []
@@ -231,6 +232,6 @@ def test_the_shards_of_a_dead_owner_go_with_it():
     ray.kill(owner)
     assert left_behind("orphan") == []
     until = time.monotonic() + 5
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{pid}")
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,147 @@
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from counting_engine import SLOW
+from ray import serve
+from ray.util import list_named_actors
+
+from cluster.api.app import build_app
+from cluster.api.settings import parse
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+
+def deploy(replicas: int) -> None:
+    args = {
+        "llm_configs": [
+            {
+                "model_loading_config": {"model_id": "counting", "model_source": "/counting"},
+                "engine_kwargs": {"watchdog_timeout_s": 1.0, "max_model_len": 4096},
+                "placement_group_config": {"bundle_per_worker": {"CPU": 0.5}},
+                "deployment_config": {
+                    "num_replicas": replicas,
+                    "health_check_period_s": 0.5,
+                    "graceful_shutdown_timeout_s": 5,
+                    "ray_actor_options": {"num_cpus": 0.1},
+                },
+            }
+        ]
+    }
+    serve.run(build_app(parse(args), "counting_engine:build"), name="counting", route_prefix="/")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
+    deploy(1)
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    assert eventually(lambda: not shards()), f"left behind: {shards()}"
+
+
+def shards() -> list[str]:
+    return [entry["name"] for entry in list_named_actors(all_namespaces=True) if entry["namespace"] == "aerie"]
+
+
+def eventually(condition: Callable[[], Any], within_s: float = 15.0) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def complete(url: str, *prompt: int, max_tokens: int = 8, **more: Any) -> httpx.Response:
+    body = {"model": "counting", "prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True, **more}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+
+
+def health(url: str) -> int:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code
+    except httpx.TimeoutException:  # while Serve has no replica at all, its proxy lets requests wait
+        return 0
+
+
+def test_one_hop_from_http_to_the_gang_and_back(url):
+    assert health(url) == 200
+    answer = complete(url, 100)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 8
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "counting"
+    info = httpx.get(f"{url}/server_info").json()
+    assert info["internal_states"]
+
+
+def test_a_stream_has_one_chunk_per_step_and_the_first_comes_at_once(url):
+    body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 40, "stream": True}
+    arrived = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                assert "error" not in json.loads(line[6:])
+                arrived.append(time.monotonic())
+    assert 15 <= len(arrived) <= 25  # 20 steps of 2 tokens; a slow moment may put two steps in one chunk
+    assert arrived[-1] - arrived[0] > 0.2
+
+
+def test_a_client_that_leaves_frees_its_slot(url):
+    async def leave() -> None:
+        async with httpx.AsyncClient() as client:
+            body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 4000, "stream": True}
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_lines():
+                    return
+
+    asyncio.run(leave())
+
+    def running() -> float:
+        page = httpx.get(f"{url}/metrics").text
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("aerie_open_requests{"))
+
+    assert eventually(lambda: running() == 0.0, 3.0)
+
+
+def test_a_killed_shard_ends_its_streams_turns_health_bad_and_is_replaced(url):
+    ranks = httpx.get(f"{url}/server_info").text
+    pid = int(ranks.split('"pid":')[1].split(",")[0].strip("} "))
+    events: list[str] = []
+    body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+        for number, line in enumerate(answer.iter_lines()):
+            events.append(line)
+            if number == 4:
+                os.kill(pid, signal.SIGKILL)
+    assert any(line.startswith('data: {"error"') for line in events), events[-4:]
+    assert eventually(lambda: health(url) == 503, 1.5)
+    assert eventually(lambda: health(url) == 200, 30)
+    assert complete(url, 7).status_code == 200
+
+
+def test_metrics_are_the_sum_over_replicas_whichever_answers(url):
+    deploy(2)
+    assert eventually(lambda: len(shards()) == 2)
+
+    def total(page: str, name: str) -> float:
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name + "{"))
+
+    before = httpx.get(f"{url}/metrics").text
+    for i in range(12):
+        assert complete(url, i, max_tokens=10).status_code == 200
+    time.sleep(1.2)
+    pages = [httpx.get(f"{url}/metrics").text for _ in range(6)]
+    for name, more in (("aerie_generated_tokens_total", 120), ("aerie_requests_total", 12)):
+        sums = {total(page, name) for page in pages}
+        assert sums == {total(before, name) + more}, (name, sums)
