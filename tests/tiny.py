@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -188,4 +191,16 @@ def tiny_draft(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@cache
+def letters_folder() -> str:
+    """A tokenizer whose ids 0 to 25 are the letters a to z, one each."""
+    letters = {chr(97 + i): i for i in range(26)}
+    tokenizer = Tokenizer(BPE(vocab=letters, merges=[]))
+    tokenizer.decoder = ByteLevel()
+    folder = folder_of_session() / "letters"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder)

@@ -4,8 +4,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from random import Random
 
-from cluster.config import tree_shape
-from tests.parity.harness import Run, config_of, grid_requests, plain_run, run, speculative, tiny_pair, truth
+from tests.parity.harness import Run, config_of, grid_requests, plain_run, run, scarce, speculative, tiny_pair, truth
 
 AXES: dict[str, tuple[object, ...]] = {
     "topk": (1, 2, 4, 8),
@@ -95,9 +94,7 @@ def check(case: Case) -> Checked:
     target, draft = tiny_pair(case.num_aux)
     config = config_of(target, draft, case.topk, case.num_steps, **settings)
     if case.memory == "scarce":
-        longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) + tree_shape(config).window
-        pages = -(-longest // case.page_size) + 1
-        config = config.model_copy(update={"max_total_tokens": pages * case.page_size})
+        config = scarce(config, requests)
     engine = speculative(config, case.draft, truth(case.sampling))
     result = run(engine, requests)
     mismatches = compare(case, result)

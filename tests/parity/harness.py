@@ -72,6 +72,13 @@ def config_of(
     return EngineConfig.from_kwargs(given | settings)
 
 
+def scarce(config: EngineConfig, requests: Sequence[Request]) -> EngineConfig:
+    """The same with one page more than the longest request needs, so that others retract."""
+    longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) + tree_shape(config).window
+    pages = -(-longest // config.page_size) + 1
+    return config.model_copy(update={"max_total_tokens": pages * config.page_size})
+
+
 def speculative(config: EngineConfig, kind: str = "model", truth: Texts | None = None, rate: float = 0.7) -> Engine:
     """An engine with a draft of `kind`: the `model` alone, `corrected` towards the truth, or the `oracle` alone."""
     if kind == "oracle":

@@ -1,0 +1,74 @@
+"""KV after commit equals one plain pass, in both pools, and every drafted tree is the one the reference would draft."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.engine import build_engine
+from tests.parity.drafts import CorrectedDraft
+from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, scarce, tiny_pair, truth
+from tests.parity.reference import draft_reference, target_reference
+from tests.parity.watch import Watch
+from tests.tiny import draft_folder, target_folder
+
+DRAFTS: dict[str, dict[str, object]] = {
+    "one aux": {"num_aux": 1},
+    "three aux": {"num_aux": 3},
+    "five aux": {"num_aux": 5},
+    "two layers": {"layers": 2},
+    "three layers, five aux": {"layers": 3, "num_aux": 5},
+    "fc_norm": {"fc_norm": True},
+    "input_norm": {"norm_before_fc": True},
+    "norm_output": {"norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "EAGLE-3.1, two layers": {"fc_norm": True, "norm_output": True, "layers": 2},
+    "no aux": {"use_aux": False},
+    "own width": {"hidden": 48},
+    "reduced vocabulary": {"draft_vocab": 15},
+    "the target's head": {"own_head": False},
+    "biases, own theta": {"biases": True, "theta": 500.0},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("topk", "num_steps", "sampling"), [(1, 4, "greedy"), (3, 3, "0.8")])
+def test_trees_and_memory_equal_the_reference(name: str, topk: int, num_steps: int, sampling: str) -> None:
+    target = target_folder(vocab_size=VOCAB)
+    draft = draft_folder(target, **DRAFTS[name])
+    watch = Watch(target_reference(target), draft_reference(draft, target), dict(list(truth(sampling).items())[1:4]))
+    engine = build_engine(config_of(target, draft, topk, num_steps, chunked_prefill_size=9))
+    watch.attach(engine)
+    result = run(engine, grid_requests(sampling, 4)[1:], watch)
+    assert all(result.ended[i] == plain_run(sampling).ended[i] for i in result.ended)
+    assert not watch.errors
+    assert watch.trees > 10
+    assert watch.cells > 100
+
+
+@pytest.mark.parametrize(("topk", "num_steps", "page_size"), [(1, 3, 1), (2, 2, 4), (4, 3, 16), (8, 5, 4), (4, 5, 1)])
+@pytest.mark.parametrize("memory", ["ample", "scarce"])
+def test_memory_after_long_runs_retraction_and_reuse(topk: int, num_steps: int, page_size: int, memory: str) -> None:
+    """Accepted paths of every length; the same prompts again, from cached pages; pages that run out."""
+    target, folder = tiny_pair(layers=2)
+    watch = Watch(target_reference(target), draft_reference(folder, target), truth("0.8"))
+    config = config_of(target, folder, topk, num_steps, page_size=page_size)
+    requests = grid_requests("0.8", 8)
+    engine = build_engine(config if memory == "ample" else scarce(config, requests))
+    inner = engine._p.step._draft
+    corrected = CorrectedDraft(inner, truth("0.8"), 0.8)
+    corrected.tie(engine)
+
+    class Both:
+        draft, extend = staticmethod(corrected.draft), staticmethod(inner.extend)
+
+    engine._p.step._draft = Both()
+    first = run(engine, requests, watch)
+    again = run(engine, [replace(one, request_id=f"{one.request_id}/2") for one in requests], watch)
+    assert not watch.errors
+    assert {n.split("/")[0]: e for n, e in again.ended.items()} == first.ended == plain_run("0.8").ended
+    if memory == "ample":
+        assert sum(output.cached_tokens for output in again.last.values()) > 0
+        assert first.retracted == again.retracted == 0
+    else:
+        assert first.retracted + again.retracted > 0
+    assert max(first.accept_lens) >= min(3, num_steps + 1)
