@@ -1,0 +1,64 @@
+"""What a person sees while streams run: lines that redraw themselves on a terminal, plain progress elsewhere."""
+
+import sys
+import time
+from typing import TextIO
+
+from cluster.bench.streams import Stream, accept_length, pace
+
+BAR = 12
+NAME = 28
+WIDTH = 110
+PLAIN_EVERY_S = 2.0
+
+
+class LiveView:
+    """One line per stream and one for all. Call it with the streams as often as you like."""
+
+    def __init__(self, title: str, max_tokens: int, out: TextIO = sys.stdout) -> None:
+        self._title, self._max_tokens, self._out = title, max_tokens, out
+        self._drawn = 0
+        self._told = time.monotonic()
+        self._terminal = out.isatty()
+        self._said_end = False
+
+    def __call__(self, streams: list[Stream]) -> None:
+        """Show the streams as they are now."""
+        if self._terminal:
+            lines = [self._title, *(self._line(stream) for stream in streams), self._total(streams)]
+            up = f"\x1b[{self._drawn}A" if self._drawn else ""
+            self._out.write(up + "".join(f"\x1b[2K{line[:WIDTH]}\n" for line in lines))
+            self._out.flush()
+            self._drawn = len(lines)
+            return
+        ended = all(stream.ended is not None for stream in streams)
+        now = time.monotonic()
+        if (ended and not self._said_end) or now - self._told >= PLAIN_EVERY_S:
+            self._told, self._said_end = now, ended
+            self._out.write(f"{self._title}: {self._total(streams)}\n")
+            self._out.flush()
+
+    def _line(self, stream: Stream) -> str:
+        done = len(stream.token_ids)
+        filled = BAR * done // self._max_tokens
+        bar = "#" * filled + "." * (BAR - filled)
+        head = f"  {short(stream.prompt.text, NAME):{NAME}} {bar} {done:4d} {stream.tokens_per_second:6.1f}/s  "
+        tail = "".join(c if c.isprintable() else " " for c in stream.text[-200:].replace("\n", " \\n "))
+        room = max(0, WIDTH - len(head))
+        return head + (stream.error or tail)[-room:]
+
+    def _total(self, streams: list[Stream]) -> str:
+        tokens = sum(len(stream.token_ids) for stream in streams)
+        ended = [stream for stream in streams if stream.ended is not None]
+        seconds = max(stream.seconds for stream in streams)
+        speed = pace(streams) if len(ended) == len(streams) else tokens / seconds if seconds else 0.0
+        accepted = accept_length(ended)
+        length = f", accept length {accepted:.2f}" if accepted else ""
+        return f"{len(ended)} of {len(streams)} streams done, {tokens} tokens, {speed:.1f} tokens/s{length}"
+
+
+def short(text: str, width: int) -> str:
+    """The last line of a text that says anything, cut to `width`."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    line = lines[-1]
+    return line if len(line) <= width else line[: width - 3] + "..."

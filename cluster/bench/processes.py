@@ -1,0 +1,95 @@
+"""The processes under one of ours, read from /proc: which there are, and what memory they hold."""
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+KIB, MIB = 1024, 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process; `started` (clock ticks since boot) tells it from a later one with the same number."""
+
+    pid: int
+    started: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of several processes: `resident` adds up what each maps, `proportional` counts shared pages once."""
+
+    processes: int
+    resident_mib: float
+    proportional_mib: float
+
+
+def tree_of(pid: int) -> list[Process]:
+    """The process and all its descendants that are alive (zombies are not)."""
+    children: dict[int, list[Process]] = {}
+    found = []
+    for folder in PROC.iterdir():
+        if not folder.name.isdigit():
+            continue
+        stat = _stat(int(folder.name))
+        if stat is None:
+            continue
+        process, parent = stat
+        children.setdefault(parent, []).append(process)
+        if process.pid == pid:
+            found.append(process)
+    for process in found:
+        found.extend(children.get(process.pid, []))
+    return found
+
+
+def memory_of(processes: Iterable[Process]) -> Memory:
+    """What the processes hold now; one that ended meanwhile counts nothing."""
+    count, resident, proportional = 0, 0, 0
+    for process in processes:
+        try:
+            lines = (PROC / str(process.pid) / "smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines[1:] if line.endswith("kB")}
+        count += 1
+        resident += sizes.get("Rss", 0)
+        proportional += sizes.get("Pss", 0)
+    return Memory(count, resident * KIB / MIB, proportional * KIB / MIB)
+
+
+def alive(processes: Iterable[Process]) -> list[Process]:
+    """Those of the processes that are still there."""
+    return [process for process in processes if (now := _stat(process.pid)) is not None and now[0] == process]
+
+
+def end(processes: Iterable[Process], within_s: float) -> list[Process]:
+    """Wait for the processes to end, kill those that do not; returns the ones that had to be killed."""
+    left = alive(processes)
+    until = time.monotonic() + within_s
+    while left and time.monotonic() < until:
+        time.sleep(0.05)
+        left = alive(left)
+    for process in left:
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return left
+
+
+def _stat(pid: int) -> tuple[Process, int] | None:
+    """A live process and the number of its parent."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+    if fields[0] in "ZX":
+        return None
+    return Process(pid, int(fields[19]), name), int(fields[1])

@@ -1,0 +1,130 @@
+"""`aerie serve` as a process of its own, for as long as a `with` block lasts."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cluster.bench.processes import Process, end, tree_of
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+LOCAL_CONFIG = CHECKOUT / "deploy" / "local.yaml"
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 30.0
+KEPT_LINES = 40
+READY = "READY "
+
+
+class ServerError(ValueError):
+    """The server did not start; the message holds the end of what it said."""
+
+
+class ServerProcess:
+    """Started on entry and ready then; stopped on exit, and everything that it started with it.
+
+    `ready_s` is how long the start took. `left` names processes that outlived the server and had to be killed.
+    """
+
+    def __init__(self, settings: Sequence[str], config: Path = LOCAL_CONFIG) -> None:
+        """`settings` are `key=value` as for `aerie serve --set`; the port is chosen here."""
+        self.port = _unused_port()
+        self.ready_s = 0.0
+        self.left: list[Process] = []
+        self._settings = [f"http_port={self.port}", *settings]
+        self._config = config
+        self._said: deque[str] = deque(maxlen=KEPT_LINES)
+        self._ready = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The number of the server's first process."""
+        assert self._process is not None, "the server has not been started"
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        started = time.monotonic()
+        command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(self._config)]
+        for setting in self._settings:
+            command += ["--set", setting]
+        # A session of its own, so that Ctrl-C reaches it through us and once.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+        try:
+            self._wait_ready(self._process)
+        except BaseException:
+            self._stop()
+            raise
+        self.ready_s = time.monotonic() - started
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def processes(self) -> list[Process]:
+        """Every process of the server."""
+        return tree_of(self.pid)
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._said.append(line.rstrip())
+            if line.startswith(READY):
+                self._ready.set()
+
+    def _wait_ready(self, process: subprocess.Popen[str]) -> None:
+        until = time.monotonic() + START_TIMEOUT_S
+        while not self._ready.wait(0.05):
+            if process.poll() is not None:
+                raise ServerError(f"aerie serve ended with exit code {process.returncode}:\n{self._last_words()}")
+            if time.monotonic() > until:
+                raise ServerError(f"aerie serve is not ready after {START_TIMEOUT_S:.0f} s:\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        time.sleep(0.2)  # the last lines may still be on their way through the pipe
+        return "\n".join(self._said)
+
+    def _stop(self) -> None:
+        """Ask once, wait, and kill what is left: also when the waiting is cut short by Ctrl-C."""
+        process = self._process
+        assert process is not None
+        family = self.processes()
+        grace = STOP_TIMEOUT_S
+        try:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(STOP_TIMEOUT_S)
+            grace = 5.0
+        except subprocess.TimeoutExpired:
+            grace = 0.0
+        except BaseException:
+            grace = 0.0
+            raise
+        finally:
+            self.left = end(family, grace)
+            process.wait()
+
+
+def _unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

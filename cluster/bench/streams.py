@@ -1,0 +1,151 @@
+"""A light streaming client: completions over plain HTTP, one thread per stream, so that the client costs little.
+
+Only the standard library: what a client spends on a small machine is taken from the server that it measures.
+"""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+TIMEOUT_S = 120.0
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt and how its tokens are drawn."""
+
+    text: str
+    temperature: float = 0.0
+    seed: int = 0
+
+    def body(self, model: str, max_tokens: int) -> dict[str, Any]:
+        """The request's JSON: a stream with token ids and the numbers of speculation at its end."""
+        return {
+            "model": model,
+            "prompt": self.text,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+
+
+@dataclass(slots=True)
+class Stream:
+    """One stream as it grows. Written by its own thread, read by whoever looks on."""
+
+    prompt: Prompt
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    started: float = 0.0
+    first: float | None = None
+    ended: float | None = None
+    finish_reason: str | None = None
+    steps: int = 0
+    accepted: int = 0
+    error: str | None = None
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens committed per step; None when nothing was drafted."""
+        return 1.0 + self.accepted / self.steps if self.steps else None
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its end, or to now."""
+        return (self.ended or time.perf_counter()) - self.started if self.started else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Its own pace, the wait for the first token included."""
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Add what one event of the stream says."""
+        if "error" in event:
+            self.error = str(event["error"].get("message", event["error"]))
+            return
+        for choice in event.get("choices", ()):
+            if choice.get("token_ids"):
+                self.first = self.first or time.perf_counter()
+                self.token_ids += choice["token_ids"]
+            self.text += choice.get("text", "")
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        counts = (event.get("metrics") or {}).get("speculative_decoding")
+        if counts:
+            self.steps, self.accepted = counts["num_spec_steps"], counts["num_accepted_draft_tokens"]
+
+    def run(self, port: int, model: str, max_tokens: int) -> None:
+        """Send the request and read the stream to its end; what goes wrong is kept in `error`."""
+        self.started = time.perf_counter()
+        connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
+        try:
+            body = json.dumps(self.prompt.body(model, max_tokens))
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                self.error = f"status {answer.status}: {answer.read(2000).decode(errors='replace')}"
+                return
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    self.take(json.loads(line[6:]))
+            if self.error is None and (self.finish_reason, len(self.token_ids)) != ("length", max_tokens):
+                self.error = f"ended with {self.finish_reason!r} after {len(self.token_ids)} of {max_tokens} tokens"
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.ended = time.perf_counter()
+            connection.close()
+
+
+def served_model(port: int) -> str:
+    """The name that the server's one model goes by."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/v1/models")
+        return str(json.load(connection.getresponse())["data"][0]["id"])
+    finally:
+        connection.close()
+
+
+def run_together(
+    port: int,
+    model: str,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    look: Callable[[list[Stream]], None] | None = None,
+    every_s: float = 0.1,
+) -> list[Stream]:
+    """Stream all prompts at once and wait for all; `look` sees them every now and then, and once at the end."""
+    streams = [Stream(prompt) for prompt in prompts]
+    threads = [threading.Thread(target=s.run, args=(port, model, max_tokens), daemon=True) for s in streams]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if look is not None:
+            look(streams)
+        next((t for t in threads if t.is_alive()), threads[0]).join(every_s)
+    if look is not None:
+        look(streams)
+    return streams
+
+
+def pace(streams: Sequence[Stream]) -> float:
+    """Tokens per second of all streams together, from the first start to the last end."""
+    ends = [s.ended for s in streams if s.ended is not None]
+    seconds = max(ends) - min(s.started for s in streams) if ends else 0.0
+    return sum(len(s.token_ids) for s in streams) / seconds if seconds else 0.0
+
+
+def accept_length(streams: Sequence[Stream]) -> float:
+    """Tokens committed per step over all streams; 0.0 when nothing was drafted."""
+    steps = sum(s.steps for s in streams)
+    return 1.0 + sum(s.accepted for s in streams) / steps if steps else 0.0
