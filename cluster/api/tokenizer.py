@@ -79,7 +79,8 @@ class ChatTokenizer:
                 text = template.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra
                 )
-            except (TemplateError, TypeError, ValueError, KeyError) as error:
+                str(text).encode()  # an argument may have brought half of a surrogate pair
+            except Exception as error:  # whatever a template and a client's arguments come up with together
                 reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
                 raise ApiError(
                     f"messages: the model's chat template refuses this conversation: {reason}",

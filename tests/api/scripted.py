@@ -25,7 +25,8 @@ VOCAB = 259
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'refuse' %}{{ raise_exception('no refuse here') }}{% endif %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{% if shout %}!{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{% if shout %}!{% endif %}{{ sign }}"
+    "{% if shout is defined and not shout %}{{ 1 + shout }}{% endif %}"
 )
 
 

@@ -125,6 +125,18 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "chat_template_kwargs.tokenize",
         "not allowed",
     ),
+    "template arguments that are not text": (
+        CHAT,
+        {"chat_template_kwargs": {"sign": "\ud800"}},
+        "messages",
+        "refuses this conversation: UnicodeEncodeError",
+    ),
+    "template arguments that break it": (
+        CHAT,
+        {"chat_template_kwargs": {"sign": {}, "shout": []}, "messages": [{"role": "user", "content": "count"}]},
+        "messages",
+        "refuses this conversation: ",
+    ),
     "conversation longer than the context": (
         CHAT,
         {"messages": [{"role": "user", "content": "x" * 600}]},

@@ -1,0 +1,197 @@
+"""Checkpoints and flags that must not start: exit code 2, one line that names the file or setting, no traceback."""
+
+import json
+import pickle
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.cli import main
+from tests.tiny import draft_folder, target_folder
+
+WEIGHTS = "model.safetensors"
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    """Replace keys of config.json; None removes one."""
+
+    def edit(folder: Path) -> None:
+        config = {**json.loads((folder / "config.json").read_text()), **changes}
+        kept = {key: value for key, value in config.items() if key not in changes or value is not None}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    return edit
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return edit
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-40]) and None
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
+
+
+# name: (what happens to the target, what happens to the draft, words of the message)
+FILES: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None] | None, str]] = {
+    "no target": (shutil.rmtree, None, "does not exist"),
+    "no config": (remove("config.json"), None, "config.json is missing"),
+    "config is cut off": (cut("config.json"), None, "is not valid JSON"),
+    "config is a list": (write("config.json", b"[]"), None, "must hold a JSON object"),
+    "config is not text": (write("config.json", b"\xff\xfe\x00"), None, "config.json"),
+    "a family nobody serves": (edit_config(architectures=["GPT2LMHeadModel"]), None, "GPT2LMHeadModel"),
+    "hidden_size is text": (edit_config(hidden_size="wide"), None, "hidden_size must be a positive integer"),
+    "vocab_size is negative": (edit_config(vocab_size=-1), None, "vocab_size must be a positive integer"),
+    "heads that do not divide": (edit_config(num_key_value_heads=3), None, "num_key_value_heads 3"),
+    "no weights": (remove(WEIGHTS), None, "model.safetensors is missing"),
+    "weights in a pickle": (only_a_pickle, None, "only safetensors are read"),
+    "weights cut off": (cut(WEIGHTS), None, "is not a readable safetensors file"),
+    "weights are empty": (write(WEIGHTS, b""), None, "is not a readable safetensors file"),
+    "a tensor is missing": (edit_tensors(lambda t: t.pop("model.norm.weight")), None, "'norm.weight' is missing"),
+    "a tensor too many": (edit_tensors(lambda t: t.update(odd=torch.ones(2))), None, "'odd'"),
+    "a tensor of another shape": (
+        edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(7)})),
+        None,
+        "model.norm.weight",
+    ),
+    "no draft": (None, shutil.rmtree, "is missing in"),
+    "draft config is cut off": (None, cut("config.json"), "is not valid JSON"),
+    "draft weights cut off": (None, cut(WEIGHTS), "is not a readable safetensors file"),
+    "a target as its own draft": (None, edit_config(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
+    "a draft for another width": (None, edit_config(target_hidden_size=48), "48"),
+    "a draft for another vocabulary": (None, edit_config(vocab_size=80), "80"),
+    "aux layers the target does not have": (
+        None,
+        edit_config(eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 99]}),
+        "eagle_aux_hidden_state_layer_ids give boundaries [1, 2, 100]",
+    ),
+    "num_aux against fc": (None, edit_config(num_aux_hidden_states=2), "num_aux"),
+    "a draft tensor is missing": (None, edit_tensors(lambda t: t.pop("fc.weight")), "fc.weight"),
+    "a draft tensor too many": (None, edit_tensors(lambda t: t.update(odd=torch.ones(2))), "'odd'"),
+    "a draft vocabulary without its map": (None, edit_tensors(lambda t: t.pop("d2t")), "d2t"),
+    "a map out of the vocabulary": (None, edit_tensors(lambda t: t["d2t"].add_(1000)), "d2t"),
+}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A tiny target and a draft that fits it, to be spoiled."""
+    good = target_folder()
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    shutil.copytree(good, target)
+    shutil.copytree(draft_folder(good, draft_vocab=32), draft)
+    return target, draft
+
+
+def generate(target: Path, draft: Path, *more: str) -> int:
+    ids = ["--prompt-token-ids", "5,6,7"]
+    return main(["generate", "--model", str(target), "--draft", str(draft), *ids, "--max-tokens", "4", *more])
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, words: str) -> None:
+    said = capsys.readouterr()
+    assert code == 2, said
+    assert words in said.err
+    assert said.err.startswith("aerie ")
+    assert "Traceback" not in said.err
+    assert said.out == ""
+
+
+def test_the_pair_itself_is_good(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(*pair, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 4
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name: str) -> None:
+    spoil_target, spoil_draft, words = FILES[name]
+    for spoil, folder in ((spoil_target, pair[0]), (spoil_draft, pair[1])):
+        if spoil:
+            spoil(folder)
+    refused(capsys, generate(*pair), words)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--topk", "4", "--num-steps", "2", "--num-draft-tokens", "99"], "speculative_num_draft_tokens 99"),
+        (["--num-steps", "99"], "speculative_num_steps"),
+        (["--page-size", "0"], "page_size"),
+        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--top-p", "0"], "top_p must lie in"),
+        (["--seed", "-4"], "seed must lie in"),
+        (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--max-tokens", "100000"], "max_tokens"),
+        (["--stop", "x"], "stop"),
+    ],
+)
+def test_flags(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
+    refused(capsys, generate(*pair, *more), words)
+
+
+@pytest.mark.parametrize("ids", ["5,x", "", "5,64", "-1", "1,,2"])
+def test_prompt_ids(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], ids: str) -> None:
+    code = main(["generate", "--model", str(pair[0]), f"--prompt-token-ids={ids}", "--max-tokens", "2"])
+    refused(capsys, code, "")
+
+
+def serve_config(folder: Path, pair: tuple[Path, Path], **engine: Any) -> str:
+    """A file for `aerie serve --config`; JSON is YAML."""
+    model = {"model_id": "tiny", "model_source": str(pair[0])}
+    entry = {"model_loading_config": model, "engine_kwargs": engine}
+    application = {"name": "aerie", "import_path": "cluster.api.app:build_openai_app", "args": {"llm_configs": [entry]}}
+    file = folder / "serve.yaml"
+    file.write_text(json.dumps({"http_options": {"port": 18999}, "applications": [application]}))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("page_sise=16", "did you mean 'page_size'"),
+        ("page_size=0", "page_size"),
+        ("http_port=0", "port"),
+        ("http_port=99999", "port"),
+        ("http_port=many", "port"),
+        ("nonsense", "nonsense"),
+        ("speculative_algorithm=EAGLE3", "speculative_draft_model_path"),
+        ("model_source=/nowhere/at/all", "/nowhere/at/all"),
+        ("deployment_config.num_replica=2", "num_replicas"),
+    ],
+)
+def test_serve_settings(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
+    refused(capsys, main(["serve", "--config", serve_config(tmp_path, pair), "--set", override]), words)
+
+
+def test_port_in_use(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code = main(["serve", "--config", serve_config(tmp_path, pair), "--set", f"http_port={port}"])
+    refused(capsys, code, str(port))

@@ -1,0 +1,169 @@
+"""REST over a real engine: the text is the same streamed or whole, speculating or not, and leaving frees every page.
+
+The target is random and its tokens are bytes, so nearly every token ends within a character or breaks one.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from cluster.actors.loop import EngineLoop
+from cluster.actors.messages import Commands, GangStatus
+from cluster.api.ingress import make_app
+from cluster.api.service import ModelInfo
+from cluster.api.tokenizer import ChatTokenizer
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
+from cluster.metrics import ServingMetrics
+from cluster.request import Request, RequestOutput
+from tests.api.scripted import MODEL, VOCAB, Client, events
+from tests.api.test_streams import MANY, Visitor, until
+from tests.tiny import draft_folder, target_folder
+
+
+class ThreadedEngine:
+    """An `EngineClient` over an engine loop in this process."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.loop = loop
+        self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[RequestOutput | str]]] = {}
+        threading.Thread(target=self._deal, daemon=True).start()
+
+    def _deal(self) -> None:
+        while not self.loop.stopping:
+            for item in self.loop.drain(0.2):
+                for output in item.outputs:
+                    self._put(output.request_id, output)
+                for request_id, message in item.refused:
+                    self._put(request_id, message)
+
+    def _put(self, request_id: str, item: RequestOutput | str) -> None:
+        if found := self._queues.get(request_id):
+            found[0].call_soon_threadsafe(found[1].put_nowait, item)
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        queue: asyncio.Queue[RequestOutput | str] = asyncio.Queue()
+        self._queues[request.request_id] = (asyncio.get_running_loop(), queue)
+        self.loop.put(Commands((request,), ()))
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, str):
+                    raise ValueError(item)
+                yield item
+                if item.finish_reason:
+                    return
+        finally:
+            del self._queues[request.request_id]
+            self.loop.put(Commands((), (request.request_id,)))
+
+    async def status(self) -> GangStatus:
+        return GangStatus(True, info={"ranks": [self.loop.heartbeat().status]})
+
+    async def metrics(self) -> list[bytes]:
+        return []
+
+
+class EngineService:
+    """A `cluster.api.service.Service` over a tiny random pair in float64."""
+
+    def __init__(self, tokenizer_folder: str, **settings: Any) -> None:
+        config = EngineConfig(
+            model_path=target_folder(vocab_size=VOCAB, max_position=1024),
+            tokenizer_path=tokenizer_folder,
+            dtype="float64",
+            page_size=4,
+            max_total_tokens=4096,
+            num_threads=1,
+            **settings,
+        )
+        engine = build_engine(config)
+        info = engine.info()
+        self.check_pages = engine.check_pages
+        self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(tokenizer_folder)
+        self.engine = ThreadedEngine(EngineLoop(engine))
+        self.engine.loop.start()
+        self.model = ModelInfo(MODEL, info["context_length"], info["vocab_size"], created=0)
+        self.metrics = ServingMetrics(model_name=MODEL)
+
+    async def metrics_page(self) -> bytes:
+        return b""
+
+
+@pytest.fixture(scope="module")
+def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, EngineService]]:
+    """The same target with a tree and without."""
+    target = target_folder(vocab_size=VOCAB, max_position=1024)
+    tree = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": draft_folder(target),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 12,
+    }
+    made = (EngineService(str(tokenizer_folder), **tree), EngineService(str(tokenizer_folder)))
+    yield made
+    for service in made:
+        assert service.engine.loop.stop()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"seed": 3},
+        {"seed": 4, "top_p": 0.9, "top_k": 20, "n": 3},
+        {"seed": 5, "stop": ["\ufffd\ufffd", "e"]},
+        {"seed": 6, "stop_token_ids": [*range(40, 60)]},
+        {"seed": 7, "prompt": ["aé", "日本"], "n": 2, "ignore_eos": True},
+        {"temperature": 0, "prompt": [0xE2, 0x82], "logprobs": 2},
+    ],
+)
+def test_one_text_however_it_is_made(services: tuple[EngineService, EngineService], fields: dict[str, Any]) -> None:
+    body = {"prompt": "once", "max_tokens": 60, **fields}
+    tree, plain = (Client(make_app(service)) for service in services)
+    whole, expected = tree.complete(**body).json(), plain.complete(**body).json()
+    chunks = events(tree.complete(**body, stream=True, stream_options={"include_usage": True}))
+    streamed = [""] * len(whole["choices"])
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    ends = ("text", "finish_reason", "stop_reason")
+    assert [[c[key] for key in ends] for c in whole["choices"]] == [
+        [c[key] for key in ends] for c in expected["choices"]
+    ]
+    assert streamed == [choice["text"] for choice in whole["choices"]]
+    usage = [answer["usage"]["completion_tokens"] for answer in (whole, expected, chunks[-1])]
+    assert len(set(usage)) == 1
+    if "logprobs" in fields:
+        mine, theirs = (answer["choices"][0]["logprobs"] for answer in (whole, expected))
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["token_logprobs"] == pytest.approx(theirs["token_logprobs"], abs=1e-9)
+    spoken = whole.get("metrics", {}).get("speculative_decoding")
+    if spoken:
+        histogram = spoken["acceptance_histogram"]
+        assert sum(histogram) == spoken["num_spec_steps"]
+        assert sum(j * count for j, count in enumerate(histogram)) == spoken["num_accepted_draft_tokens"]
+
+
+def test_visitors_that_leave_free_every_page(services: tuple[EngineService, EngineService]) -> None:
+    service = services[0]
+
+    def idle() -> bool:
+        status = service.engine.loop.heartbeat().status
+        return bool(status["running"] == 0 and status["waiting"] == 0 and status["pages_used"] == 0)
+
+    async def scene() -> None:
+        app = make_app(service)
+        visitors = []
+        for at in range(60):
+            visitors.append(Visitor(app, {"prompt": f"visitor {at % 7}", "stream": at % 3 > 0, **MANY}))
+            asyncio.get_running_loop().call_later(0.009 * (at * 37 % 101), visitors[-1].left.set)
+        await asyncio.wait_for(asyncio.gather(*(visitor.call for visitor in visitors)), 60)
+        await until(idle)
+
+    asyncio.run(scene())
+    service.check_pages()

@@ -1,0 +1,51 @@
+"""Random values in every field: an answer, or a 400 or 404 that says why, and never a 5xx."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.api.fields import HARMLESS, REFUSED, WARNING_HEADER
+from cluster.api.ingress import make_app
+from cluster.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.api.scripted import MODEL, Client, ScriptedService
+
+NUMBERS = st.integers(-3, 300) | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=8)
+WORDS = st.sampled_from(["role", "content", "user", "text", "type", "include_usage", "name"]) | st.text(max_size=4)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4), max_leaves=8
+)
+GOOD: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "/v1/completions": ({"model": MODEL, "prompt": "hello"}, [*CompletionRequest.model_fields]),
+    "/v1/chat/completions": (
+        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
+        [*ChatRequest.model_fields],
+    ),
+    "/tokenize": ({"prompt": "hello"}, [*TokenizeRequest.model_fields]),
+    "/detokenize": ({"tokens": [104, 105]}, [*DetokenizeRequest.model_fields]),
+}
+
+
+@pytest.fixture(scope="module")
+def client(tokenizer_folder: Path) -> Client:
+    return Client(make_app(ScriptedService(tokenizer_folder)))
+
+
+@pytest.mark.parametrize("path", GOOD)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_value_breaks_the_server(client: Client, path: str, data: st.DataObject) -> None:
+    good, fields = GOOD[path]
+    names = st.sampled_from([*fields, *fields, *REFUSED, *HARMLESS]) | st.text(max_size=12)
+    body = {**good, **data.draw(st.dictionaries(names, VALUES, min_size=1, max_size=3))}
+    response = client.post(path, body)
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code == 200:
+        assert response.headers.get(WARNING_HEADER, "").isprintable()
+    else:
+        error = response.json()["error"]
+        assert error["message"]
+        assert error["code"] not in (None, "internal_error")
