@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.api.fields import HARMLESS, REFUSED, WARNING_HEADER
@@ -35,7 +35,7 @@ def client(tokenizer_folder: Path) -> Client:
 
 
 @pytest.mark.parametrize("path", GOOD)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_value_breaks_the_server(client: Client, path: str, data: st.DataObject) -> None:
     good, fields = GOOD[path]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -69,7 +69,7 @@ def stream(tokenizer: TextTokenizer, prompt: list[int], pieces: list[list[int]])
     return "".join([*(detokenizer.push(piece) for piece in pieces), detokenizer.finish()])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), prompt=BYTES, output=BYTES)
 def test_any_bytes_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
     ids = data.draw(st.permutations([*output, EOS, 9999]).map(list)) if data.draw(st.booleans()) else [*output]
@@ -78,7 +78,7 @@ def test_any_bytes_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: b
     assert own + streamed == BYTE_LEVEL.decode([*prompt, *ids])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), prompt=TEXTS, output=TEXTS, fallback=st.booleans())
 def test_real_text_in_any_split(data: st.DataObject, prompt: str, output: str, fallback: bool) -> None:
     tokenizer = BYTE_FALLBACK if fallback else BYTE_LEVEL
@@ -89,7 +89,7 @@ def test_real_text_in_any_split(data: st.DataObject, prompt: str, output: str, f
     assert tokenizer.settled(tokenizer.textual(ids[:at])) + streamed == tokenizer.decode(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), text=TEXTS)
 def test_every_push_is_whole_characters(data: st.DataObject, text: str) -> None:
     text = text.replace("\ufffd", "")
@@ -143,7 +143,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, int, int] | None:
     return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), text=st.text(st.sampled_from("ab€😀"), max_size=30), stops=STOPS)
 def test_the_first_stop_is_found_in_any_split(data: st.DataObject, text: str, stops: list[str]) -> None:
     finder = StopFinder(stops)
@@ -157,7 +157,7 @@ def test_the_first_stop_is_found_in_any_split(data: st.DataObject, text: str, st
     assert (hit and (hit.stop, hit.start, hit.end)) == reference(text, stops)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), text=st.text(st.sampled_from("ab€😀"), max_size=30), stops=STOPS, include=st.booleans())
 def test_streamed_text_is_the_text_cut_at_the_stop(
     data: st.DataObject, text: str, stops: list[str], include: bool

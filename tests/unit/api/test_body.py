@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.api.body import MAX_DEPTH, parse
@@ -19,7 +19,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     value=st.dictionaries(st.text(), VALUES, max_size=5), ascii_only=st.booleans(), indent=st.sampled_from([None, 2])
 )
@@ -27,7 +27,7 @@ def test_good_json_comes_through(value: dict[str, Any], ascii_only: bool, indent
     assert parse(json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()) == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=st.binary(max_size=60) | st.text(st.sampled_from('{}[]":,\\0e-.tn'), max_size=60).map(str.encode))
 def test_anything_else_is_a_400(body: bytes) -> None:
     try:
@@ -46,7 +46,7 @@ def test_depth_is_counted_outside_strings() -> None:
 @pytest.mark.parametrize("unit", ['"', '\\"', '"\\', "[]", '""', "\\", '"a', "{}"])
 def test_a_megabyte_of_anything_is_quick(unit: str) -> None:
     body = (unit * ((1 << 20) // len(unit))).encode()
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ApiError):
         parse(body)
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
