@@ -260,6 +260,8 @@ class RequestTimer:
         metrics = self._metrics
         (metrics.waiting if self._last is None else metrics.streaming).dec()
         metrics.outcomes[outcome].inc()
+        if outcome in ("overloaded", "invalid"):  # refused at once: as a latency it would flatter the others
+            return
         metrics.e2e.add((time.perf_counter() if now is None else now) - self._arrived)
         metrics.prompt_tokens.add(prompt_tokens)
         metrics.generation_tokens.add(self._tokens)

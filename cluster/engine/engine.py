@@ -125,7 +125,7 @@ class Engine:
                 self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
                 return
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        sequence = Sequence(request, seed, finish, list(ids), prompt_len)
+        sequence = Sequence(request, seed, finish, list(ids), prompt_len, [0] * (p.shape.num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)
 

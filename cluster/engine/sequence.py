@@ -1,6 +1,6 @@
 """One admitted request on the host: its tokens, its lease, and how far it is committed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.engine.finish import FinishCheck
 from cluster.kv.cache import Lease
@@ -20,13 +20,13 @@ class Sequence:
     finish: FinishCheck
     tokens: list[int]
     prompt_len: int
+    accepted: list[int]
     committed: int = 0
     prefilling: bool = True
     lease: Lease | None = None
     cached_tokens: int | None = None
     steps: int = 0
     drafted: int = 0
-    accepted: list[int] = field(default_factory=list)
 
     @property
     def room(self) -> int:
@@ -37,7 +37,6 @@ class Sequence:
         """Note one verified tree."""
         self.steps += 1
         self.drafted += drafted
-        self.accepted.extend([0] * (accept_len - len(self.accepted)))
         self.accepted[accept_len - 1] += 1
 
     def speculation(self) -> SpeculationCounts | None:

@@ -39,6 +39,8 @@ class Checkpoint:
         Raises:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
         """
+        if not Path(folder).is_dir():
+            raise ConfigError(f"model folder {folder!r} does not exist; give a local folder of safetensors")
         self.folder = folder
         self._files: dict[str, tuple[Path, str]] = {}
         self._taken: set[str] = set()
