@@ -39,8 +39,12 @@ class Candidates:
 
 
 def clean(log_probabilities: Tensor) -> Tensor:
-    """Log-probabilities made safe to add up: NaN and very small ones at FLOOR, less DECAY for the level."""
-    return log_probabilities.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
+    """Log-probabilities made safe to add up: NaN and very small ones at FLOOR, less DECAY for the level.
+
+    In float32 at least: half precision would round DECAY away, and a tie could then select a child without its parent.
+    """
+    wide = log_probabilities.to(torch.promote_types(log_probabilities.dtype, torch.float32))
+    return wide.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
 
 
 def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:

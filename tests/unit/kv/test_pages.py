@@ -1,0 +1,37 @@
+import pytest
+
+from cluster.kv.pages import SINK_PAGE, PageAllocator
+
+
+def test_every_page_is_handed_out_once() -> None:
+    pages = PageAllocator(5)
+    first, second = pages.take(2), pages.take(3)
+    assert sorted(first + second) == [1, 2, 3, 4, 5]
+    assert SINK_PAGE not in first + second
+    assert pages.free == 0
+
+
+def test_taking_too_many_takes_none() -> None:
+    pages = PageAllocator(3)
+    pages.take(1)
+    with pytest.raises(MemoryError, match="3 pages wanted, 2 free"):
+        pages.take(3)
+    assert pages.free == 2
+
+
+def test_a_page_is_freed_once() -> None:
+    pages = PageAllocator(3)
+    (page,) = pages.take(1)
+    pages.give([page])
+    with pytest.raises(ValueError, match=f"page {page} is freed twice"):
+        pages.give([page])
+    with pytest.raises(ValueError, match="freed twice"):
+        pages.give([2])
+    taken = pages.take(3)
+    with pytest.raises(ValueError, match="freed twice"):
+        pages.give([taken[0], taken[0]])
+
+
+def test_the_sink_has_no_owner() -> None:
+    with pytest.raises(ValueError, match="page 0"):
+        PageAllocator(3).give([SINK_PAGE])

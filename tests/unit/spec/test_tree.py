@@ -1,0 +1,148 @@
+"""Tree selection against EAGLE-2 one request at a time, and the shape that every tree must have."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.spec.tree import Candidates, DraftTree, ancestors_of, best_tree, chain, clean
+
+
+def candidates_of(topk: int, steps: int, draw: Tensor) -> Candidates:
+    """Candidates as the draft makes them: level log-probabilities `draw` `[R, S, K, K]` summed along paths.
+
+    Level 0 uses its first row. The rows of a level are the K best candidates of the level before.
+    """
+    r = draw.shape[0]
+    score = clean(draw[:, 0, 0])
+    number = torch.arange(topk).expand(r, topk)
+    scores, parents = [score], [torch.full_like(number, -1)]
+    for level in range(1, steps):
+        grown = (score[..., None] + clean(draw[:, level])).view(r, topk * topk)
+        scores.append(grown)
+        parents.append(number[..., None].expand(r, topk, topk).reshape(r, topk * topk))
+        score, pick = grown.topk(topk, 1)
+        number = topk + (level - 1) * topk * topk + pick
+    depths = [1] * topk + [level + 1 for level in range(1, steps) for _ in range(topk * topk)]
+    count = len(depths)
+    tokens = torch.arange(100, 100 + count).expand(r, count)
+    return Candidates(tokens, torch.cat(scores, 1), torch.cat(parents, 1), torch.tensor(depths))
+
+
+def naive_tree(c: Candidates, request: int, bonus: int, nodes: int) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, parents and depths of the best nodes, ties to the earlier candidate."""
+    scores = c.scores[request].tolist()
+    best = sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: nodes - 1])
+    number = {-1: 0} | {candidate: i for i, candidate in enumerate(best, start=1)}
+    parents = [number[int(c.parents[request, candidate])] for candidate in best]
+    tokens = [int(c.tokens[request, candidate]) for candidate in best]
+    return [bonus, *tokens], [0, *parents], [0, *(int(c.depths[candidate]) for candidate in best)]
+
+
+def assert_valid(tree: DraftTree, steps: int) -> None:
+    """The root first, parents before children, depths one apart, the mask exactly the ancestors."""
+    n = tree.tokens.shape[1]
+    masks, own = tree.ancestors.tolist(), range(n)
+    for mask, parents, depths in zip(masks, tree.parents.tolist(), tree.depths.tolist(), strict=True):
+        assert parents[0] == depths[0] == 0
+        for j in range(1, n):
+            assert parents[j] < j
+            assert depths[j] == depths[parents[j]] + 1 <= steps
+            above, node = {j, 0}, j
+            while node:
+                node = parents[node]
+                above.add(node)
+            assert {k for k in own if mask[j][k]} == above
+
+
+def test_the_worked_tree() -> None:
+    """K = 2, S = 3, N = 6: level probabilities .6 .3 | .7 .2, .5 .4 | .8 .1, .6 .3."""
+    draw = torch.zeros(1, 3, 2, 2)
+    draw[0, 0] = torch.tensor([[0.6, 0.3], [0, 0]])
+    draw[0, 1] = torch.tensor([[0.7, 0.2], [0.5, 0.4]])
+    draw[0, 2] = torch.tensor([[0.8, 0.1], [0.6, 0.3]])
+    c = candidates_of(2, 3, draw.log())
+    tokens = torch.tensor([[11, 12, 21, 22, 23, 24, 31, 32, 33, 34]])
+    flat = [0.6, 0.3, 0.42, 0.12, 0.15, 0.12, 0.336, 0.042, 0.09, 0.045]
+    assert c.scores[0].exp().tolist() == pytest.approx(flat, rel=4e-3)
+    tree = best_tree(Candidates(tokens, c.scores, c.parents, c.depths), torch.tensor([7]), 6)
+    assert tree.tokens.tolist() == [[7, 11, 12, 21, 23, 31]]
+    assert tree.parents.tolist() == [[0, 0, 0, 1, 2, 3]]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
+    mask = ["".join(str(int(seen)) for seen in row) for row in tree.ancestors[0]]
+    assert mask == ["100000", "110000", "101000", "110100", "101010", "110101"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("topk", "steps"), [(2, 1), (2, 3), (3, 2), (4, 4), (8, 2), (8, 1)])
+def test_equals_the_naive_selection(topk: int, steps: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(topk * 10 + steps)
+    draw = torch.randn(8, steps, topk, max(topk, 2) * 2, dtype=dtype).mul(3).log_softmax(-1).topk(topk, -1).values
+    c = candidates_of(topk, steps, draw)
+    most = c.tokens.shape[1] + 1
+    for nodes in {2, 3, most // 2, most - 1, most}:
+        if nodes < 2:
+            continue
+        tree = best_tree(c, torch.arange(8), nodes)
+        assert_valid(tree, steps)
+        for i in range(8):
+            expected = naive_tree(c, i, i, nodes)
+            assert (tree.tokens[i].tolist(), tree.parents[i].tolist(), tree.depths[i].tolist()) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("topk", "steps"), [(2, 16), (3, 3), (4, 5), (8, 3)])
+@pytest.mark.parametrize("kind", ["ties", "sure", "floor", "nan", "mixed"])
+def test_trees_are_valid_whatever_the_scores(topk: int, steps: int, dtype: torch.dtype, kind: str) -> None:
+    """Ties between parent and child, impossible tokens and NaN never select a node without its parent."""
+    torch.manual_seed(0)
+    draw = torch.zeros(6, steps, topk, topk)
+    if kind == "sure":
+        draw[..., 1:] = float("-inf")
+    elif kind == "floor":
+        draw[:] = float("-inf")
+    elif kind == "nan":
+        draw[:] = float("nan")
+    elif kind == "mixed":
+        values = torch.tensor([0.0, -1e-4, -0.5, -29.99, -31.0, float("-inf"), float("nan")])
+        draw = values[torch.randint(7, draw.shape)]
+    c = candidates_of(topk, steps, draw.to(dtype))
+    most = c.tokens.shape[1] + 1
+    for nodes in {2, steps + 1, min(most, 4 * steps), min(most, 60) - 1}:
+        assert_valid(best_tree(c, torch.zeros(6, dtype=torch.int64), nodes), steps)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_chain_is_the_tree_of_topk_1(steps: int) -> None:
+    c = candidates_of(1, steps, torch.randn(3, steps, 1, 1).sub(2).clamp(max=0))
+    bonus = torch.tensor([4, 5, 6])
+    grown, line = best_tree(c, bonus, steps + 1), chain(torch.cat([bonus[:, None], c.tokens], 1))
+    for name in ("tokens", "parents", "depths", "ancestors"):
+        assert torch.equal(getattr(grown, name), getattr(line, name)), name
+    assert_valid(line, steps)
+
+
+def test_a_tree_of_the_root_alone() -> None:
+    tree = chain(torch.tensor([[4], [5]]))
+    assert tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
+    assert tree.ancestors.all()
+
+
+def test_no_requests_no_trees() -> None:
+    c = candidates_of(2, 3, torch.zeros(0, 3, 2, 2))
+    tree = best_tree(c, torch.zeros(0, dtype=torch.int64), 5)
+    assert tree.tokens.shape == (0, 5)
+    assert tree.ancestors.shape == (0, 5, 5)
+
+
+def test_ancestors_of_any_shape() -> None:
+    parents = torch.tensor([[0, 0, 1, 2, 3], [0, 0, 0, 0, 0], [0, 0, 1, 1, 0]])
+    mask = ancestors_of(parents, 4)
+    assert mask[0].tolist() == torch.ones(5, 5).tril().bool().tolist()
+    assert mask[1].sum().item() == 5 + 4
+    assert mask[2].long().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 0, 0, 0, 1],
+    ]

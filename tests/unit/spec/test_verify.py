@@ -1,0 +1,84 @@
+"""The accepted path against a walk from the root, on random trees."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.spec.tree import DraftTree, ancestors_of
+from cluster.spec.verify import accept, choose
+from tests.unit.forward.samplings import sampling_of
+
+
+def random_tree(requests: int, nodes: int, steps: int, vocab: int, seed: int) -> DraftTree:
+    """Random parents at most `steps` deep; siblings carry different tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.zeros(requests, nodes, dtype=torch.int64)
+    parents, depths = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    for i in range(requests):
+        used: dict[int, set[int]] = {}
+        for j in range(1, nodes):
+            shallow = [p for p in range(j) if depths[i, p] < steps and len(used.get(p, ())) < vocab]
+            parent = shallow[int(torch.randint(len(shallow), (1,), generator=generator))]
+            token = int(torch.randint(vocab, (1,), generator=generator))
+            while token in used.setdefault(parent, set()):
+                token = (token + 1) % vocab
+            used[parent].add(token)
+            tokens[i, j], parents[i, j], depths[i, j] = token, parent, depths[i, parent] + 1
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, steps))
+
+
+def walk(tree: DraftTree, chosen: Tensor, request: int) -> tuple[list[int], list[int]]:
+    """Nodes and tokens of the path that plain decoding would take."""
+    node, path, tokens = 0, [0], [int(chosen[request, 0])]
+    while True:
+        children = [j for j in range(1, tree.tokens.shape[1]) if int(tree.parents[request, j]) == node]
+        right = [j for j in children if int(tree.tokens[request, j]) == tokens[-1]]
+        if not right:
+            return path, tokens
+        (node,) = right
+        path.append(node)
+        tokens.append(int(chosen[request, node]))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "steps", "vocab"), [(1, 0, 3), (2, 1, 2), (6, 3, 2), (12, 5, 3), (24, 5, 4), (30, 16, 3)]
+)
+def test_the_accepted_path_is_the_walk(nodes: int, steps: int, vocab: int) -> None:
+    lengths = set()
+    for seed in range(6):
+        tree = random_tree(32, nodes, steps, vocab, seed)
+        chosen = torch.randint(vocab, (32, nodes), generator=torch.Generator().manual_seed(seed + 100))
+        accepted = accept(tree, chosen, steps)
+        for i in range(32):
+            path, tokens = walk(tree, chosen, i)
+            count = int(accepted.accept_len[i])
+            assert count == len(path)
+            assert accepted.path[i, :count].tolist() == path
+            assert set(accepted.path[i, count:].tolist()) <= {0}
+            assert accepted.tokens[i, :count].tolist() == tokens
+            assert int(accepted.bonus[i]) == tokens[-1]
+            lengths.add(count)
+    assert lengths >= set(range(1, min(steps, 4) + 2))
+
+
+def test_a_right_token_under_a_wrong_parent_does_not_count() -> None:
+    parents = torch.tensor([[0, 0, 1, 0]])
+    tree = DraftTree(torch.tensor([[9, 5, 6, 7]]), parents, torch.tensor([[0, 1, 2, 1]]), ancestors_of(parents, 2))
+    accepted = accept(tree, torch.tensor([[7, 6, 1, 6]]), 2)
+    assert accepted.path.tolist() == [[0, 3, 0]]
+    assert accepted.accept_len.tolist() == [2]
+    assert accepted.tokens[0, :2].tolist() == [7, 6]
+
+
+def test_nodes_choose_with_the_noise_of_their_own_position() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4, 5, dtype=torch.float64)
+    noise = torch.randn(2, 4, 5, dtype=torch.float64) * 5
+    depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]])
+    got = choose(logits, depths, sampling_of(2, temperature=0.5), noise)
+    for r in range(2):
+        for node in range(4):
+            expected = (logits[r, node] / 0.5 + noise[r, depths[r, node]]).argmax()
+            assert got[r, node] == expected
+    greedy = choose(logits, depths, sampling_of(2, temperature=0.0), None)
+    assert torch.equal(greedy, logits.argmax(-1))
