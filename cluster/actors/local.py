@@ -41,8 +41,8 @@ class LocalRay:
 
     def start(self) -> None:
         """Start Ray and connect this process to it."""
-        prepare_environment()
         self._folder = tempfile.mkdtemp(prefix="aerie-")  # short: Unix sockets live in it
+        prepare_environment(Path(self._folder))
         before = set(psutil.Process().children(recursive=True))
         with _lean_head(with_logs=self.verbose):
             ray.init(
@@ -108,12 +108,24 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
         node.start_api_server = start_api_server
 
 
-def prepare_environment() -> None:
+def prepare_environment(folder: Path) -> None:
     """Settings that Ray reads from the environment, for this process and all it starts; those already set stay.
 
     `ray.init` of a new cluster turns token authentication on by itself unless RAY_AUTH_MODE says otherwise.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    defaults = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Only matter under RAY_SERVE_ENABLE_HA_PROXY=1: HAProxy's files, and how long a replica that leaves waits for
+        # load balancers (30 s) to notice. Here the only one is Serve's own.
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy" / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "haproxy" / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "haproxy" / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder / "haproxy"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "haproxy" / "server-state"),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     # Ray's name for "this node is reached by 127.0.0.1 only": all its servers then bind to loopback.
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

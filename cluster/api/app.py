@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 
@@ -70,6 +71,7 @@ class Replica:
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang and, meanwhile, load what REST needs; returns when requests can be served."""
+        _bind_to_node_only()
         context = serve.get_replica_context()
         llm = settings.llm
         config = resolve_engine_paths(llm.engine_config())
@@ -113,6 +115,23 @@ class Replica:
             await self._router.close()
         if hasattr(self, "_gang"):
             await self._gang.stop()
+
+
+def _bind_to_node_only() -> None:
+    """Keep Serve's gRPC server of this replica off the addresses of other networks.
+
+    Serve 2.60 opens one in every replica, on all addresses, without a token, and unpickles what arrives. Nothing here
+    uses it. Bound to the node's own address it is as open as the rest of Ray: not at all on a Ray of `aerie serve`,
+    whose node is loopback. A version of Serve that has another inner name is left as it is.
+    """
+    replica = importlib.import_module("ray.serve._private.replica")
+    add_port = getattr(replica, "add_port_to_grpc_server", None)
+    if add_port is None:
+        logger.warning("Serve's replica has no add_port_to_grpc_server; its gRPC server may listen on all addresses")
+        return
+    node: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    host = f"[{node}]" if ":" in node else node
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", host))  # type: ignore[attr-defined]
 
 
 def _load_rest(config: EngineConfig) -> tuple[Any, Any, Any]:

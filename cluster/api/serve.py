@@ -17,6 +17,8 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import redirect_stdout
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -177,14 +179,14 @@ def _is_healthy(url: str) -> bool:
 def _shut_down(cluster: LocalRay | None, plan: ServePlan, serving: bool) -> None:
     """End what was started here: all of a Ray of our own, only the application on a cluster of others."""
     serve = importlib.import_module("ray.serve")
-    if serving and ray.is_initialized():
-        if cluster is None:
-            serve.delete(plan.file.applications[0].name)
-        else:
-            serve.shutdown()
     if cluster is None:
+        if serving and ray.is_initialized():
+            serve.delete(plan.file.applications[0].name)
         ray.shutdown()
-    else:
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # Ray reports each actor that we end
+        if serving and ray.is_initialized():
+            serve.shutdown()
         cluster.stop()
 
 

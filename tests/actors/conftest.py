@@ -6,14 +6,14 @@ import pytest
 
 from cluster.actors.local import LocalRay
 
-HERE = Path(__file__).parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[LocalRay]:
-    """One small Ray for all tests of this folder; its workers can import `counting_engine`."""
+    """One small Ray for all tests of this folder; its workers can import `tests.actors.counting_engine`."""
     paths = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{paths}" if paths else str(HERE)
+    os.environ["PYTHONPATH"] = f"{CHECKOUT}{os.pathsep}{paths}" if paths else str(CHECKOUT)
     cluster = LocalRay(num_cpus=6, object_store_mib=80)
     cluster.start()
     yield cluster

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from counting_engine import SLOW
 from ray import serve
 from ray.util import list_named_actors
 
 from cluster.api.app import build_app
 from cluster.api.settings import parse
+from tests.actors.counting_engine import SLOW
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -35,7 +35,7 @@ def deploy(replicas: int) -> None:
             }
         ]
     }
-    serve.run(build_app(parse(args), "counting_engine:build"), name="counting", route_prefix="/")
+    serve.run(build_app(parse(args), "tests.actors.counting_engine:build"), name="counting", route_prefix="/")
 
 
 @pytest.fixture(scope="module")

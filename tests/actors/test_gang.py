@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import ray
-from counting_engine import POISON, SLOW, STUCK, TOO_LONG
 from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 
@@ -20,11 +19,12 @@ from cluster.actors.router import Router
 from cluster.config import ConfigError, EngineConfig
 from cluster.metrics import ServingMetrics, merge
 from cluster.request import Request, RequestOutput, SamplingParams
+from tests.actors.counting_engine import POISON, SLOW, STUCK, TOO_LONG
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
-def spec(name: str, factory: str = "counting_engine:build", world: int = 1, **settings: Any) -> GangSpec:
+def spec(name: str, factory: str = "tests.actors.counting_engine:build", world: int = 1, **settings: Any) -> GangSpec:
     config = EngineConfig(**{"model_path": "counting", **settings})
     return GangSpec(config, layout_of(world, bundle_per_worker={"CPU": 0.5}), gang_name("test", name), factory)
 
@@ -189,7 +189,7 @@ def test_a_refused_config_comes_through_as_itself():
     with pytest.raises(ConfigError, match="model_path 'missing'"):
         with_gang(spec("refused-config", model_path="missing"), None)  # type: ignore[arg-type]
     with pytest.raises(GangError, match="rank 0 could not load"):
-        with_gang(spec("no-factory", factory="counting_engine:nothing"), None)  # type: ignore[arg-type]
+        with_gang(spec("no-factory", factory="tests.actors.counting_engine:nothing"), None)  # type: ignore[arg-type]
     assert left_behind("refused-config") == []
 
 

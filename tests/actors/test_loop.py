@@ -1,12 +1,12 @@
 import time
 
 import pytest
-from counting_engine import POISON, SLOW, STUCK, TOO_LONG, CountingEngine
 
 from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands, StepItem
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, SamplingParams
+from tests.actors.counting_engine import POISON, SLOW, STUCK, TOO_LONG, CountingEngine
 
 
 def ask(name: str, *prompt: int, max_tokens: int = 6) -> Request:
