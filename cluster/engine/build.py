@@ -1,6 +1,7 @@
 """Putting one rank's engine together from its config: models, pools, tables, in the order that memory wants."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,13 @@ DTYPES = {
 }
 
 
-def build_engine(config: EngineConfig, draft: Draft | None = None) -> Engine:
-    """The engine of `config`, ready to step. `draft` takes the place of the configured draft's drafting, for tests.
+Drafting = Callable[[list[DraftRunner], TreeShape], Draft]
+"""What drafts with the configured draft's runners."""
+
+
+def build_engine(config: EngineConfig, draft: Draft | None = None, drafting: Drafting = EagleDraft) -> Engine:
+    """The engine of `config`, ready to step. `draft` takes the place of the configured draft's drafting, for tests;
+    `drafting` makes it of the configured draft, for those who want to watch.
 
     Raises:
         ConfigError: something cannot run as configured; the message names the setting and the remedy.
@@ -72,7 +78,7 @@ def build_engine(config: EngineConfig, draft: Draft | None = None) -> Engine:
     if draft is None:
         draft = NoDraft()
         if model is not None:
-            draft = EagleDraft([DraftRunner(model, *bound[1], watch)], shape)
+            draft = drafting([DraftRunner(model, *bound[1], watch)], shape)
     carried = EagleDraftInput.create_idle_input(spec, shape.topk, dtype, device, rows)
     sampling = SamplingTable(rows, dtype, device)
     tokenizer = _tokenizer(config)
