@@ -25,7 +25,7 @@ class Coordinator:
             OutOfStepError: a rank's header differs.
         """
         own = Facts(self._epoch, self._step, self._digest, decodes, prompt_rows, num_steps)
-        table = [Facts(*row) for row in self._mesh.all_gather_row(own.row())]
+        table = [Facts(*row) for row in self._mesh.all_gather_row(own)]
         for rank, facts in enumerate(table):
             for name in ("epoch", "step", "digest"):
                 if getattr(facts, name) != getattr(own, name):

@@ -2,11 +2,10 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """One rank's row: a header that all ranks must agree on (`epoch`, `step`, `digest` of the last plan), then sizes.
 
     `decodes` requests decode, `prompt_rows` prompt rows ride along, `num_steps` is the deepest tree the rank can draft.
@@ -19,13 +18,8 @@ class Facts:
     prompt_rows: int
     num_steps: int
 
-    def row(self) -> tuple[int, ...]:
-        """The facts as integers, for the all-gather."""
-        return astuple(self)
 
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What every rank runs: `decodes[i]` and `prompt_rows[i]` of rank i, padded; the tier; and its digest."""
 
     step: int
@@ -38,7 +32,7 @@ class StepPlan:
     @property
     def digest(self) -> int:
         """A checksum that the next step's header carries."""
-        return zlib.crc32(repr(astuple(self)).encode())
+        return zlib.crc32(repr(tuple(self)).encode())
 
 
 def make_plan(table: Sequence[Facts]) -> StepPlan:

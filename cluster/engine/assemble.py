@@ -18,6 +18,7 @@ class Assembler:
     def __init__(self, table: Tensor, sampling: SamplingTable, window: int, dtype: torch.dtype) -> None:
         self._table, self._sampling, self._window, self._dtype = table, sampling, window, dtype
         self._device = table.device
+        self._no_prompt = self._prompt([])
 
     def batch(self, schedule: Schedule) -> Batch:
         """The batch of this step. Chunks are put in order of length, so that equal ones form groups."""
@@ -37,12 +38,12 @@ class Assembler:
             seq_lens=seq_lens,
             reach=reach_of(self._table, rows[:decodes], seq_lens, longest, self._window, self._dtype),
             sampling=self._sampling.take(rows, noisy, filtered),
-            prompt=self._prompt(schedule.chunks),
+            prompt=self._prompt(schedule.chunks) if schedule.chunks else self._no_prompt,
             logprobs=any(p.logprobs is not None for p in params),
         )
 
     def _ints(self, values: Ordered[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _prompt(self, chunks: list[Chunk]) -> PromptRows:
         tokens: list[int] = []
