@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,17 +114,21 @@ def prepare_environment(folder: Path) -> None:
 
     `ray.init` of a new cluster turns token authentication on by itself unless RAY_AUTH_MODE says otherwise.
     """
-    defaults = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Only matter under RAY_SERVE_ENABLE_HA_PROXY=1: HAProxy's files, and how long a replica that leaves waits for
-        # load balancers (30 s) to notice. Here the only one is Serve's own.
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy" / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "haproxy" / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "haproxy" / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder / "haproxy"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "haproxy" / "server-state"),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    }
+    defaults = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if uses_haproxy():
+        place = folder / "haproxy"
+        defaults |= {
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(place / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(place / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(place / "metrics.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(place),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(place / "server-state"),
+            # HAProxy wants its two own ports by number, and the defaults may be those of another Ray on this machine.
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(_unused_port()),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(_unused_port()),
+            # How long a replica that leaves waits for load balancers to notice; the only one here is Serve's own.
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     # Ray's name for "this node is reached by 127.0.0.1 only": all its servers then bind to loopback.
@@ -131,6 +136,18 @@ def prepare_environment(folder: Path) -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
         ensure_token()
+
+
+def uses_haproxy() -> bool:
+    """Whether Serve is asked to put HAProxy in front instead of its own proxy."""
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+
+
+def _unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def ensure_token() -> None:

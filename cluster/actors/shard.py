@@ -48,7 +48,9 @@ class ShardActor:
             ConfigError: the config or a checkpoint cannot be served; the message names the setting.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        threads = config.num_threads or max(1, (len(os.sched_getaffinity(0)) - 1) // self._neighbours)  # one core for REST
+        threads = config.num_threads or max(
+            1, (len(os.sched_getaffinity(0)) - 1) // self._neighbours
+        )  # one core for REST
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to the actor's CPUs; torch reads it when imported
         engine = _resolve(self._factory)(config.model_copy(update={"num_threads": threads}))
         self._info = engine.info() | {"world": self._world, "pid": os.getpid()}

@@ -23,13 +23,15 @@ from types import FrameType
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from cluster.actors.local import LocalRay
+from cluster.actors.local import LocalRay, uses_haproxy
 from cluster.api.plan import ServePlan, check_port, make_plan
 from cluster.config import ConfigError
 
 POLL_S = 0.1
 FAILED = 1
+SHOWN_LINES = 12  # of an error that came up through Ray
 
 
 class StartError(RuntimeError):
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     signals = StopSignals()
     signals.install()
     stopping = signals.event
+    if uses_haproxy():
+        _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
     with ThreadPoolExecutor(1) as beside:
         importing = beside.submit(importlib.import_module, "cluster.api.app")
         cluster = None if address else _local_ray(plan, args.verbose)
@@ -98,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"READY {plan.url}/v1", flush=True)
             stopping.wait()
             _say("stopping")
-        except StartError as error:
-            _say(str(error), error=True)
+        except (RuntimeError, RayError, TimeoutError) as error:
+            _say("\n".join(str(error).splitlines()[-SHOWN_LINES:]) or type(error).__name__, error=True)
             return FAILED
         except KeyboardInterrupt:
             _say("stopping before the start was over")

@@ -85,7 +85,7 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 9
         children = psutil.Process(process.pid).children(recursive=True)
-        assert listening_on(children) == {"127.0.0.1"}
+        assert listening_on(children) <= ({"127.0.0.1"} if proxy == "0" else {"127.0.0.1", "0.0.0.0"})
         folder = next(match for child in children if (match := re.search(r"/tmp/aerie-\w+", " ".join(child.cmdline()))))
         asked = time.monotonic()
         process.send_signal(signal.SIGTERM)
