@@ -90,6 +90,15 @@ def _stat(pid: int) -> tuple[Process, int] | None:
     except (OSError, UnicodeDecodeError):
         return None
     name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+    if name.startswith("ray::"):  # Ray writes what a worker is over its command line; the short name is cut
+        name = _command(pid) or name
     if fields[0] in "ZX":
         return None
     return Process(pid, int(fields[19]), name), int(fields[1])
+
+
+def _command(pid: int) -> str:
+    try:
+        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").split(b" ")[0].decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,168 @@
+"""`aerie bench acceptance`: how many of its draft's tokens the target accepts, on text neither was trained on.
+
+Accept length at T=0 and T=0.8; and at T=1, depth by depth, what coupling the draft's ranking with the target's noise
+gains, beside the most that any way of drawing from these two distributions could accept, sum(min(p, q)).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.bench.reference import Transformers
+from cluster.bench.report import machine, ratio, table
+from cluster.bench.runs import Run, params_of, run_together
+from cluster.bench.watched import Reached, watched_engine
+from cluster.engine import build_engine
+
+CHAIN = Shape(5)
+GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, Shape(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
+GOAL_OF_BOUND = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Held-out prompts, and how far they are continued."""
+
+    prompts: int = 40
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+
+
+QUICK = Size(prompts=8, new_tokens=32)
+
+
+def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Everything, JSON-ready."""
+    prompts = pair.prompts(size.prompts, size.prompt_tokens)
+    lengths, identical = _accept_lengths(pair, size, prompts, say)
+    say("acceptance: by depth at T=1")
+    return {
+        "what": "acceptance",
+        "machine": machine(),
+        "target": "/".join(pair.target.split("/")[-2:]),
+        "prompts": size.prompts,
+        "prompt_tokens": size.prompt_tokens,
+        "new_tokens": size.new_tokens,
+        "identical": identical,
+        "accept_lengths": lengths,
+        **by_depth(pair, prompts, size.new_tokens),
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as tables, goals beside them."""
+    rows = [(x["name"], x["temperature"], x["accept_length"], x["goal"]) for x in result["accept_lengths"]]
+    depths = [
+        (
+            f"{d['depth']}",
+            d["reached"],
+            d["coupled"],
+            d["likeliest"],
+            d["bound"],
+            f"{d['of_bound']:.0%}",
+            d["top4_coupled"],
+            d["top4_likeliest"],
+        )
+        for d in result["by_depth"]
+    ]
+    headers = ("depth", "reached", "coupled", "by probability", "bound", "of bound", "top-4 coupled", "top-4 by prob.")
+    return "\n".join(
+        [
+            f"accept length: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, "
+            f"{result['new_tokens']} new, EOS ignored; same tokens as plain decoding: "
+            f"{'yes' if result['identical'] else 'NO'}",
+            table(("setting", "T", "accept length", "goal"), rows),
+            "",
+            f"acceptance by depth, {CHAIN}, T=1 (bound: sum(min(p, q)) at the same contexts)",
+            table(headers, depths),
+            f"coupled acceptance is {result['of_bound']:.1%} of the bound (goal {GOAL_OF_BOUND:.0%}); accept length "
+            f"{result['accept_length_coupled']:.2f} coupled, {result['accept_length_likeliest']:.2f} by probability",
+        ]
+    )
+
+
+def by_depth(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
+    """A chain at T=1, ranked with the target's noise and by the draft's probability alone, and the bound."""
+    coupled, reached, ids = _watch(pair, prompts, new_tokens, alone=False)
+    likeliest, reached_alone, _ = _watch(pair, prompts, new_tokens, alone=True)
+    texts = [[*prompt, *made] for prompt, made in zip(prompts, coupled.tokens, strict=True)]
+    bounds = bounds_of(reached, texts, Transformers(pair.target, "float32"), ids)
+    depths = []
+    for depth in range(1, CHAIN.num_steps + 1):
+        here = [(r, bound) for r, bound in zip(reached, bounds, strict=True) if r.depth == depth]
+        alone = [r for r in reached_alone if r.depth == depth]
+        accepted = _share([r.proposed == r.token for r, _ in here])
+        bound = ratio(sum(bound for _, bound in here), len(here))
+        depths.append(
+            {
+                "depth": depth,
+                "reached": len(here),
+                "coupled": accepted,
+                "likeliest": _share([r.proposed == r.token for r in alone]),
+                "bound": bound,
+                "of_bound": ratio(accepted, bound),
+                "top4_coupled": _share([r.token in r.glance.coupled for r, _ in here]),
+                "top4_likeliest": _share([r.token in r.glance.likely for r, _ in here]),
+            }
+        )
+    return {
+        "by_depth": depths,
+        "of_bound": ratio(sum(r.proposed == r.token for r in reached), sum(bounds)),
+        "accept_length_coupled": coupled.accept_length,
+        "accept_length_likeliest": likeliest.accept_length,
+    }
+
+
+def bounds_of(
+    reached: Sequence[Reached], texts: Sequence[Sequence[int]], target: Transformers, ids: Tensor
+) -> list[float]:
+    """Sum(min(p, q)) of every context reached; a request's seed is the number of its text.
+
+    q is zero outside the draft's vocabulary `ids`, so only p at those ids counts.
+    """
+    p = [log_probabilities[:, ids].exp() for log_probabilities in target.log_probabilities(texts)]
+    return [float(torch.minimum(p[r.seed][r.position - 1], r.glance.probabilities.float()).sum()) for r in reached]
+
+
+def _watch(
+    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, alone: bool
+) -> tuple[Run, list[Reached], Tensor]:
+    """One watched run at T=1, the depths it reached within the texts, and the draft's vocabulary."""
+    engine, draft = watched_engine(pair.config(CHAIN, len(prompts)), alone)
+    run = run_together(engine, prompts, [params_of(new_tokens, 1.0, seed) for seed in range(len(prompts))])
+    ends = [len(prompt) + new_tokens for prompt in prompts]
+    return run, [r for r in draft.reached if r.position < ends[r.seed]], draft.ids
+
+
+def _accept_lengths(
+    pair: Pair, size: Size, prompts: Sequence[Sequence[int]], say: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], bool]:
+    """Every setting at every temperature, and whether all gave the tokens of plain decoding."""
+    figures, same = [], True
+    engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *GOALS)}
+    for temperature in (0.0, 0.8):
+        params = [params_of(size.new_tokens, temperature, seed) for seed in range(size.prompts)]
+        truth: list[list[int]] = []
+        for shape, engine in engines.items():
+            say(f"acceptance: {shape} at T={temperature:g}")
+            run = run_together(engine, prompts, params)
+            truth = truth or run.tokens
+            same = same and run.tokens == truth
+            if shape in GOALS:
+                figures.append(
+                    {
+                        "name": str(shape),
+                        "temperature": temperature,
+                        "accept_length": run.accept_length,
+                        "goal": GOALS[shape][temperature],
+                    }
+                )
+    return figures, same
+
+
+def _share(hits: Sequence[bool]) -> float:
+    return ratio(sum(hits), len(hits))

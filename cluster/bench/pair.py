@@ -1,0 +1,79 @@
+"""What is measured: a target, its draft, held-out prompts, and engines over them with one setting changed at a time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from cluster.config import DEFAULT_NUM_STEPS, DEFAULT_TOPK, EngineConfig
+from cluster.train.corpus import heldout_prompts
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+KV_TOKENS_PER_REQUEST = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tree to try: depth, children per node, nodes with the root; depth 0 is plain decoding."""
+
+    num_steps: int
+    topk: int = 1
+    num_draft_tokens: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """All nodes, root included."""
+        return self.num_draft_tokens or self.num_steps + 1
+
+    def __str__(self) -> str:
+        if not self.num_steps:
+            return "plain"
+        if self.topk == 1:
+            return f"chain of {self.num_steps}"
+        return f"topk {self.topk}, {self.num_steps} levels, {self.nodes} nodes"
+
+
+PLAIN = Shape(0)
+DEFAULT = Shape(DEFAULT_NUM_STEPS, DEFAULT_TOPK)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its draft, and how their engines compute."""
+
+    target: str = str(DEMO / "target")
+    draft: str = str(DEMO / "draft")
+    dtype: str = "auto"
+    num_threads: int | None = None
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Held-out prompts: cut from files that neither model was trained on.
+
+        Raises:
+            ValueError: the target has no tokenizer, or this Python has no source of its library.
+        """
+        if not (Path(self.target) / "tokenizer.json").is_file():
+            raise ValueError(f"target {self.target!r} has no tokenizer.json, which held-out prompts need")
+        tokenizer = AutoTokenizer.from_pretrained(self.target, local_files_only=True)
+        return heldout_prompts(tokenizer, count, length)
+
+    def config(self, shape: Shape, requests: int) -> EngineConfig:
+        """An engine for `requests` at once, without prefix reuse: a repeat must do all of the work again."""
+        settings: dict[str, object] = {
+            "model_path": self.target,
+            "dtype": self.dtype,
+            "num_threads": self.num_threads,
+            "max_running_requests": requests,
+            "max_total_tokens": requests * KV_TOKENS_PER_REQUEST,
+            "chunked_prefill_size": -1,
+            "disable_radix_cache": True,
+        }
+        if shape.num_steps:
+            settings |= {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": self.draft,
+                "speculative_num_steps": shape.num_steps,
+                "speculative_eagle_topk": shape.topk,
+                "speculative_num_draft_tokens": shape.nodes,
+            }
+        return EngineConfig.from_kwargs(settings)

@@ -1,0 +1,75 @@
+"""One run of an engine over prompts, in numbers."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cluster.engine import Engine
+from cluster.request import Request, SamplingParams
+
+
+@dataclass(slots=True)
+class Run:
+    """Tokens by prompt, and what they took. `steps` and `accepted` count trees and the draft tokens they got right."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    forward_seconds: float = 0.0
+    steps: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second, prompts included in the time."""
+        return sum(map(len, self.tokens)) / self.seconds if self.seconds else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens committed per step; 1.0 without speculation."""
+        return 1.0 + self.accepted / self.steps if self.steps else 1.0
+
+    @property
+    def outside_share(self) -> float:
+        """Share of the time spent outside model forwards."""
+        return 1.0 - self.forward_seconds / self.seconds if self.seconds else 0.0
+
+    def add(self, other: "Run") -> None:
+        """Append a run that came after this one."""
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+        self.forward_seconds += other.forward_seconds
+        self.steps += other.steps
+        self.accepted += other.accepted
+
+
+def params_of(new_tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingParams:
+    """`new_tokens` tokens, whatever they are: EOS is ignored."""
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=new_tokens, ignore_eos=True)
+
+
+def run_together(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:
+    """Run the prompts at once to their end."""
+    result = Run(tokens=[[] for _ in prompts])
+    requests = [Request(str(i), tuple(p), own) for i, (p, own) in enumerate(zip(prompts, params, strict=True))]
+    started = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        step = engine.step()
+        result.forward_seconds += step.forward_seconds
+        for output in step.outputs:
+            result.tokens[int(output.request_id)] += output.token_ids
+            if output.speculation is not None:
+                result.steps += output.speculation.steps
+                result.accepted += output.speculation.accepted_tokens
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def run_in_batches(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int) -> Run:
+    """Run the prompts greedily, `batch` of them at a time."""
+    whole = Run()
+    for start in range(0, len(prompts), batch):
+        group = prompts[start : start + batch]
+        whole.add(run_together(engine, group, [params_of(new_tokens)] * len(group)))
+    return whole

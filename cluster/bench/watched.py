@@ -1,0 +1,111 @@
+"""An EAGLE draft that remembers what it saw: at every depth that the target reached, what it would have proposed.
+
+A depth d of a chain is reached when the d - 1 tokens before it were accepted; its context is then text that was
+committed, so that the target's distribution there can be had afterwards from the text alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cluster.batch import Batch, SamplingBatch
+from cluster.config import EngineConfig, TreeShape
+from cluster.engine import Engine, build_engine
+from cluster.forward.runner import DraftRunner
+from cluster.forward.sampler import scores
+from cluster.spec.draft import EagleDraft
+from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.tree import DraftTree
+from cluster.spec.verify import Accepted
+
+WIDTH = 4
+"""How many best tokens are remembered for coverage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """The draft's distribution `[Vd]` of one context, and its `WIDTH` best target ids with and without noise."""
+
+    probabilities: Tensor
+    coupled: list[int]
+    likely: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """One depth (1 is the first) that was reached: whose (`seed`), the token's `position`, the token of the target."""
+
+    seed: int
+    position: int
+    depth: int
+    token: int
+    proposed: int
+    glance: Glance
+
+
+class WatchedDraft(EagleDraft):
+    """A chain's draft that keeps every `Reached`; `alone` ranks by the draft's probability, without the noise."""
+
+    def __init__(self, draft_runner_list: list[DraftRunner], shape: TreeShape, alone: bool = False) -> None:
+        """Only chains can be watched: topk is 1."""
+        super().__init__(draft_runner_list, shape)
+        assert shape.topk == 1, "only a chain has one context per depth"
+        self.reached: list[Reached] = []
+        self.ids = self._target_ids
+        self._alone = alone
+        self._levels: list[list[Glance]] = []
+        self._carried: dict[int, Glance] = {}
+        self._tokens = torch.zeros(0)
+
+    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As the draft does, or without the noise; both rankings are noted."""
+        self._levels.append(self._glances(logits, sampling, noise))
+        return super().propose(logits, sampling, None if self._alone else noise)
+
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
+        """As the draft does."""
+        self._levels = []
+        tree = super().draft(batch, carried, noise)
+        self._tokens = tree.tokens
+        return tree
+
+    def extend(
+        self, batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], noise: Tensor | None
+    ) -> EagleDraftInput:
+        """As the draft does, once the depths that this step reached are noted."""
+        self._note(batch, accepted)
+        self._levels = []
+        carried = super().extend(batch, accepted, first, features, noise)
+        for row, glance in zip(batch.rows.tolist(), self._levels[0], strict=True):
+            self._carried[row] = glance
+        return carried
+
+    def _note(self, batch: Batch, accepted: Accepted) -> None:
+        rows, lens, depths = batch.decode_rows.tolist(), batch.seq_lens.tolist(), self._tokens.shape[1] - 1
+        seeds, tokens, proposed = batch.sampling.seeds.tolist(), accepted.tokens.tolist(), self._tokens.tolist()
+        for i, count in enumerate(accepted.accept_len.tolist()):
+            for depth in range(1, min(count, depths) + 1):
+                glance = self._carried[rows[i]] if depth == 1 else self._levels[depth - 2][i]
+                seen = Reached(seeds[i], lens[i] + depth, depth, tokens[i][depth - 1], proposed[i][depth], glance)
+                self.reached.append(seen)
+
+    def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> list[Glance]:
+        """Of the one context of each request, `logits` `[B, 1, Vd]`."""
+        tempered = logits[:, 0] * sampling.inverse_temperature[:, None]
+        kept = None if noise is None else noise.index_select(-1, self._target_ids)
+        ranked = scores(logits, sampling, kept)[:, 0]
+        coupled, likely = (self._target_ids[s.topk(WIDTH, -1).indices].tolist() for s in (ranked, tempered))
+        return [Glance(*seen) for seen in zip(tempered.softmax(-1), coupled, likely, strict=True)]
+
+
+def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, WatchedDraft]:
+    """An engine of `config`, and its draft to look at."""
+    made: list[WatchedDraft] = []
+
+    def drafting(draft_runner_list: list[DraftRunner], shape: TreeShape) -> WatchedDraft:
+        made.append(WatchedDraft(draft_runner_list, shape, alone))
+        return made[0]
+
+    engine = build_engine(config, drafting=drafting)
+    return engine, made[0]
