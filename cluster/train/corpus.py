@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-HELDOUT_PER_MILLE = 40
+HELDOUT_PER_MILLE = 60
 """Share of files never trained on."""
 
 TESTS_PER_MILLE = 150
@@ -111,18 +111,17 @@ def chat_examples(paths: list[str], count: int, seed: int) -> list[ChatExample]:
             tree = ast.parse(text)
         except SyntaxError:
             continue
+        lines = text.split("\n")
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef):
                 continue
             docstring = ast.get_docstring(node)
-            source = ast.get_source_segment(text, node)
-            if not docstring or not source or not 120 <= len(source) <= 1600:
+            body = lines[node.lineno - 1 : node.end_lineno]
+            source = "\n".join(_without_indent(line, node.col_offset) for line in body)
+            if not docstring or not 120 <= len(source) <= 1600:
                 continue
             first_line = docstring.strip().splitlines()[0]
-            lines = source.splitlines()
-            dedented = [lines[0], *(_without_indent(line, node.col_offset) for line in lines[1:])]
-            question = f"Write the Python function `{node.name}`. {first_line}"
-            found.append(ChatExample(question, "\n".join(dedented)))
+            found.append(ChatExample(f"Write the Python function `{node.name}`. {first_line}", source))
     random.Random(seed).shuffle(found)
     return found[:count]
 
@@ -131,14 +130,13 @@ def _without_indent(line: str, width: int) -> str:
     return line[width:] if not line[:width].strip() else line
 
 
-def heldout_prompts(
-    tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int = 0
-) -> list[list[int]]:
+def heldout_prompts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int = 0) -> list[list[int]]:
     """`count` prompts of `length` token ids, cut at deterministic places of held-out files.
 
     The files are taken in turn; a file is used when it has at least twice `length` tokens.
     """
-    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts(heldout_files())]
+    documents = list(texts(heldout_files()))
+    encoded: list[list[int]] = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
     usable = [ids for ids in encoded if len(ids) >= 2 * length]
     if not usable:
         raise ValueError(f"no held-out file has {2 * length} tokens: this installation lacks its library source")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,11 @@ CHAT_COUNT = 1500
 def _join(documents: list[list[int]], end_of_text: int) -> Ids:
     """Documents in order, each opened by the end-of-text id."""
     return np.concatenate([np.asarray([end_of_text, *document], dtype=np.int64) for document in documents])
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str]) -> list[list[int]]:
+    encoded: list[list[int]] = tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]
+    return encoded
 
 
 def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) -> list[list[int]]:
@@ -41,13 +47,11 @@ def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int
             return stored["train"], stored["heldout"]
     end_of_text = int(tokenizer.convert_tokens_to_ids("<|endoftext|>"))  # type: ignore[arg-type]
     paths = train_files() if files is None else train_files()[:files]
-    documents = [tokenizer.encode(text, add_special_tokens=False) for text in texts(paths)]
+    documents = _encode(tokenizer, texts(paths))
     documents += chat_documents(tokenizer, CHAT_COUNT if files is None else 8)
     order = np.random.default_rng(0).permutation(len(documents))
     train = _join([documents[int(index)] for index in order], end_of_text)
-    heldout = _join(
-        [tokenizer.encode(text, add_special_tokens=False) for text in texts(heldout_files())], end_of_text
-    )
+    heldout = _join(_encode(tokenizer, texts(heldout_files())), end_of_text)
     cache.parent.mkdir(parents=True, exist_ok=True)
     np.savez(cache, train=train, heldout=heldout)
     return train, heldout
@@ -83,3 +87,18 @@ class Windows:
             start = offset + int(order[index % self.per_epoch]) * self.length
             rows.append(self.ids[start : start + self.length])
         return torch.stack(rows)
+
+
+def with_repeats(ids: torch.Tensor, share: float, seed: int) -> torch.Tensor:
+    """The same batch [B, T], the first `share` of its rows replaced by their own beginning over and over.
+
+    The period differs by row, so only looking back by content predicts the text. A little of this
+    early makes a small model learn to copy long before plain text would teach it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    out = ids.clone()
+    length = ids.shape[1]
+    for row in range(int(len(ids) * share)):
+        period = int(torch.randint(length // 8, length // 2, (1,), generator=generator))
+        out[row] = ids[row, torch.arange(length) % period]
+    return out

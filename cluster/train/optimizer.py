@@ -22,7 +22,8 @@ def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.mT if tall else x
+    result: torch.Tensor = x.mT if tall else x
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -34,7 +35,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every matrix that has a gradient."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -44,11 +45,13 @@ class Muon(torch.optim.Optimizer):
             for shape, matrices in by_shape.items():
                 updates: list[torch.Tensor] = []
                 for matrix in matrices:
+                    gradient = matrix.grad
+                    assert gradient is not None
                     state = self.state[matrix]
                     if "momentum" not in state:
                         state["momentum"] = torch.zeros_like(matrix)
-                    state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
-                    updates.append(matrix.grad.lerp(state["momentum"], group["momentum"]))
+                    state["momentum"].lerp_(gradient, 1 - group["momentum"])
+                    updates.append(gradient.lerp(state["momentum"], group["momentum"]))
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for matrix, update in zip(matrices, orthogonalize(torch.stack(updates)), strict=True):
                     matrix.mul_(1 - group["lr"] * group["weight_decay"])

@@ -1,19 +1,18 @@
-"""Train the target: a deep and narrow Llama, for a given wall time, on windows of 512 tokens."""
+"""Train the target: a deep and narrow Llama, for a given wall time."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from cluster.train.dataset import Ids, Windows
-from cluster.train.optimizer import Optimizers, clock_factor
+from cluster.train.dataset import Ids, Windows, with_repeats
+from cluster.train.loop import train_for
+from cluster.train.optimizer import Optimizers
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,10 @@ class TargetRecipe:
     head_dim: int = 64
     intermediate_size: int = 704
     length: int = 512
-    batch: int = 8
+    """Every fourth step reads windows this long, the others windows half as long, which cost less."""
+    tokens_per_step: int = 4096
+    repeat_steps: int = 380
+    """Up to this step a quarter of the rows repeat themselves."""
     matrix_lr: float = 0.02
     other_lr: float = 0.004
     seed: int = 0
@@ -94,61 +96,36 @@ def heldout_loss(target: LlamaForCausalLM, ids: Ids, length: int, limit: int | N
     rows = torch.from_numpy(ids)
     count = len(rows) // length
     windows = rows[: count * length].view(count, length)[:limit]
-    losses = [float(next_token_loss(target, chunk)) * len(chunk) for chunk in windows.split(8)]
+    losses = [float(next_token_loss(target, chunk)) * len(chunk) for chunk in torch.split(windows, 8)]
     return sum(losses) / len(windows)
 
 
 def train_target(
-    recipe: TargetRecipe, train: Ids, heldout: Ids, *, minutes: float, checkpoint: Path, save_every: float = 240.0
+    recipe: TargetRecipe, train: Ids, heldout: Ids, *, minutes: float, checkpoint: Path
 ) -> tuple[LlamaForCausalLM, TargetReport]:
-    """Train until `minutes` of training time are spent, counting the time before a resume."""
+    """Train for `minutes` (resuming counts the time before), round to bf16 and measure."""
     target = build_target(recipe).train()
     optimizers = Optimizers(*split_parameters(target), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
-    step, elapsed = 0, 0.0
-    if checkpoint.exists():
-        stored = torch.load(checkpoint, weights_only=True)
-        target.load_state_dict(stored["target"])
-        optimizers.load_state_dict(stored["optimizers"])
-        step, elapsed = int(stored["step"]), float(stored["elapsed"])
-    windows = Windows(train, recipe.length, recipe.batch, recipe.seed)
-    budget = minutes * 60.0
-    saved = elapsed
-    smooth = 0.0
-    bar = tqdm(total=round(budget), initial=round(elapsed), unit="s", desc="target", mininterval=5.0)
-    while elapsed < budget:
-        started = time.monotonic()
-        loss = next_token_loss(target, windows(step))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizers.step(clock_factor(elapsed / budget))
-        step += 1
-        elapsed += time.monotonic() - started
-        smooth = float(loss) if smooth == 0.0 else 0.95 * smooth + 0.05 * float(loss)
-        bar.set_postfix(step=step, loss=f"{smooth:.3f}", refresh=False)
-        bar.update(round(elapsed) - bar.n)
-        if elapsed - saved > save_every or elapsed >= budget:
-            saved = elapsed
-            _save_checkpoint(checkpoint, target, optimizers, step, elapsed)
-            bar.write(f"step {step}, {elapsed:.0f} s: held-out loss {heldout_loss(target, heldout, recipe.length, 32):.4f}")
-    bar.close()
-    report_tokens = step * recipe.batch * recipe.length
+    half = recipe.length // 2
+    long_rows = Windows(train, recipe.length, recipe.tokens_per_step // recipe.length, recipe.seed)
+    short_rows = Windows(train, half, recipe.tokens_per_step // half, recipe.seed + 1)
+
+    def loss_at(step: int) -> torch.Tensor:
+        ids = (long_rows if step % 4 == 3 else short_rows)(step)
+        return next_token_loss(target, with_repeats(ids, 0.25, step) if step < recipe.repeat_steps else ids)
+
+    steps, seconds = train_for(
+        target,
+        optimizers,
+        loss_at,
+        lambda: f"held-out loss {heldout_loss(target, heldout, recipe.length, 32):.4f}",
+        minutes=minutes,
+        checkpoint=checkpoint,
+        label="target",
+    )
     rounded = round_to_bf16(target)
-    loss_after = heldout_loss(rounded, heldout, recipe.length)
-    return rounded, TargetReport(step, report_tokens, elapsed, loss_after)
-
-
-def _save_checkpoint(
-    path: Path, target: LlamaForCausalLM, optimizers: Optimizers, step: int, elapsed: float
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    state = {
-        "target": target.state_dict(),
-        "optimizers": optimizers.state_dict(),
-        "step": step,
-        "elapsed": elapsed,
-    }
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
+    loss = heldout_loss(rounded, heldout, recipe.length)
+    return rounded, TargetReport(steps, steps * recipe.tokens_per_step, seconds, loss)
 
 
 def round_to_bf16(target: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -156,7 +133,9 @@ def round_to_bf16(target: LlamaForCausalLM) -> LlamaForCausalLM:
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    return target.eval().requires_grad_(False)
+    target.train(False)
+    target.requires_grad_(False)
+    return target
 
 
 def save_target(target: LlamaForCausalLM, directory: Path, stop_ids: list[int]) -> None:
@@ -165,11 +144,15 @@ def save_target(target: LlamaForCausalLM, directory: Path, stop_ids: list[int]) 
     copy = LlamaForCausalLM(target.config)
     copy.load_state_dict(target.state_dict())
     copy = copy.bfloat16()
-    copy.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=stop_ids, pad_token_id=0)
+    copy.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=0, eos_token_id=stop_ids, pad_token_id=0
+    )
     copy.save_pretrained(str(directory))
 
 
 def load_target(directory: Path) -> LlamaForCausalLM:
     """The saved target in float32, frozen."""
     target: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
-    return target.eval().requires_grad_(False)
+    target.train(False)
+    target.requires_grad_(False)
+    return target

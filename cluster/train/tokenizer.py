@@ -5,11 +5,12 @@ Saved in the layout that `transformers.AutoTokenizer` loads. Not known here: whi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 VOCAB_SIZE = 2048
 END_OF_TEXT = "<|endoftext|>"
@@ -26,7 +27,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Learn the merges; ids 0, 1, 2 are the three special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -43,23 +44,32 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTr
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        additional_special_tokens=[IM_START, IM_END],
-        clean_up_tokenization_spaces=False,
-        model_max_length=16384,
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+    return tokenizer
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json with the chat template, and the special tokens."""
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json with the chat template, and special_tokens_map.json.
+
+    The two small files are written in the older layout, which every version of transformers reads.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(str(directory), save_jinja_files=False)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    special: dict[str, object] = {
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [IM_START, IM_END],
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 16384,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        **special,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:

@@ -1,0 +1,95 @@
+"""How much of a draft's chain the target accepts, measured on text the target wrote, without an engine.
+
+The text is the path that plain decoding walks, so a chain is accepted as far as the draft's own
+choices agree with it; with noise the draft ranks by the same noise that chose the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaForCausalLM
+
+from cluster.train.eagle3 import Eagle3Draft
+from cluster.train.samples import continue_rows, features, gumbel
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of a chain of S: accept_len (bonus included), and by depth the share accepted of those reached."""
+
+    accept_len: float
+    by_depth: tuple[float, ...]
+    top4_by_depth: tuple[float, ...]
+    """Share of reached depths at which the path's token is among the draft's best four."""
+
+    def __str__(self) -> str:
+        depths = " ".join(f"{share:.2f}" for share in self.by_depth)
+        top4 = " ".join(f"{share:.2f}" for share in self.top4_by_depth)
+        return f"accept_len {self.accept_len:.3f} by depth [{depths}] top-4 [{top4}]"
+
+
+class AcceptanceProbe:
+    """Held-out text of one temperature, its features, and the walk over it."""
+
+    def __init__(
+        self,
+        target: LlamaForCausalLM,
+        prompts: torch.Tensor,
+        count: int,
+        temperature: float,
+        aux_layer_ids: tuple[int, ...],
+        *,
+        seed: int = 7,
+    ) -> None:
+        rows, self.start = prompts.shape
+        self.temperature = temperature
+        self.ids = continue_rows(target, prompts, count, torch.full((rows,), temperature), seed)
+        self.aux_hidden, _ = features(target, self.ids, aux_layer_ids)
+        self.embedding = target.model.embed_tokens.weight
+        vocab_size = int(target.config.vocab_size)
+        self.noise = torch.stack(
+            [gumbel(rows, vocab_size, seed, position) for position in range(self.ids.shape[1])], dim=1
+        )
+
+    @torch.no_grad()
+    def measure(self, draft: Eagle3Draft, steps: int = 5) -> Acceptance:
+        """Walk every row from its prompt's end in chains of `steps`."""
+        length = self.ids.shape[1] - 1 - steps
+        embeddings = self.embedding[self.ids[:, 1 : length + steps]]
+        kept = draft.kept_ids
+        agrees: list[torch.Tensor] = []
+        near: list[torch.Tensor] = []
+        for step, logits in enumerate(draft.unroll(self.aux_hidden[:, :length], embeddings, steps)):
+            shift = 2 + step
+            scores = logits + self.temperature * self.noise[:, shift : shift + length, kept]
+            best = kept[scores.topk(4, dim=-1).indices]
+            path = self.ids[:, shift : shift + length, None]
+            agrees.append(best[..., 0] == path[..., 0])
+            near.append((best == path).any(-1))
+        accepted = torch.stack(agrees, dim=-1)
+        return self._walk(accepted, torch.stack(near, dim=-1))
+
+    def _walk(self, accepted: torch.Tensor, near: torch.Tensor) -> Acceptance:
+        """accepted, near [B, T, S]: follow each row from its first new token, chain after chain."""
+        steps = accepted.shape[-1]
+        runs = accepted.long().cumprod(-1).sum(-1)
+        reached, taken, close = [0] * steps, [0] * steps, [0] * steps
+        chains = committed = 0
+        for row in range(len(runs)):
+            cell = self.start - 1
+            while cell < runs.shape[1]:
+                run = int(runs[row, cell])
+                for depth in range(min(run + 1, steps)):
+                    reached[depth] += 1
+                    taken[depth] += depth < run
+                    close[depth] += bool(near[row, cell, depth])
+                chains += 1
+                committed += run + 1
+                cell += run + 1
+        return Acceptance(
+            committed / max(chains, 1),
+            tuple(a / max(b, 1) for a, b in zip(taken, reached, strict=True)),
+            tuple(a / max(b, 1) for a, b in zip(close, reached, strict=True)),
+        )

@@ -1,0 +1,188 @@
+"""Train the EAGLE-3 draft by training-time test, on text the target writes and on real text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from cluster.train.acceptance import Acceptance, AcceptanceProbe
+from cluster.train.dataset import Ids, Windows
+from cluster.train.eagle3 import DraftShape, Eagle3Draft
+from cluster.train.loop import train_for
+from cluster.train.optimizer import Optimizers
+from cluster.train.samples import features, write_samples
+from cluster.train.target import split_parameters
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """Shape of the draft, its text and how it is trained."""
+
+    shape: DraftShape = field(default_factory=DraftShape)
+    steps: int = 5
+    """Unrolled steps of the training-time test."""
+    step_decay: float = 0.8
+    overlap_sharpness: float = 3.0
+    """The larger, the sooner the loss turns from cross entropy to the accepted share itself."""
+    prompt_length: int = 64
+    sample_length: int = 192
+    samples: int = 1280
+    temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
+    sample_batch: int = 128
+    length: int = 512
+    """Real text is read in windows this long; samples are prompt_length + sample_length long."""
+    tokens_per_step: int = 2048
+    matrix_lr: float = 0.015
+    other_lr: float = 0.002
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """What training cost and how the saved draft does on held-out prompts, by temperature."""
+
+    steps: int
+    tokens: int
+    sampled_tokens: int
+    seconds: float
+    coverage: float
+    acceptance: dict[str, Acceptance]
+
+
+def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch.Tensor, float]:
+    """The `count` likeliest ids of a text, ascending, and the share of the text they cover."""
+    counts = torch.bincount(ids.flatten(), minlength=vocab_size)
+    best = counts.topk(count).indices
+    return best.sort().values, float(counts[best].sum() / counts.sum())
+
+
+@torch.no_grad()
+def start_from_target(draft: Eagle3Draft, target: LlamaForCausalLM) -> None:
+    """Begin near the target: its head rows, its last layer for the hidden half, the highest aux as hidden."""
+    width = draft.shape.hidden_size
+    last = target.model.layers[-1]
+    attention = draft.midlayer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(attention, name).weight
+        weight[:, :width].mul_(0.5)
+        weight[:, width:].copy_(getattr(last.self_attn, name).weight)
+    attention.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+    draft.midlayer.mlp.load_state_dict(last.mlp.state_dict())
+    draft.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
+    draft.midlayer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+    draft.norm.weight.copy_(target.model.norm.weight)
+    draft.lm_head.weight.copy_(target.lm_head.weight[draft.kept_ids])
+    draft.fc.weight.mul_(0.1)
+    draft.fc.weight[:, -width:] += torch.eye(width)
+
+
+def unrolled_loss(draft: Eagle3Draft, target: LlamaForCausalLM, ids: torch.Tensor, recipe: DraftRecipe) -> torch.Tensor:
+    """Loss of all steps on ids [B, L]; cells 0..L-S-1 are trained at every step.
+
+    Per position: w * CE(p, q) + (1 - w) * (1 - sum min(p, q)) with w = exp(-sharpness * overlap), and
+    only where the target's likeliest token is in the draft vocabulary; p is the target's distribution
+    over the draft vocabulary.
+    """
+    steps, length = recipe.steps, ids.shape[1] - recipe.steps
+    aux_hidden, logits = features(target, ids, recipe.shape.aux_layer_ids)
+    embeddings = target.model.embed_tokens(ids[:, 1:])
+    usable = draft.t2d[logits.argmax(dim=-1)]
+    teacher = functional.softmax(logits[..., draft.kept_ids], dim=-1)
+    total = logits.new_zeros(())
+    weights = 0.0
+    for step, drafted in enumerate(draft.unroll(aux_hidden[:, :length], embeddings, steps)):
+        cells = slice(step + 1, step + 1 + length)
+        p, log_q = teacher[:, cells], drafted.log_softmax(dim=-1)
+        cross_entropy = -(p * log_q).sum(-1)
+        overlap = torch.minimum(p, log_q.exp()).sum(-1)
+        mix = torch.exp(-recipe.overlap_sharpness * overlap.detach())
+        position_loss = mix * cross_entropy + (1 - mix) * (1 - overlap)
+        weight = recipe.step_decay**step
+        total = total + weight * position_loss[usable[:, cells]].mean()
+        weights += weight
+    return total / weights
+
+
+class DraftText:
+    """Every fourth step reads real text, the others the target's own samples, which drafting will meet."""
+
+    def __init__(self, samples: torch.Tensor, train: Ids, recipe: DraftRecipe) -> None:
+        self.samples = samples
+        self.rows = max(1, recipe.tokens_per_step // samples.shape[1])
+        self.windows = Windows(train, recipe.length, max(1, recipe.tokens_per_step // recipe.length), recipe.seed)
+        self.seed = recipe.seed
+
+    def __call__(self, step: int) -> torch.Tensor:
+        """Token ids [B, L] of one step."""
+        rounds, turn = divmod(step, 4)
+        if turn == 3:
+            return self.windows(rounds)
+        per_epoch = max(1, len(self.samples) // self.rows)
+        epoch, index = divmod(3 * rounds + turn, per_epoch)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.samples), generator=generator)
+        return self.samples[order[index * self.rows : (index + 1) * self.rows]]
+
+
+def sample_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, cache: Path) -> torch.Tensor:
+    """The target's continuations of train-text prompts [samples, prompt + sample length], kept in `cache`."""
+    if cache.exists():
+        stored: torch.Tensor = torch.load(cache, weights_only=True)
+        return stored
+    prompts = Windows(train, recipe.prompt_length, recipe.samples, recipe.seed + 100)(0)
+    samples = write_samples(
+        target, prompts, recipe.sample_length, recipe.temperatures, batch=recipe.sample_batch, seed=recipe.seed
+    )
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(samples, cache)
+    return samples
+
+
+def train_draft(
+    recipe: DraftRecipe,
+    target: LlamaForCausalLM,
+    train: Ids,
+    heldout_prompts: list[list[int]],
+    *,
+    minutes: float,
+    work: Path,
+) -> tuple[Eagle3Draft, DraftReport]:
+    """Write samples, train for `minutes` on them and on real text, round to bf16 and measure."""
+    samples = sample_text(target, train, recipe, work / "samples.pt")
+    text = torch.cat([samples.flatten(), torch.from_numpy(train)])
+    kept, coverage = most_frequent(text, recipe.shape.vocab_size, recipe.shape.draft_vocab_size)
+    torch.manual_seed(recipe.seed)
+    draft = Eagle3Draft(recipe.shape)
+    draft.set_vocabulary(kept)
+    start_from_target(draft, target)
+    prompts = torch.tensor(heldout_prompts)
+    probes = {
+        f"{temperature}": AcceptanceProbe(target, prompts, 128, temperature, recipe.shape.aux_layer_ids)
+        for temperature in (0.0, 0.8, 1.0)
+    }
+    read = DraftText(samples, train, recipe)
+    tokens = 0
+
+    def loss_at(step: int) -> torch.Tensor:
+        nonlocal tokens
+        ids = read(step)
+        tokens += ids.numel()
+        return unrolled_loss(draft, target, ids, recipe)
+
+    def evaluate() -> str:
+        return "; ".join(f"T={name} {probe.measure(draft)}" for name, probe in probes.items())
+
+    optimizers = Optimizers(*split_parameters(draft), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
+    print(f"draft vocabulary {len(kept)} covers {coverage:.4f}; untrained {evaluate()}", flush=True)
+    steps, seconds = train_for(
+        draft, optimizers, loss_at, evaluate, minutes=minutes, checkpoint=work / "draft.pt", label="draft"
+    )
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    acceptance = {name: probe.measure(draft) for name, probe in probes.items()}
+    return draft, DraftReport(steps, steps * recipe.tokens_per_step, samples.numel(), seconds, coverage, acceptance)

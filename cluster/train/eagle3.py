@@ -1,0 +1,241 @@
+"""The EAGLE-3 draft as a training module, named and saved as SpecForge does.
+
+Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps.
+A cell t is made of the target's aux hidden at t and the embedding of token t+1, sits at rotary
+position t and predicts token t+2. Not known here: where features and text come from.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """Widths of a draft and the aux hidden states it reads."""
+
+    vocab_size: int = 2048
+    draft_vocab_size: int = 1280
+    hidden_size: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 704
+    aux_layer_ids: tuple[int, ...] = (2, 5, 8)
+    """Output-of-layer numbering, as SpecForge writes it: id i is the residual stream entering layer i + 1."""
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 16384
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm with a weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same shape."""
+        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary embedding, halves split (neox). x [B, heads, T, d], positions [T]."""
+    half = x.shape[-1] // 2
+    exponents = torch.arange(half, dtype=torch.float64) / half
+    angles = positions.double()[:, None] * theta**-exponents
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    low, high = x[..., :half], x[..., half:]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose input is the 2H-wide pair of embedding and hidden."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = 2 * shape.hidden_size
+        self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """x [B, T, 2H] of step i = len(cells) to [B, T, H]; appends this step's keys and values to `cells`.
+
+        A query at cell t sees step-0 cells up to t and, of every later step, the cell t alone.
+        """
+        shape, step = self.shape, len(cells)
+        rows, length = x.shape[:2]
+        group = shape.heads // shape.kv_heads
+        positions = torch.arange(step, step + length)
+
+        def split(y: torch.Tensor, heads: int) -> torch.Tensor:
+            return y.view(rows, length, heads, shape.head_dim).transpose(1, 2)
+
+        q = rotate(split(self.q_proj(x), shape.heads), positions, shape.rope_theta) * shape.head_dim**-0.5
+        k = rotate(split(self.k_proj(x), shape.kv_heads), positions, shape.rope_theta)
+        v = split(self.v_proj(x), shape.kv_heads)
+        cells.append((k, v))
+        q = q.reshape(rows, shape.kv_heads, group, length, shape.head_dim)
+        first_k, first_v = cells[0]
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores = (q.flatten(2, 3) @ first_k.mT).view(rows, shape.kv_heads, group, length, length)
+        scores = scores.masked_fill(future, float("-inf"))
+        own = [(q * key[:, :, None]).sum(-1, keepdim=True) for key, _ in cells[1:]]
+        weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1)
+        mixed = (weights[..., :length].flatten(2, 3) @ first_v).view_as(q)
+        for index, (_, value) in enumerate(cells[1:]):
+            mixed = mixed + weights[..., length + index, None] * value[:, :, None]
+        merged: torch.Tensor = self.o_proj(mixed.flatten(1, 2).transpose(1, 2).flatten(2))
+        return merged
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, H] to the same shape."""
+        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class MidLayer(nn.Module):
+    """The one layer: attention over [norm(embedding), norm(hidden)], then the MLP."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(
+        self, embedding: torch.Tensor, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Embedding and hidden [B, T, H] to the un-normed hidden of the next step [B, T, H]."""
+        x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(hidden)], dim=-1)
+        hidden = hidden + self.self_attn(x, cells)
+        out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class Eagle3Draft(nn.Module):
+    """fc, one layer, norm and head; the embedding is the target's and is passed in."""
+
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.aux_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = MidLayer(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+
+    @property
+    def kept_ids(self) -> torch.Tensor:
+        """Target ids of the draft vocabulary, ascending [V]."""
+        return torch.arange(len(self.d2t)) + self.d2t
+
+    def set_vocabulary(self, kept_ids: torch.Tensor) -> None:
+        """Choose the draft vocabulary from distinct target ids [V]."""
+        ascending = kept_ids.sort().values
+        self.d2t.copy_(ascending - torch.arange(len(ascending)))
+        self.t2d.zero_()
+        self.t2d[ascending] = True
+
+    def unroll(self, aux_hidden: torch.Tensor, embeddings: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        """Training-time test: the logits [B, T, V] of every one of `steps` steps.
+
+        aux_hidden [B, T, A] of positions 0..T-1; embeddings [B, T + steps - 1, H] of the tokens at
+        positions 1..T+steps-1. Step i at cell t reads token t+1+i and predicts token t+2+i.
+        """
+        hidden = self.fc(aux_hidden)
+        length = hidden.shape[1]
+        cells: list[tuple[torch.Tensor, torch.Tensor]] = []
+        logits: list[torch.Tensor] = []
+        for step in range(steps):
+            hidden = self.midlayer(embeddings[:, step : step + length], hidden, cells)
+            logits.append(self.lm_head(self.norm(hidden)))
+        return logits
+
+
+def save_draft(draft: Eagle3Draft, directory: Path) -> None:
+    """Write config.json and model.safetensors (weights in bf16, no embedding)."""
+    shape = draft.shape
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "target_hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "num_aux_hidden_states": len(shape.aux_layer_ids),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(shape.aux_layer_ids),
+            "use_aux_hidden_state": True,
+        },
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {
+        name: tensor.bfloat16().contiguous() if tensor.is_floating_point() else tensor.clone()
+        for name, tensor in draft.state_dict().items()
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_draft(directory: Path) -> Eagle3Draft:
+    """A saved draft in float32."""
+    config = json.loads((directory / "config.json").read_text())
+    shape = DraftShape(
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config["draft_vocab_size"],
+        hidden_size=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate_size=config["intermediate_size"],
+        aux_layer_ids=tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
+        rope_theta=config["rope_theta"],
+        rms_norm_eps=config["rms_norm_eps"],
+        max_position_embeddings=config["max_position_embeddings"],
+    )
+    draft = Eagle3Draft(shape)
+    tensors = load_file(directory / "model.safetensors")
+    draft.load_state_dict(
+        {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    )
+    return draft

@@ -1,0 +1,102 @@
+"""A training loop that lasts a given wall time, shows a bar and resumes from its checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from cluster.train.optimizer import Optimizers, clock_factor
+
+
+class ThreadChoice:
+    """Threads of the next step on a machine that other work shares.
+
+    A step is as slow as its slowest thread, so while a core is taken by something else one thread
+    can be faster than two. Every `explore`-th step tries the other count; the faster of the two
+    most recent times is used.
+    """
+
+    def __init__(self, threads: int, explore: int = 10) -> None:
+        self.threads, self.explore = threads, explore
+        self._counts = sorted({threads, max(1, threads - 1)})
+        self._recent: dict[int, float] = {}
+        self._step = 0
+        self._used = threads
+
+    def set(self) -> None:
+        """Apply the choice to the tensor library."""
+        best = min(self._counts, key=lambda count: self._recent.get(count, 0.0))
+        others = [count for count in self._counts if count != best]
+        self._step += 1
+        self._used = others[0] if others and self._step % self.explore == 0 else best
+        torch.set_num_threads(self._used)
+
+    def record(self, seconds: float) -> None:
+        """Learn from a step's time."""
+        self._recent[self._used] = seconds
+
+
+def train_for(
+    module: nn.Module,
+    optimizers: Optimizers,
+    loss_at: Callable[[int], torch.Tensor],
+    evaluate: Callable[[], str],
+    *,
+    minutes: float,
+    checkpoint: Path,
+    label: str,
+    save_every: float = 240.0,
+) -> tuple[int, float]:
+    """Descend `loss_at(step)` until `minutes` are spent, counting the time before a resume.
+
+    The learning rate follows the clock, so a slow machine takes fewer steps and still decays to the
+    end. Returns (steps, seconds); evaluation and saving do not count.
+    """
+    step, elapsed = 0, 0.0
+    if checkpoint.exists():
+        stored = torch.load(checkpoint, weights_only=True)
+        module.load_state_dict(stored["module"])
+        optimizers.load_state_dict(stored["optimizers"])
+        step, elapsed = int(stored["step"]), float(stored["elapsed"])
+    budget = minutes * 60.0
+    saved, smooth = elapsed, 0.0
+    threads = ThreadChoice(torch.get_num_threads())
+    with tqdm(total=round(budget), initial=round(elapsed), unit="s", desc=label, mininterval=5.0) as bar:
+        while elapsed < budget:
+            started = time.monotonic()
+            threads.set()
+            loss = loss_at(step)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizers.step(clock_factor(elapsed / budget))
+            step += 1
+            seconds = time.monotonic() - started
+            threads.record(seconds)
+            elapsed += seconds
+            value = float(loss.detach())
+            smooth = value if smooth == 0.0 else 0.95 * smooth + 0.05 * value
+            bar.set_postfix(step=step, threads=torch.get_num_threads(), loss=f"{smooth:.3f}", refresh=False)
+            bar.update(round(elapsed) - bar.n)
+            if elapsed - saved > save_every or elapsed >= budget:
+                saved = elapsed
+                _save(checkpoint, module, optimizers, step, elapsed)
+                bar.write(f"{label}: step {step}, {elapsed:.0f} s, loss {smooth:.4f}, {evaluate()}")
+    torch.set_num_threads(threads.threads)
+    return step, elapsed
+
+
+def _save(path: Path, module: nn.Module, optimizers: Optimizers, step: int, elapsed: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        "module": module.state_dict(),
+        "optimizers": optimizers.state_dict(),
+        "step": step,
+        "elapsed": elapsed,
+    }
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)

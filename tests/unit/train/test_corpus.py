@@ -1,0 +1,78 @@
+"""The held-out split, its prompts, and the windows read from the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from cluster.train.corpus import chat_examples, heldout_files, heldout_prompts, is_heldout, texts, train_files
+from cluster.train.dataset import Windows, with_repeats
+from cluster.train.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    trained: Tokenizer = train_tokenizer(texts(train_files()[:10]), 400)
+    return PreTrainedTokenizerFast(tokenizer_object=trained)
+
+
+def test_split_is_disjoint_and_of_the_expected_size() -> None:
+    train, heldout = set(train_files()), set(heldout_files())
+    assert not train & heldout
+    assert 0.02 < len(heldout) / len(train) < 0.1
+    assert all(is_heldout(path) for path in heldout)
+    assert not any(is_heldout(path) for path in train)
+
+
+def test_split_depends_on_the_path_alone() -> None:
+    names = ("typing.py", "queue.py", "socket.py", "json/decoder.py", "argparse.py", "ast.py")
+    assert [path for path in names if is_heldout(path)] == ["typing.py", "queue.py", "socket.py"]
+
+
+def test_machine_made_and_foreign_files_are_left_out() -> None:
+    for path in train_files() + heldout_files():
+        assert "site-packages" not in path
+        assert "_sysconfigdata" not in path
+
+
+def test_prompts_repeat_and_follow_the_seed(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = heldout_prompts(tokenizer, 12, 64, seed=0)
+    assert [len(prompt) for prompt in prompts] == [64] * 12
+    assert prompts == heldout_prompts(tokenizer, 12, 64, seed=0)
+    assert prompts != heldout_prompts(tokenizer, 12, 64, seed=1)
+    assert prompts[:5] == heldout_prompts(tokenizer, 5, 64, seed=0)
+
+
+def test_chat_examples_are_functions_that_parse() -> None:
+    for example in chat_examples(train_files()[:40], 5, seed=0):
+        compile(example.answer, "answer", "exec")
+        assert "Write the Python function" in example.question
+
+
+def test_tokenizer_merges_a_line_break_with_its_indentation(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "if x:\n        return\n\n    pass\n\ty = 1é\r\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert "\n        " in {tokenizer.decode([token]) for token in tokenizer.encode(text)}
+
+
+def test_windows_repeat_and_cover_an_epoch_once() -> None:
+    windows = Windows(np.arange(1000), length=10, batch=9, seed=3)
+    assert windows.per_epoch == 99
+    starts = [int(row[0]) for step in range(11) for row in windows(step)]
+    assert len({start // 10 for start in starts}) == 99
+    assert windows(5).equal(Windows(np.arange(1000), length=10, batch=9, seed=3)(5))
+    with pytest.raises(ValueError, match="too few"):
+        Windows(np.arange(5), length=10, batch=1, seed=0)
+
+
+def test_repeats_replace_only_the_asked_share() -> None:
+    ids = torch.arange(4 * 64).view(4, 64)
+    repeated = with_repeats(ids, 0.5, seed=1)
+    assert torch.equal(repeated[2:], ids[2:])
+    for row, original in zip(repeated[:2], ids[:2], strict=True):
+        period = int((row == row[0]).nonzero()[1])
+        assert 8 <= period < 32
+        assert torch.equal(row, original[torch.arange(64) % period])

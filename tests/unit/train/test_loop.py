@@ -1,0 +1,64 @@
+"""The loop that follows the clock: resuming, the rate's course, the choice of threads, and Muon's update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cluster.train.loop import ThreadChoice, train_for
+from cluster.train.optimizer import Optimizers, clock_factor, orthogonalize
+
+
+def test_orthogonalize_levels_the_singular_values() -> None:
+    torch.manual_seed(0)
+    for shape in ((2, 16, 40), (1, 40, 16)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+        assert bool(((values > 0.5) & (values < 1.4)).all())
+
+
+def test_rate_warms_up_and_decays_to_its_floor() -> None:
+    assert clock_factor(0.0) == pytest.approx(0.05)
+    assert clock_factor(0.015) == pytest.approx(1.0)
+    assert clock_factor(0.5) == pytest.approx(0.02 + 0.98 * 0.5 / 0.985)
+    assert clock_factor(1.0) == pytest.approx(0.02)
+    assert clock_factor(1.3) == pytest.approx(0.02)
+
+
+def test_threads_follow_the_faster_count() -> None:
+    before = torch.get_num_threads()
+    choice = ThreadChoice(2, explore=10)
+    used: list[int] = []
+    for _ in range(30):
+        choice.set()
+        count = torch.get_num_threads()
+        used.append(count)
+        choice.record({1: 1.0, 2: 5.0}[count])
+    torch.set_num_threads(before)
+    assert used.count(1) > 20
+    assert 2 in used[10:]
+
+
+def test_a_finished_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    def train() -> tuple[nn.Linear, int]:
+        torch.manual_seed(0)
+        module = nn.Linear(4, 4)
+        optimizers = Optimizers([module.weight], [module.bias], matrix_lr=0.02, other_lr=0.01)
+        x = torch.eye(4)
+        steps, _ = train_for(
+            module,
+            optimizers,
+            lambda _: (module(x) - 1).pow(2).mean(),
+            lambda: "",
+            minutes=0.003,
+            checkpoint=tmp_path / "linear.pt",
+            label="linear",
+        )
+        return module, steps
+
+    first, steps = train()
+    second, again = train()
+    assert steps == again > 1
+    assert torch.equal(first.weight, second.weight)

@@ -1,0 +1,48 @@
+"""The hand-written decode loop and the feature capture, against `transformers` in float64."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaForCausalLM
+
+from cluster.train.samples import continue_rows, features
+from cluster.train.target import TargetRecipe, build_target
+
+RECIPE = TargetRecipe(vocab_size=50, hidden_size=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate_size=48)
+
+
+def random_target() -> LlamaForCausalLM:
+    target = build_target(RECIPE).double().eval().requires_grad_(False)
+    torch.manual_seed(1)
+    for parameter in target.parameters():
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    return target
+
+
+def test_greedy_rows_equal_transformers() -> None:
+    target = random_target()
+    prompts = torch.randint(3, 50, (3, 5))
+    ours = continue_rows(target, prompts, 12, torch.zeros(3), seed=0)
+    theirs = target.generate(prompts, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(ours, theirs)
+
+
+def test_noise_depends_on_seed_and_position_only() -> None:
+    target = random_target()
+    prompts = torch.randint(3, 50, (2, 5))
+    heat = torch.tensor([0.0, 1.0])
+    whole = continue_rows(target, prompts, 10, heat, seed=4)
+    resumed = continue_rows(target, whole[:, :9], 6, heat, seed=4)
+    assert torch.equal(whole, resumed)
+    assert torch.equal(whole[:1], continue_rows(target, prompts[:1], 10, torch.zeros(1), seed=9))
+
+
+def test_features_are_the_outputs_of_the_named_layers() -> None:
+    target = random_target()
+    ids = torch.randint(3, 50, (2, 9))
+    aux_hidden, logits = features(target, ids, (0, 2))
+    expected = target(input_ids=ids, output_hidden_states=True)
+    # hidden_states[i] enters layer i, so the output of layer i is hidden_states[i + 1].
+    torch.testing.assert_close(aux_hidden[..., :32], expected.hidden_states[1])
+    torch.testing.assert_close(aux_hidden[..., 32:], expected.hidden_states[3])
+    torch.testing.assert_close(logits, expected.logits)
