@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -17,7 +17,7 @@ class Process:
 
     pid: int
     started: int
-    name: str
+    name: str = field(compare=False)  # a process may rename itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,60 @@
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.bench import acceptance, command, demo, offline, serving
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def serving_result() -> dict[str, object]:
+    memory = {"processes": 3, "resident_mib": 900.0, "proportional_mib": 600.0}
+    return {
+        "what": "serving", "starts": 3, "ready_seconds": 9.0, "first_answer_seconds": 9.5, "streams_at_once": 8,
+        "new_tokens": 32, "rounds": 15, "tokens_per_second": 500.0, "first_token_ms": 40.0, "accept_length": 2.5,
+        "failed": 0, "identical": True, "memory_idle": memory, "memory_loaded": memory,
+        "memory_by_process_mib": {"raylet": 20.0},
+    }  # fmt: skip
+
+
+def test_parts_run_in_order_and_write_their_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(offline, "measure", lambda pair, size, say: {"what": "offline", "repeats": size.repeats})
+    monkeypatch.setattr(offline, "show", lambda result: "the table")
+    monkeypatch.setattr(serving, "measure", lambda pair, size, say: serving_result())
+    assert command.run(parsed("--repeats", "7", "--json", "--out", str(tmp_path))) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["what"] for line in lines] == ["offline", "serving"]
+    assert lines[0]["repeats"] == 7
+    assert json.loads((tmp_path / "serving.json").read_text())["first_answer_seconds"] == 9.5
+    assert command.run(parsed("serving")) == 0
+    assert "under 25" in capsys.readouterr().out
+
+
+def test_different_outputs_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "measure", lambda pair, size, say: {"identical": False})
+    monkeypatch.setattr(acceptance, "show", lambda result: "")
+    assert command.run(parsed("acceptance")) == command.DIFFERENT
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'onlin'"):
+        command.run(parsed("onlin"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        command.run(parsed("acceptance", "--model", str(tmp_path)))
+
+
+def test_demo_has_its_flags() -> None:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    args = parser.parse_args(["--set", "dtype=float64", "--rounds", "1"])
+    assert (args.settings, args.rounds) == (["dtype=float64"], 1)
+    assert args.config.name == "local.yaml"
+    assert len(demo.PROMPTS) == 8

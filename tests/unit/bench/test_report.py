@@ -1,0 +1,42 @@
+import json
+from pathlib import Path
+
+from cluster.bench.report import first_difference, json_line, machine, median, ratio, table, write_json
+
+
+def test_a_table_puts_numbers_right_and_words_left() -> None:
+    text = table(("name", "x", "same"), [("a", 1.5, True), ("bcdef", 123.456, False), ("c", None, True)])
+    assert text.splitlines() == [
+        "name       x  same",
+        "-----  -----  ----",
+        "a       1.50  yes",
+        "bcdef  123.5  NO",
+        "c          -  yes",
+    ]
+
+
+def test_a_table_may_be_empty() -> None:
+    assert table(("a",), []).splitlines() == ["a", "-"]
+
+
+def test_numbers() -> None:
+    assert (median([]), median([3.0, 1.0, 2.0])) == (0.0, 2.0)
+    assert (ratio(1, 0), ratio(3, 2)) == (0.0, 1.5)
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([], [5]) == 0
+
+
+def test_json_is_one_line_and_short(tmp_path: Path) -> None:
+    result = {"a": 1 / 3, "b": [{"c": (0.123456, True, None, "x")}]}
+    assert json_line(result) == '{"a": 0.3333, "b": [{"c": [0.1235, true, null, "x"]}]}'
+    write_json(result, tmp_path / "new" / "offline.json")
+    assert json.loads((tmp_path / "new" / "offline.json").read_text()) == json.loads(json_line(result))
+
+
+def test_the_machine_is_described_not_named() -> None:
+    assert set(machine()) == {"cpu", "cores", "python", "load_average"}

@@ -1,0 +1,98 @@
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from cluster.bench.streams import Prompt, accept_length, pace, run_together, served_model
+
+COUNTS = {"num_spec_steps": 2, "num_accepted_draft_tokens": 1}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams five tokens in three events; a prompt may ask for trouble instead."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        self.answer(b'{"data": [{"id": "tiny"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if body["prompt"] == "refuse":
+            self.answer(b'{"error": {"message": "no"}}', 400)
+            return
+        events = [self.choice([1], "a"), self.choice([2, 3], "bc"), self.choice([4, 5], "de", "length")]
+        if body["prompt"] == "short":
+            events = [self.choice([1], "a", "stop")]
+        if body["prompt"] == "break":
+            events = [self.choice([1], "a"), {"error": {"message": "the engine failed"}}]
+        events.append({"choices": [], "usage": {}, "metrics": {"speculative_decoding": COUNTS}})
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for event in events:
+            self.chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.chunk(b"data: [DONE]\n\n")
+        self.chunk(b"")
+
+    def choice(self, ids: list[int], text: str, reason: str | None = None) -> dict[str, Any]:
+        return {"choices": [{"index": 0, "text": text, "token_ids": ids, "finish_reason": reason}], "usage": None}
+
+    def chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def answer(self, data: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_streams_run_together_and_are_read_to_their_end(port: int) -> None:
+    looks = []
+    prompts = [Prompt("x"), Prompt("y", 0.8, 7)]
+    streams = run_together(port, served_model(port), prompts, 5, lambda s: looks.append(len(s)))
+    assert [s.token_ids for s in streams] == [[1, 2, 3, 4, 5]] * 2
+    assert [(s.text, s.finish_reason, s.error) for s in streams] == [("abcde", "length", None)] * 2
+    assert streams[0].accept_length == 1.5
+    assert accept_length(streams) == 1.5
+    assert pace(streams) > 0
+    assert looks[-1] == 2
+    asked = next(body for body in Handler.asked if body["prompt"] == "y")
+    assert (asked["model"], asked["temperature"], asked["seed"], asked["max_tokens"]) == ("tiny", 0.8, 7, 5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [("refuse", "status 400"), ("short", "ended with 'stop' after 1 of 5"), ("break", "the engine failed")],
+)
+def test_what_goes_wrong_is_kept(port: int, prompt: str, said: str) -> None:
+    (stream,) = run_together(port, "tiny", [Prompt(prompt)], 5)
+    assert stream.error is not None
+    assert said in stream.error
+
+
+def test_nobody_listens() -> None:
+    (stream,) = run_together(1, "tiny", [Prompt("x")], 5)
+    assert stream.error is not None
+    assert stream.ended is not None
+    assert pace([stream]) == 0.0
