@@ -5,6 +5,7 @@ and the placement group (its creator is gone), so nothing is left behind either 
 """
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable
@@ -54,6 +55,7 @@ class Gang:
         self._answered: list[float] = []  # when each rank last answered, on our clock
         self._asking: list[asyncio.Task[None] | None] = []
         self._failed = ""
+        self._context = contextvars.Context()
 
     @property
     def world(self) -> int:
@@ -76,6 +78,7 @@ class Gang:
         except BaseException:
             self.kill()
             raise
+        self._context = contextvars.copy_context()
         self.beats = [None] * self.world
         self._answered = [time.monotonic()] * self.world
         self._asking = [None] * self.world
@@ -100,7 +103,8 @@ class Gang:
         for rank in range(len(self.beats)):
             task = self._asking[rank]
             if task is None or task.done():  # at most one question open per rank, however long it hangs
-                self._asking[rank] = asyncio.create_task(self._ask(rank))
+                # in the owner's context, not the caller's: Serve cancels what the task of a request has called
+                self._asking[rank] = asyncio.create_task(self._ask(rank), context=self._context)
         waiting = [task for task in self._asking if task is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)

@@ -54,23 +54,27 @@ class Router:
         self._mean_new = FIRST_GUESS
         self._submits: list[list[Request]] = [[] for _ in range(gang.world)]
         self._aborts: list[list[str]] = [[] for _ in range(gang.world)]
-        self._senders: list[asyncio.Task[None] | None] = [None] * gang.world
+        self._filled = [asyncio.Event() for _ in range(gang.world)]
         self._tasks: list[asyncio.Task[None]] = []
         self._down = ""
 
     def start(self) -> None:
-        """Begin to read the shards' streams and to watch the gang; call on the replica's event loop."""
+        """Begin to read the shards' streams and to watch the gang; call on the replica's event loop.
+
+        No actor call may be made from a request's own task: when its client leaves, Serve cancels everything that the
+        task has called, and a call that carries commands carries those of other requests too.
+        """
         for rank in range(self._gang.world):
             self._tasks.append(asyncio.create_task(self._read(rank), name=f"outputs-{rank}"))
+            self._tasks.append(asyncio.create_task(self._send(rank), name=f"commands-{rank}"))
         self._tasks.append(asyncio.create_task(self._gang.watch(self._fail_all), name="gang-watch"))
 
     async def close(self) -> None:
         """End the open streams with an error and stop reading; the gang itself is left to its owner."""
         self._fail_all("the server is shutting down")
-        tasks = [*self._tasks, *(task for task in self._senders if task is not None)]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
@@ -121,7 +125,7 @@ class Router:
         self._load[rank] += expected
         self._queued += expected
         self._submits[rank].append(request)
-        self._send(rank)
+        self._filled[rank].set()
         return stream
 
     def _forget(self, stream: Stream) -> None:
@@ -132,7 +136,7 @@ class Router:
         self._leave_queue(stream)
         if not stream.ended and not self._down:
             self._aborts[stream.rank].append(stream.request.request_id)
-            self._send(stream.rank)
+            self._filled[stream.rank].set()
         if not self._streams:  # sums of floats drift; an empty gang is a good moment to say so
             self._load = [0.0] * len(self._load)
             self._queued = 0.0
@@ -142,15 +146,11 @@ class Router:
             stream.started = True
             self._queued = max(0.0, self._queued - stream.expected)
 
-    def _send(self, rank: int) -> None:
-        """Make sure that a sender is at work for a rank."""
-        task = self._senders[rank]
-        if task is None or task.done():
-            self._senders[rank] = asyncio.create_task(self._send_all(rank), name=f"commands-{rank}")
-
-    async def _send_all(self, rank: int) -> None:
-        """Pass on what gathered, one call at a time, until nothing is left."""
-        while self._submits[rank] or self._aborts[rank]:
+    async def _send(self, rank: int) -> None:
+        """Pass on what gathered for a rank, one call at a time."""
+        while True:
+            await self._filled[rank].wait()
+            self._filled[rank].clear()
             commands = Commands(tuple(self._submits[rank]), tuple(self._aborts[rank]))
             self._submits[rank].clear()
             self._aborts[rank].clear()

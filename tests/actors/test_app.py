@@ -114,6 +114,25 @@ def test_a_client_that_leaves_frees_its_slot(url):
     assert eventually(lambda: running() == 0.0, 3.0)
 
 
+def test_clients_that_leave_take_nobody_with_them(url):
+    """Serve cancels every actor call that a leaving client's task has made; none may carry another's request."""
+
+    async def ask(client: httpx.AsyncClient, number: int, leaves: bool) -> bool:
+        body = {"model": "counting", "prompt": [SLOW, number], "max_tokens": 60, "stream": True}
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            if leaves:
+                return True
+            lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+        return lines[-1] == "data: [DONE]" and "error" not in "".join(lines)
+
+    async def crowd() -> list[bool]:
+        async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=100)) as client:
+            return await asyncio.gather(*(ask(client, i, leaves=i % 4 != 0) for i in range(80)))
+
+    assert all(asyncio.run(crowd()))
+    assert health(url) == 200
+
+
 def test_a_killed_shard_ends_its_streams_turns_health_bad_and_is_replaced(url):
     ranks = httpx.get(f"{url}/server_info").text
     pid = int(ranks.split('"pid":')[1].split(",")[0].strip("} "))
