@@ -24,15 +24,24 @@ def _mix_(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of everything that is compared, summed or drawn over a vocabulary."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise `[B, n, V]` for requests with `seeds` `[B]` at token `positions` `[B, n]`, both int64."""
+    """Standard Gumbel noise `[B, n, V]` for requests with `seeds` `[B]` at token `positions` `[B, n]`, both int64.
+
+    In `dtype`, float32 at least: half precision would give every 256th token no chance and every 1024th a sure one.
+    """
     low = (seeds & 0xFFFFFFFF).to(torch.int32)[:, None]
     high = (seeds >> 32).to(torch.int32)[:, None]
     key = _mix_(_mix_(low + positions.to(torch.int32) * MIX_C) + high)
     whiten = _mix_(key + GOLDEN)
     token = _mix_(torch.arange(vocab_size, dtype=torch.int32, device=seeds.device) * GOLDEN)
-    hashed = _mix_(key[..., None] ^ token).bitwise_xor_(whiten[..., None])
-    uniform = hashed.to(dtype).add_(2.0**31 + 0.5).mul_(2.0**-32)
+    hashed = _mix_(key[..., None] ^ token).bitwise_xor_(whiten[..., None]).bitwise_and_(0x7FFFFFFF)
+    wide = at_least_float32(dtype)
+    uniform = hashed.to(wide).add_(0.5).mul_(2.0**-31).clamp_(max=1 - torch.finfo(wide).eps / 2)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -40,7 +49,7 @@ def scores(logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> Ten
     """What the chosen token maximises: logits `[B, n, V]`, noise alike or None when no request samples."""
     if noise is None:
         return logits
-    tempered = logits * sampling.inverse_temperature[:, None, None]
+    tempered = logits.to(noise.dtype) * sampling.inverse_temperature[:, None, None]
     if sampling.filtered:
         tempered = filtered(tempered, sampling)
     return tempered.addcmul_(noise, sampling.noise_scale[:, None, None])
@@ -69,6 +78,7 @@ class SamplingTable:
     """Sampling parameters by request row, on the device, so that a step gathers instead of building."""
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        dtype = at_least_float32(dtype)
         self._floats = torch.zeros(rows, 4, dtype=dtype, device=device)
         self._floats[:, 0] = 1.0
         self._floats[:, 2] = 1.0

@@ -13,7 +13,7 @@ from cluster.attention.plan import HIDDEN, window_group
 from cluster.batch import AttentionPlan, Batch, SamplingBatch
 from cluster.config import TreeShape
 from cluster.forward.runner import DraftRunner
-from cluster.forward.sampler import scores
+from cluster.forward.sampler import at_least_float32, scores
 from cluster.spec.extend import extend_input, extend_plan
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import Candidates, DraftTree, best_tree, chain, clean
@@ -52,7 +52,7 @@ class NoDraft:
         bonus = torch.cat([accepted.bonus, first])
         nothing = bonus.new_zeros(bonus.shape[0], 1)
         empty = features[0].new_zeros(bonus.shape[0], 0)
-        return EagleDraftInput(nothing.to(empty.dtype), nothing, empty, bonus)
+        return EagleDraftInput(nothing.to(at_least_float32(empty.dtype)), nothing, empty, bonus)
 
 
 class EagleDraft:
@@ -72,7 +72,8 @@ class EagleDraft:
         """
         if noise is not None:
             noise = noise.index_select(-1, self._target_ids)
-        likely = scores(logits, sampling, noise).log_softmax(-1).topk(self._shape.topk, -1)
+        ranked = scores(logits, sampling, noise)
+        likely = ranked.log_softmax(-1, dtype=at_least_float32(ranked.dtype)).topk(self._shape.topk, -1)
         return likely.values, self._target_ids[likely.indices]
 
     def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import DraftSpec
+from cluster.forward.sampler import at_least_float32
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class EagleDraftInput:
         """Zeroed carriers of `requests` requests with the real trailing widths; 0 requests is an idle rank."""
         dtype = cls.dtype_for(compute)
         return cls(
-            topk_p=torch.zeros(requests, topk, dtype=dtype, device=device),
+            topk_p=torch.zeros(requests, topk, dtype=at_least_float32(dtype), device=device),
             topk_index=torch.zeros(requests, topk, dtype=torch.int64, device=device),
             hidden=torch.zeros(requests, cls.hidden_size_for(draft), dtype=dtype, device=device),
             bonus=torch.zeros(requests, dtype=torch.int64, device=device),

@@ -13,7 +13,7 @@ from cluster.attention.plan import bias_of, window_group
 from cluster.batch import AttentionPlan, Batch
 from cluster.config import TreeShape
 from cluster.forward.runner import TargetRunner
-from cluster.forward.sampler import gumbel, scores
+from cluster.forward.sampler import at_least_float32, gumbel, scores
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft
 from cluster.spec.extend import shifted
@@ -72,7 +72,7 @@ class Step:
         if batch.logprobs:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
             wanted = torch.cat([nodes.view(-1), torch.arange(r * n, logits.shape[0], device=chosen.device)])
-            logprobs = logits.index_select(0, wanted).log_softmax(-1)
+            logprobs = logits.index_select(0, wanted).log_softmax(-1, dtype=at_least_float32(logits.dtype))
         clock.append(time.perf_counter())
         seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
         return Stepped(accepted.tokens, accepted.accept_len, first, logprobs, seconds)
@@ -82,7 +82,7 @@ class Step:
         if not batch.sampling.noisy:
             return None, None
         ahead = torch.arange(1, self._shape.num_steps + 3, device=batch.rows.device)
-        seeds, dtype = batch.sampling.seeds, self._carried.topk_p.dtype
+        seeds, dtype = batch.sampling.seeds, self._carried.hidden.dtype
         decode = gumbel(seeds[: batch.decodes], batch.seq_lens[:, None] + ahead, self._vocab, dtype)
         lens = batch.prompt.final_lens[:, None] + ahead[:2] - 1
         return decode, gumbel(seeds[batch.decodes :], lens, self._vocab, dtype)
@@ -90,7 +90,7 @@ class Step:
     def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
         r, n, prompt = batch.decodes, self._shape.num_draft_tokens, batch.prompt
-        own = window_group(batch.reach, bias_of(tree.ancestors, self._carried.topk_p.dtype), slice(0, r * n))
+        own = window_group(batch.reach, bias_of(tree.ancestors, self._carried.hidden.dtype), slice(0, r * n))
         write = torch.cat([batch.reach.window[:, :n].reshape(-1), prompt.write])
         tokens = torch.cat([tree.tokens.reshape(-1), prompt.token_ids])
         positions = torch.cat([(batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions])

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.forward.sampler import at_least_float32
+
 DECAY = 1e-3
 """Every level costs a candidate this much log-probability, so that scores fall strictly along a path: whatever is among
 the best N - 1 has its parent among them, ties or not."""
@@ -43,7 +45,7 @@ def clean(log_probabilities: Tensor) -> Tensor:
 
     In float32 at least: half precision would round DECAY away, and a tie could then select a child without its parent.
     """
-    wide = log_probabilities.to(torch.promote_types(log_probabilities.dtype, torch.float32))
+    wide = log_probabilities.to(at_least_float32(log_probabilities.dtype))
     return wide.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
 
 

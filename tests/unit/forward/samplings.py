@@ -1,12 +1,12 @@
 """Sampling batches for direct calls."""
 
+from dataclasses import replace
+
 import torch
 
 from cluster.batch import SamplingBatch
 from cluster.forward.sampler import SamplingTable
 from cluster.request import SamplingParams
-
-Options = dict[str, float | int]
 
 
 def sampling_of(
@@ -14,10 +14,9 @@ def sampling_of(
 ) -> SamplingBatch:
     """The same parameters for every request, as the engine's own table gives them."""
     params = SamplingParams(**options)  # type: ignore[arg-type]
-    table = SamplingTable(requests, dtype, torch.device("cpu"))
-    given = range(requests) if seeds is None else seeds.tolist()
-    for row, seed in zip(range(requests), given, strict=True):
-        table.put(row, params, seed)
+    table = SamplingTable(1, dtype, torch.device("cpu"))
+    table.put(0, params, 0)
     noisy = params.temperature > 0
     filtered = noisy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    return table.take(torch.arange(requests), noisy, filtered)
+    batch = table.take(torch.zeros(requests, dtype=torch.int64), noisy, filtered)
+    return replace(batch, seeds=torch.arange(requests) if seeds is None else seeds)
