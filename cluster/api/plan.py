@@ -82,12 +82,15 @@ class ServePlan:
 
     @property
     def replicas(self) -> int:
-        """The most replicas that may run side by side."""
+        """How many replicas start: a number that is given, else the least that autoscaling allows."""
         options = self.settings.llm.deployment_config
-        return int(options.get("num_replicas") or (options.get("autoscaling_config") or {}).get("max_replicas", 1))
+        given = options.get("num_replicas")
+        scaling = options.get("autoscaling_config") or {}
+        count = given if isinstance(given, int) else scaling.get("initial_replicas") or scaling.get("min_replicas")
+        return max(1, int(count or 1))
 
     def resources(self, name: str) -> float:
-        """How much of a resource the gangs of all replicas ask for together."""
+        """How much of a resource the gangs of the first replicas ask for together."""
         return self.replicas * sum(bundle.get(name, 0.0) for bundle in self.settings.llm.layout().bundles)
 
 

@@ -77,6 +77,7 @@ def test_every_deploy_file_is_valid_and_the_two_defaults_serve_the_same():
         (application,) = config["applications"]
         assert application["import_path"] == plan.file.applications[0].import_path
         parse(application["args"])
+    assert make_plan(str(CHECKOUT / "deploy" / "serve.yaml"), []).engine == plan.engine
     ours = parse(served["applications"][0]["args"]).llm
     assert ours.engine_config() == plan.settings.llm.engine_config()
 
@@ -139,6 +140,18 @@ def test_a_wrong_override_is_refused_by_name(override, said):
     with pytest.raises(ConfigError) as refused:
         make_plan(None, [override])
     assert said in str(refused.value)
+
+
+def test_a_local_ray_has_room_for_the_first_replicas():
+    for overrides, replicas in (
+        ([], 1),
+        (["num_replicas=3"], 3),
+        (["num_replicas=auto"], 1),
+        (["autoscaling_config.max_replicas=100"], 1),
+        (["deployment_config.autoscaling_config.initial_replicas=2"], 2),
+    ):
+        plan = make_plan(None, [o if o.startswith(("num", "dep")) else f"deployment_config.{o}" for o in overrides])
+        assert (plan.replicas, plan.resources("CPU")) == (replicas, float(replicas))
 
 
 def test_relative_paths_are_found_from_home_the_working_directory_and_the_checkout(tmp_path, monkeypatch):
