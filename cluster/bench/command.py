@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="seconds instead of minutes; shows the form, not the speed"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per part instead of tables")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write DIR/PART.json for each part")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write DIR/PART.json and DIR/PART.txt")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(json_line(result) if args.json else f"{text}\n", flush=True)
         if args.out is not None:
             write_json(result, args.out / f"{part}.json")
+            (args.out / f"{part}.txt").write_text(text + "\n", encoding="utf-8")
     return 0 if same else DIFFERENT
 
 

@@ -34,6 +34,7 @@ def test_parts_run_in_order_and_write_their_files(
     assert [line["what"] for line in lines] == ["offline", "serving"]
     assert lines[0]["repeats"] == 7
     assert json.loads((tmp_path / "serving.json").read_text())["first_answer_seconds"] == 9.5
+    assert (tmp_path / "offline.txt").read_text() == "the table\n"
     assert command.run(parsed("serving")) == 0
     assert "under 25" in capsys.readouterr().out
 
