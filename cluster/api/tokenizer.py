@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cluster.api.errors import ApiError
 from cluster.config import ConfigError
@@ -40,7 +40,8 @@ class ChatTokenizer:
         if not _has_template(Path(path)):
             return cls(text, None)
         try:
-            template = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            # Only the template is wanted: AutoTokenizer would import torch for it, seconds of start-up in each replica.
+            template = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a broken folder
             raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error
         return cls(text, template)
