@@ -77,7 +77,7 @@ FILES: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None] | N
         None,
         "model.norm.weight",
     ),
-    "no draft": (None, shutil.rmtree, "is missing in"),
+    "no draft": (None, shutil.rmtree, "does not exist"),
     "draft config is cut off": (None, cut("config.json"), "is not valid JSON"),
     "draft weights cut off": (None, cut(WEIGHTS), "is not a readable safetensors file"),
     "a target as its own draft": (None, edit_config(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
