@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. 1 when outputs that must be equal were not, else 0.
+    """Measure and print. 1 when outputs that must be equal were not or a stream failed, else 0.
 
     Raises:
         ValueError: a part that does not exist, or a model that cannot be measured.
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     same = True
     for part in parts:
         result, text = _measure(part, args)
-        same = same and bool(result.get("identical", True))
+        same = same and bool(result.get("identical", True)) and not result.get("failed", 0)
         print(json_line(result) if args.json else f"{text}\n", flush=True)
         if args.out is not None:
             write_json(result, args.out / f"{part}.json")

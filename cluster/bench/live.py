@@ -1,5 +1,6 @@
 """What a person sees while streams run: lines that redraw themselves on a terminal, plain progress elsewhere."""
 
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -8,7 +9,7 @@ from cluster.bench.streams import Stream, accept_length, pace
 
 BAR = 12
 NAME = 28
-WIDTH = 110
+WIDEST = 120
 PLAIN_EVERY_S = 2.0
 
 
@@ -19,15 +20,17 @@ class LiveView:
         self._title, self._max_tokens, self._out = title, max_tokens, out
         self._drawn = 0
         self._told = time.monotonic()
-        self._terminal = out.isatty()
+        size = shutil.get_terminal_size()
+        self._width = min(WIDEST, size.columns - 1)  # a line that wraps could not be redrawn in place
+        self._rows = size.lines
         self._said_end = False
 
     def __call__(self, streams: list[Stream]) -> None:
         """Show the streams as they are now."""
-        if self._terminal:
+        if self._out.isatty() and len(streams) + 3 <= self._rows:
             lines = [self._title, *(self._line(stream) for stream in streams), self._total(streams)]
             up = f"\x1b[{self._drawn}A" if self._drawn else ""
-            self._out.write(up + "".join(f"\x1b[2K{line[:WIDTH]}\n" for line in lines))
+            self._out.write(up + "".join(f"\x1b[2K{line[: self._width]}\n" for line in lines))
             self._out.flush()
             self._drawn = len(lines)
             return
@@ -43,8 +46,8 @@ class LiveView:
         filled = BAR * done // self._max_tokens
         bar = "#" * filled + "." * (BAR - filled)
         head = f"  {short(stream.prompt.text, NAME):{NAME}} {bar} {done:4d} {stream.tokens_per_second:6.1f}/s  "
-        tail = "".join(c if c.isprintable() else " " for c in stream.text[-200:].replace("\n", " \\n "))
-        room = max(0, WIDTH - len(head))
+        tail = "".join(c if " " <= c <= "~" else "?" for c in stream.text[-200:].replace("\n", " \\n "))
+        room = max(1, self._width - len(head))
         return head + (stream.error or tail)[-room:]
 
     def _total(self, streams: list[Stream]) -> str:

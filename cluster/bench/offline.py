@@ -16,7 +16,7 @@ from cluster.bench.runs import Run, run_in_batches
 from cluster.engine import build_engine
 
 BATCHES = (1, 8)
-SHAPES = (
+TRIED = (
     *(Shape(steps) for steps in (2, 3, 4, 5)),
     Shape(3, 2, 6),
     Shape(4, 2, 8),
@@ -25,6 +25,7 @@ SHAPES = (
     Shape(3, 4, 12),
     Shape(4, 4, 16),
 )
+SHAPES = TRIED if DEFAULT in TRIED else (*TRIED, DEFAULT)
 TRANSFORMERS = "transformers"
 GOAL_SPEEDUP = {1: 1.6, 8: 1.2}
 GOAL_TRANSFORMERS = {1: 3.0, 8: 2.0}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from cluster.config import DEFAULT_NUM_STEPS, DEFAULT_TOPK, EngineConfig
+from cluster.config import EngineConfig, tree_shape
 from cluster.train.corpus import heldout_prompts
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -33,8 +33,15 @@ class Shape:
         return f"topk {self.topk}, {self.num_steps} levels, {self.nodes} nodes"
 
 
+def shipped() -> Shape:
+    """The tree of a config that names a draft and nothing else."""
+    config = EngineConfig(model_path="-", speculative_algorithm="EAGLE3", speculative_draft_model_path="-")
+    tree = tree_shape(config)
+    return Shape(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
+
+
 PLAIN = Shape(0)
-DEFAULT = Shape(DEFAULT_NUM_STEPS, DEFAULT_TOPK)
+DEFAULT = shipped()
 
 
 @dataclass(frozen=True, slots=True)
