@@ -44,11 +44,12 @@ def nearest(key: str, known: list[str]) -> str:
 def as_config_error(error: ValidationError) -> ConfigError:
     """All that pydantic found wrong, one line each, every line naming its setting."""
     lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        own = item.get("ctx", {}).get("error")
-        said = str(own) if own is not None else f"{item['msg']}, got {item['input']!r}"
-        lines.append(f"{where}: {said}" if where else said)
+    for detail in error.errors(include_url=False, include_context=False):
+        where = ".".join(str(part) for part in detail["loc"])
+        what = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] not in ("value_error", "missing"):
+            what += f", got {detail['input']!r}"
+        lines.append(f"{where}: {what}" if where else what)
     return ConfigError("\n".join(lines))
 
 

@@ -15,13 +15,21 @@ from cluster.api.settings import (
     DEPLOYMENT_OPTIONS,
     AppSettings,
     LLMConfig,
-    explain,
     parse,
     read_yaml,
     resolve_engine_paths,
 )
 from cluster.arch import read_target
-from cluster.config import ALIASES, SPECULATIVE_CONFIG, ConfigError, EngineConfig, Settings, nearest, tree_shape
+from cluster.config import (
+    ALIASES,
+    SPECULATIVE_CONFIG,
+    ConfigError,
+    EngineConfig,
+    Settings,
+    as_config_error,
+    nearest,
+    tree_shape,
+)
 
 BUILDER = "cluster.api.app:build_openai_app"
 DEFAULT_CONFIG = CHECKOUT / "deploy" / "local.yaml"
@@ -109,7 +117,7 @@ def make_plan(config: str | None, overrides: Sequence[str]) -> ServePlan:
     try:
         file = ServeFile.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+        raise as_config_error(error) from None
     settings = parse(file.applications[0].args)
     engine = resolve_engine_paths(settings.llm.engine_config())
     tree_shape(engine)

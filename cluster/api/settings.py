@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from cluster.actors.placement import Layout, Strategy, layout_of
-from cluster.config import ConfigError, EngineConfig, Settings, nearest
+from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, nearest
 
 HOME = "AERIE_HOME"
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -179,17 +179,7 @@ def parse(args: Mapping[str, Any]) -> AppSettings:
     try:
         return AppSettings.model_validate(dict(args))
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
-
-
-def explain(error: ValidationError) -> str:
-    """A validation error in our words: the path of each setting and what is wrong with it."""
-    lines = []
-    for detail in error.errors(include_url=False, include_context=False, include_input=False):
-        where = ".".join(str(part) for part in detail["loc"])
-        what = detail["msg"].removeprefix("Value error, ")
-        lines.append(f"{where}: {what}" if where else what)
-    return "\n".join(lines)
+        raise as_config_error(error) from None
 
 
 def resolve_path(path: str) -> str:
