@@ -90,7 +90,7 @@ def by_depth(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> d
     coupled, reached, ids = _watch(pair, prompts, new_tokens, alone=False)
     likeliest, reached_alone, _ = _watch(pair, prompts, new_tokens, alone=True)
     texts = [[*prompt, *made] for prompt, made in zip(prompts, coupled.tokens, strict=True)]
-    bounds = bounds_of(reached, texts, Transformers(pair.target, "float32"), ids)
+    bounds = bounds_of(reached, texts, Transformers(pair.target, "float32", str(ids.device)), ids)
     depths = []
     for depth in range(1, CHAIN.num_steps + 1):
         here = [(r, bound) for r, bound in zip(reached, bounds, strict=True) if r.depth == depth]

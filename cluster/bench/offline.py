@@ -87,8 +87,8 @@ def run_contenders(
             return run_in_batches(engine, group, size.new_tokens, batch)
 
         contenders[str(shape)] = Contender(str(shape), work)
-        dtype = str(engine.info()["dtype"])
-    reference = Transformers(pair.target, dtype)
+        dtype, device = str(engine.info()["dtype"]), str(engine.info()["device"])
+    reference = Transformers(pair.target, dtype, device)
 
     def refer(group: Sequence[Sequence[int]], batch: int) -> Run:
         return reference.run(group, size.new_tokens, batch)

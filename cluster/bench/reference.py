@@ -14,11 +14,13 @@ from cluster.bench.runs import Run
 class Transformers:
     """The target as `transformers` runs it, in the dtype of our engine."""
 
-    def __init__(self, folder: str, dtype: str) -> None:
-        """`dtype` is a name of torch's, such as float32."""
+    def __init__(self, folder: str, dtype: str, device: str = "cpu") -> None:
+        """`dtype` and `device` are names of torch's, such as float32 and cpu."""
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         compute = getattr(torch, dtype)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=compute, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=compute, local_files_only=True)
+        self.model = model.to(device)
+        self._device = device
         self.model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
@@ -27,15 +29,15 @@ class Transformers:
         how = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
         whole = Run()
         for start in range(0, len(prompts), batch):
-            ids = torch.tensor([list(prompt) for prompt in prompts[start : start + batch]])
+            ids = torch.tensor([list(p) for p in prompts[start : start + batch]], device=self._device)
             started = time.perf_counter()
             made = self.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-            seconds = time.perf_counter() - started
-            whole.add(Run(tokens=made[:, ids.shape[1] :].tolist(), seconds=seconds))
+            tokens = made[:, ids.shape[1] :].tolist()
+            whole.add(Run(tokens=tokens, seconds=time.perf_counter() - started))
         return whole
 
     @torch.inference_mode()
     def log_probabilities(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Log-probabilities `[T, V]` after every token of each text."""
-        rows = (torch.tensor([list(text)]) for text in texts)
+        rows = (torch.tensor([list(text)], device=self._device) for text in texts)
         return [self.model(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]
