@@ -122,3 +122,10 @@ class CorrectedDraft(_Knowing):
         self, batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], noise: Tensor | None
     ) -> EagleDraftInput:
         return self._inner.extend(batch, accepted, first, features, noise)
+
+
+def correct(engine: Engine, truth: Texts, rate: float) -> None:
+    """Put a `CorrectedDraft` around the engine's own draft."""
+    draft = CorrectedDraft(engine._p.step._draft, truth, rate)
+    draft.tie(engine)
+    engine._p.step._draft = draft

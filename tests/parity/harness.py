@@ -9,7 +9,7 @@ import torch
 from cluster.config import EngineConfig, tree_shape
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import Request, RequestOutput, SamplingParams
-from tests.parity.drafts import CorrectedDraft, OracleDraft, Texts
+from tests.parity.drafts import OracleDraft, Texts, correct
 from tests.tiny import draft_folder, target_folder
 
 VOCAB = 24
@@ -89,9 +89,7 @@ def speculative(config: EngineConfig, kind: str = "model", truth: Texts | None =
         return engine
     engine = build_engine(config)
     if kind == "corrected":
-        corrected = CorrectedDraft(engine._p.step._draft, truth or {}, rate)
-        corrected.tie(engine)
-        engine._p.step._draft = corrected
+        correct(engine, truth or {}, rate)
     return engine
 
 

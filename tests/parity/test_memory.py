@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.engine import build_engine
-from tests.parity.drafts import CorrectedDraft
+from tests.parity.drafts import correct
 from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, scarce, tiny_pair, truth
 from tests.parity.reference import draft_reference, target_reference
 from tests.parity.watch import Watch
@@ -54,14 +54,8 @@ def test_memory_after_long_runs_retraction_and_reuse(topk: int, num_steps: int, 
     config = config_of(target, folder, topk, num_steps, page_size=page_size)
     requests = grid_requests("0.8", 8)
     engine = build_engine(config if memory == "ample" else scarce(config, requests))
-    inner = engine._p.step._draft
-    corrected = CorrectedDraft(inner, truth("0.8"), 0.8)
-    corrected.tie(engine)
-
-    class Both:
-        draft, extend = staticmethod(corrected.draft), staticmethod(inner.extend)
-
-    engine._p.step._draft = Both()
+    watch.attach(engine, trees=False)
+    correct(engine, truth("0.8"), 0.8)
     first = run(engine, requests, watch)
     again = run(engine, [replace(one, request_id=f"{one.request_id}/2") for one in requests], watch)
     assert not watch.errors

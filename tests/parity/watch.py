@@ -33,9 +33,12 @@ class Watch:
         self._fused = {name: self.draft.fuse(one) for name, one in self._passes.items()}
         self._kv = {name: self.draft.run(text[1:], self._fused[name][:-1])[2] for name, text in self.texts.items()}
 
-    def attach(self, engine: Engine) -> None:
-        """Look at every tree that the engine drafts."""
+    def attach(self, engine: Engine, trees: bool = True) -> None:
+        """Watch the engine's pools, and every tree that it drafts."""
         inner = engine._p.step._draft
+        self._pools = (engine._p.step._target.pool, inner._runner.pool)
+        if not trees:
+            return
 
         class Watched:
             def draft(_, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
@@ -51,10 +54,7 @@ class Watch:
 
     def __call__(self, engine: Engine, _: StepResult) -> None:
         """Compare the committed KV of every running request in both pools."""
-        step = engine._p.step
-        draft = getattr(step._draft.extend, "__self__", None)
-        pools = [(step._target.pool, [one.kv for one in self._passes.values()])]
-        pools.append((draft._runner.pool, list(self._kv.values())))
+        references = ([one.kv for one in self._passes.values()], list(self._kv.values()))
         names = list(self.texts)
         for sequence in engine._p.scheduler.running:
             if sequence.lease is None:
@@ -62,7 +62,9 @@ class Watch:
             at = names.index(sequence.request.request_id.split("/")[0])
             known = min(sequence.committed, len(self.texts[names[at]]) - 1)
             slots = engine._p.cache.table.slots[sequence.lease.row, :known]
-            for what, (pool, reference) in zip(("target", "draft"), pools, strict=True):
+            for what, (pool, reference) in zip(
+                ("target", "draft"), zip(self._pools, references, strict=True), strict=True
+            ):
                 for layer, cells in enumerate(reference[at]):
                     off = (pool.kv[layer, slots] - cells[:known]).abs().amax((1, 2, 3)) if known else torch.zeros(1)
                     if not bool((off < NEAR).all()):

@@ -1,0 +1,338 @@
+"""The suite's own proof: each planted bug is caught, and without one every check passes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cluster.arch
+import cluster.engine.assemble
+import cluster.engine.engine
+import cluster.models.eagle3
+import cluster.spec.draft
+import cluster.spec.step
+from cluster.engine import Engine
+from cluster.engine.finish import Cut, FinishCheck
+from cluster.engine.scheduler import Scheduler
+from cluster.forward.sampler import SamplingTable
+from cluster.kv.cache import KVCache
+from cluster.kv.pages import PageAllocator
+from cluster.kv.radix import RadixTree
+from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.layer import RotaryTable
+from cluster.spec.draft import EagleDraft
+from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.step import Step
+from cluster.spec.verify import Accepted
+from tests.parity.checks import caught, plain, texts
+
+Patch = pytest.MonkeyPatch
+
+
+def changed(patch: Patch, owner: object, name: str, make: Callable[[Callable[..., object]], object]) -> None:
+    """Replace `owner.name` by what `make` makes of it."""
+    patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+BUGS: dict[str, Callable[[Patch], None]] = {}
+
+
+def bug(name: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    def put(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        BUGS[name] = plant
+        return plant
+
+    return put
+
+
+def extend_input_bug(patch: Patch, turn: Callable[..., tuple[object, ...]]) -> None:
+    changed(patch, cluster.spec.draft, "extend_input", lambda true: lambda *given: true(*turn(*given)))
+
+
+@bug("mask rows of two nodes are swapped")
+def _(patch: Patch) -> None:
+    changed(patch, cluster.spec.step, "bias_of", lambda true: lambda seen, dtype: true(seen.roll(1, 1), dtype))
+
+
+@bug("every node sees the whole tree")
+def _(patch: Patch) -> None:
+    changed(patch, cluster.spec.step, "bias_of", lambda true: lambda seen, dtype: true(torch.ones_like(seen), dtype))
+
+
+@bug("the accepted path is read with the wrong stride")
+def _(patch: Patch) -> None:
+    def turn(batch, accepted, first, features, shape):  # type: ignore[no-untyped-def]
+        return (
+            batch,
+            accepted,
+            first,
+            features,
+            shape.model_copy(update={"num_draft_tokens": shape.num_draft_tokens - 1}),
+        )
+
+    extend_input_bug(patch, turn)
+
+
+@bug("accepted KV is not moved")
+def _(patch: Patch) -> None:
+    patch.setattr(cluster.spec.step, "compact", lambda *_: None)
+
+
+@bug("accepted KV is moved from the neighbouring node")
+def _(patch: Patch) -> None:
+    changed(
+        patch,
+        cluster.spec.step,
+        "compact",
+        lambda true: lambda pool, window, path: true(pool, window, torch.where(path > 1, path - 1, path)),
+    )
+
+
+@bug("one aux hidden state stands for all three")
+def _(patch: Patch) -> None:
+    extend_input_bug(patch, lambda b, a, f, features, s: (b, a, f, features[:1] * len(features), s))
+
+
+@bug("aux hidden states are concatenated high to low")
+def _(patch: Patch) -> None:
+    extend_input_bug(patch, lambda b, a, f, features, s: (b, a, f, features[::-1], s))
+
+
+@bug("aux layer ids are read one boundary too early")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda *given: tuple(boundary - 1 for boundary in true(*given))
+
+    changed(patch, cluster.arch, "aux_boundaries", make)
+
+
+@bug("prompt ids are not rotated by one")
+def _(patch: Patch) -> None:
+    def turn(batch, accepted, first, features, shape):  # type: ignore[no-untyped-def]
+        prompt = replace(batch.prompt, next_ids=batch.prompt.token_ids)
+        return replace(batch, prompt=prompt), accepted, first, features, shape
+
+    extend_input_bug(patch, turn)
+
+
+@bug("the last row of a chunk does not know the next chunk's first token")
+def _(patch: Patch) -> None:
+    def turn(batch, accepted, first, features, shape):  # type: ignore[no-untyped-def]
+        ids = batch.prompt.next_ids.clone()
+        ids[-1:] = 0
+        return replace(batch, prompt=replace(batch.prompt, next_ids=ids)), accepted, first, features, shape
+
+    extend_input_bug(patch, turn)
+
+
+@bug("the row proposed from is the last one, accepted or not")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        def wrong(batch, accepted, first, features, shape):  # type: ignore[no-untyped-def]
+            given, r, width = true(batch, accepted, first, features, shape), batch.decodes, shape.num_steps + 1
+            last = torch.arange(r) * width + width - 1
+            return replace(given, select=torch.cat([last, given.select[r:]]))
+
+        return wrong
+
+    changed(patch, cluster.spec.draft, "extend_input", make)
+
+
+@bug("a page is freed twice")
+def _(patch: Patch) -> None:
+    changed(patch, PageAllocator, "give", lambda true: lambda self, pages: true(self, [*pages, *pages[-1:]]))
+
+
+@bug("a page is not freed")
+def _(patch: Patch) -> None:
+    changed(patch, PageAllocator, "give", lambda true: lambda self, pages: true(self, pages[:-1]))
+
+
+@bug("a closed request's cached pages stay locked")
+def _(patch: Patch) -> None:
+    patch.setattr(RadixTree, "unlock", lambda self, path: None)
+
+
+@bug("pages are cached as if a page more were committed")
+def _(patch: Patch) -> None:
+    changed(patch, KVCache, "close", lambda true: lambda self, lease, tokens, n: true(self, lease, tokens, n + 4))
+
+
+@bug("positions inside the tree are off by one")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, batch, tree: true(self, batch, replace(tree, depths=tree.depths + (tree.depths > 0).long()))
+
+    changed(patch, Step, "_forward", make)
+
+
+@bug("positions of the draft's levels are off by one")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, batch, *rest: true(self, replace(batch, seq_lens=batch.seq_lens + 1), *rest)
+
+    changed(patch, EagleDraft, "_forward", make)
+
+
+@bug("the draft reads another request's carriers")
+def _(patch: Patch) -> None:
+    changed(patch, EagleDraftInput, "take", lambda true: lambda self, rows: true(self, rows.flip(0)))
+
+
+@bug("carried hidden is one step old")
+def _(patch: Patch) -> None:
+    def stale(self: EagleDraftInput, rows: torch.Tensor, other: EagleDraftInput) -> None:
+        true(self, rows, replace(other, hidden=self.hidden[rows]))
+
+    true = EagleDraftInput.put
+    patch.setattr(EagleDraftInput, "put", stale)
+
+
+@bug("noise is keyed to the position before")
+def _(patch: Patch) -> None:
+    changed(patch, cluster.spec.step, "gumbel", lambda true: lambda seeds, at, *rest: true(seeds, at - 1, *rest))
+
+
+@bug("the draft ranks without the target's noise")
+def _(patch: Patch) -> None:
+    changed(
+        patch,
+        EagleDraft,
+        "propose",
+        lambda true: lambda self, logits, sampling, noise: true(self, logits, sampling, None),
+    )
+
+
+@bug("a right token under a rejected parent is accepted")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        def wrong(tree, chosen, num_steps) -> Accepted:  # type: ignore[no-untyped-def]
+            own = torch.eye(tree.tokens.shape[1], dtype=torch.bool).expand_as(tree.ancestors)
+            return true(replace(tree, ancestors=own), chosen, num_steps)
+
+        return wrong
+
+    changed(patch, cluster.spec.step, "accept", make)
+
+
+@bug("the draft vocabulary map is read as target ids, not as offsets")
+def _(patch: Patch) -> None:
+    def absolute(spec, checkpoint, device) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        checkpoint.drop("t2d")
+        return checkpoint.take("d2t").long()
+
+    patch.setattr(cluster.models.eagle3, "_vocabulary_map", absolute)
+
+
+@bug("one token too few is committed")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, plan, did: true(self, plan, replace(did, accept_len=(did.accept_len - 1).clamp(min=1)))
+
+    changed(patch, Engine, "_commit", make)
+
+
+@bug("a run is not cut where the request ends")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        def whole(self, run, room) -> Cut:  # type: ignore[no-untyped-def]
+            return replace(true(self, run, room), kept=len(run))
+
+        return whole
+
+    changed(patch, FinishCheck, "cut", make)
+
+
+@bug("a cached page is known by its own tokens alone")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, tokens: [key[:-1] for key in true(self, tokens)]
+
+    changed(patch, RadixTree, "_keys", make)
+
+
+@bug("a retracted request sends its last token again")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        def forgetful(self, sequence) -> None:  # type: ignore[no-untyped-def]
+            true(self, sequence)
+            sequence.tokens.pop()
+
+        return forgetful
+
+    changed(patch, Scheduler, "_retract", make)
+
+
+@bug("the window is four slots too small")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, config, cache, window: true(self, config, cache, window - 4)
+
+    changed(patch, Scheduler, "__init__", make)
+
+
+@bug("the recurrent state is normed")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, *given: (true(self, *given)[0],) * 2
+
+    changed(patch, Eagle3Draft, "forward", make)
+
+
+@bug("sampling parameters land on the neighbouring row")
+def _(patch: Patch) -> None:
+    changed(patch, SamplingTable, "put", lambda true: lambda self, row, *rest: true(self, row ^ 1, *rest))
+
+
+@bug("rope pairs are interleaved")
+def _(patch: Patch) -> None:
+    def interleaved(self, heads, angles) -> None:  # type: ignore[no-untyped-def]
+        half = heads.shape[-1] // 2
+        order = torch.stack([torch.arange(half), torch.arange(half) + half], 1).view(-1)
+        turned = heads[..., order.argsort()].contiguous()
+        true(self, turned, angles)
+        heads.copy_(turned[..., order])
+
+    true = RotaryTable.apply_
+    patch.setattr(RotaryTable, "apply_", interleaved)
+
+
+@bug("the last committed token is not seen")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        def short(table, rows, committed, *rest):  # type: ignore[no-untyped-def]
+            reach = true(table, rows, committed, *rest)
+            bias = reach.bias.clone()
+            for i, count in enumerate(committed.tolist()):
+                bias[i, :, max(0, count - 1) : count] = float("-inf")
+            return replace(reach, bias=bias)
+
+        return short
+
+    changed(patch, cluster.engine.assemble, "reach_of", make)
+
+
+@bug("log-probabilities are those of the next token")
+def _(patch: Patch) -> None:
+    changed(
+        patch,
+        cluster.engine.engine,
+        "_logprobs",
+        lambda true: lambda stepped, row, *rest: true(stepped, max(0, row - 1), *rest),
+    )
+
+
+def test_without_a_planted_bug_every_check_passes() -> None:
+    assert caught() is None
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught(name: str, monkeypatch: Patch) -> None:
+    plain(), texts()  # the truth is made before the bug is planted
+    BUGS[name](monkeypatch)
+    assert caught() is not None
+
+
+def test_there_are_enough() -> None:
+    assert len(BUGS) >= 14
