@@ -1,7 +1,8 @@
 """`aerie bench offline`: speculation on and off, and plain decoding against `transformers`, side by side in one run.
 
-Contenders take turns in every repeat, so that a machine that slows down slows all of them; a ratio is taken within a
-repeat, and the median over the repeats is shown. Outputs must be the same tokens, or the figures mean nothing.
+Contenders take turns in every repeat, every other time in opposite order, so that a machine that slows down slows all of
+them; a ratio is taken within a repeat, and the median over the repeats is shown. Outputs must be the same tokens, or the
+figures mean nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,8 +100,9 @@ def run_contenders(
         contender.runs = {batch: [] for batch in BATCHES}
     for repeat in range(size.repeats):
         say(f"offline: repeat {repeat + 1} of {size.repeats}, {len(contenders)} contenders")
+        order = list(contenders.values())[:: -1 if repeat % 2 else 1]
         for batch in BATCHES:
-            for contender in contenders.values():
+            for contender in order:
                 contender.runs[batch].append(contender.work(prompts[: size.alone] if batch == 1 else prompts, batch))
     return contenders
 
