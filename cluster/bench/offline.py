@@ -1,8 +1,8 @@
 """`aerie bench offline`: speculation on and off, and plain decoding against `transformers`, side by side in one run.
 
-Contenders take turns in every repeat, every other time in opposite order, so that a machine that slows down slows all of
-them; a ratio is taken within a repeat, and the median over the repeats is shown. Outputs must be the same tokens, or the
-figures mean nothing.
+Contenders take turns in every repeat, every other time in opposite order, so that a machine that slows down slows all
+of them; a ratio is taken within a repeat, and the median over the repeats is shown. Outputs must be the same tokens, or
+the figures mean nothing.
 """
 
 from collections.abc import Callable, Sequence
