@@ -152,6 +152,18 @@ class _Keys:
             raise ConfigError(f"config.json of {self.where!r}: {key} must be true or false, got {value!r}")
         return value
 
+    def section(self, key: str) -> "_Keys":
+        value = self.data.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json of {self.where!r}: {key} must be an object, got {value!r}")
+        return _Keys(value, self.where)
+
+    def numbers(self, key: str) -> list[int] | None:
+        value = self.data.get(key)
+        if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
+            return value
+        raise ConfigError(f"config.json of {self.where!r}: {key} must be a list of integers, got {value!r}")
+
 
 def _family(keys: _Keys, known: tuple[str, ...], what: str) -> str:
     names = keys.data.get("architectures") or []
@@ -162,18 +174,18 @@ def _family(keys: _Keys, known: tuple[str, ...], what: str) -> str:
 
 
 def _rope(keys: _Keys) -> Rope:
-    scaling = keys.data.get("rope_parameters") or keys.data.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = scaling.get("rope_theta") or keys.data.get("rope_theta") or 10000.0
+    scaling = keys.section("rope_parameters" if keys.data.get("rope_parameters") else "rope_scaling")
+    kind = scaling.data.get("rope_type") or scaling.data.get("type") or "default"
+    theta = scaling.number("rope_theta", keys.number("rope_theta", 10000.0))
     if kind == "default":
-        return Rope(float(theta))
+        return Rope(theta)
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        missing = [name for name in names if name not in scaling]
+        missing = [name for name in names if name not in scaling.data]
         if missing:
             raise ConfigError(f"config.json of {keys.where!r}: rope_scaling llama3 lacks {missing}")
-        factor, low, high, length = (scaling[name] for name in names)
-        return Rope(float(theta), (float(factor), float(low), float(high), int(length)))
+        factor, low, high, length = (scaling.number(name, 1.0) for name in names)
+        return Rope(theta, (factor, low, high, int(length)))
     raise ConfigError(
         f"config.json of {keys.where!r}: rope_scaling type {kind!r} is not served; known: default, llama3"
     )
@@ -235,12 +247,13 @@ def aux_boundaries(keys: Mapping[str, Any], target_layers: int, where: str) -> t
     top-level list, then 3. Ids in `eagle_config` number the layer whose *output* is read, so boundary id + 1; a
     top-level list (speculators) numbers boundaries. Without ids and with 3: (2, L // 2, L - 3), EAGLE-3's own choice.
     """
-    nested = keys.get("eagle_config") or {}
-    outputs, top = nested.get("eagle_aux_hidden_state_layer_ids"), keys.get("eagle_aux_hidden_state_layer_ids")
+    top_level = _Keys(keys, where)
+    outputs = top_level.section("eagle_config").numbers("eagle_aux_hidden_state_layer_ids")
+    top = top_level.numbers("eagle_aux_hidden_state_layer_ids")
     if outputs is not None:
-        ids = [int(i) + 1 for i in outputs]
+        ids = [i + 1 for i in outputs]
     elif top is not None:
-        ids = [int(i) for i in top]
+        ids = top
     else:
         ids = [2, target_layers // 2, target_layers - 3]
     count = keys.get("num_aux_hidden_states")
@@ -267,9 +280,8 @@ def read_draft(folder: str, shapes: Shapes, target: TargetArch) -> DraftSpec:
     """
     keys = _Keys(read_json(folder, "config.json"), folder)
     family = _family(keys, DRAFT_FAMILIES, "draft")
-    nested = keys.data.get("eagle_config") or {}
     geometry = _geometry(keys)
-    use_aux = bool(nested.get("use_aux_hidden_state", True))
+    use_aux = keys.section("eagle_config").flag("use_aux_hidden_state", True)
     target_hidden = keys.integer("target_hidden_size", target.hidden)
     if target_hidden != target.hidden:
         raise ConfigError(
@@ -303,6 +315,11 @@ def read_draft(folder: str, shapes: Shapes, target: TargetArch) -> DraftSpec:
         raise ConfigError(
             f"draft {folder!r}: fc.weight is {list(shapes['fc.weight'])} but {spec.num_aux} aux hidden states of "
             f"{target_hidden} make it [{spec.hidden}, {spec.fc_in}]; correct num_aux_hidden_states or the layer ids"
+        )
+    if not use_aux and spec.hidden != target.hidden:
+        raise ConfigError(
+            f"draft {folder!r}: use_aux_hidden_state is false, so it takes the target's hidden of {target.hidden} as "
+            f"it is, but its hidden_size is {spec.hidden}"
         )
     if not spec.own_embed and spec.hidden != target.hidden:
         raise ConfigError(

@@ -60,8 +60,9 @@ class Checkpoint:
             yield root / "model.safetensors"
             return
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, UnicodeDecodeError):
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({str(name) for name in weight_map.values()})
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
             raise ConfigError(f"{index.name} in {self.folder!r} is no weight index; write it again") from None
         for name in names:
             if Path(name).name != name:
