@@ -1,0 +1,149 @@
+"""What the engine refuses, what it reports, and how runs are cut."""
+
+import json
+
+import pytest
+
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine import Engine, build_engine
+from cluster.engine.finish import Cut, FinishCheck
+from cluster.request import Request, SamplingParams
+from cluster.text import TextTokenizer
+from tests.parity.harness import GREEDY, config_of, request, run
+from tests.tiny import draft_folder, letters_folder, target_folder
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return build_engine(config_of(target_folder(), context_length=60, max_total_tokens=40))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (request("r", [], GREEDY), "prompt must hold at least one token"),
+        (Request("r", (5, 6), GREEDY, resumed_tokens=2), "prompt must hold at least one token"),
+        (request("r", [5, 64], GREEDY), "token id 64, outside the vocabulary of 64"),
+        (request("r", [-1], GREEDY), "token id -1"),
+        (request("r", [5] * 50, GREEDY, max_tokens=11), "context length of 60"),
+        (request("r", [5] * 30, GREEDY, max_tokens=11), "KV cache of 40 tokens; lower max_tokens or raise max_total"),
+        (request("r", [5], GREEDY, stop=("x",)), "stop needs a tokenizer"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(asked: Request, message: str, engine: Engine) -> None:
+    for refuse in (engine.check, engine.submit):
+        with pytest.raises(ValueError, match=message):
+            refuse(asked)
+    assert not engine.has_work
+
+
+def test_a_request_id_is_used_once_at_a_time(engine: Engine) -> None:
+    one = request("r", [5], GREEDY, max_tokens=2)
+    engine.submit(one)
+    with pytest.raises(ValueError, match="'r' is in use"):
+        engine.submit(one)
+    while engine.has_work:
+        engine.step()
+    assert len(run(engine, [one]).tokens["r"]) == 2
+
+
+def test_aborting_is_idempotent_and_knows_waiting_requests(engine: Engine) -> None:
+    for name in "abc":
+        engine.submit(request(name, [5] * 20, GREEDY, max_tokens=10))
+    engine.step()
+    assert engine.status().waiting == 2
+    for name in ("c", "a", "a", "nobody"):
+        engine.abort(name)
+        engine.check_pages()
+    assert engine.status().running == 0
+    left = [output.request_id for _ in range(12) for output in engine.step().outputs]
+    assert set(left) == {"b"}
+    assert not engine.has_work
+
+
+def test_status_and_statistics_tell_the_load(engine: Engine) -> None:
+    engine.submit(request("a", [5] * 9, GREEDY, max_tokens=4, ignore_eos=True))
+    assert (engine.status().waiting, engine.status().queued_tokens) == (1, 9)
+    step = engine.step()
+    assert (step.stats.prompt_rows, step.stats.prompt_tokens, step.stats.committed_tokens) == (9, 9, 1)
+    assert step.stats.target_rows == 9
+    status = engine.status()
+    assert (status.running, status.waiting, status.queued_tokens) == (1, 0, 0)
+    assert status.pages_free + status.pages_used + status.pages_cached == 10
+    step = engine.step()
+    assert (step.stats.decode_requests, step.stats.target_rows, step.stats.drafts) == (1, 1, 0)
+    assert status.accept_length == 0.0
+    assert step.forward_seconds > 0
+    assert set(step.stats.phase_seconds) >= {"draft", "target", "extend", "schedule", "commit"}
+
+
+def test_statistics_of_a_speculating_step() -> None:
+    target = target_folder()
+    engine = build_engine(config_of(target, draft_folder(target), 4, 3))
+    engine.submit(request("a", [5] * 9, GREEDY, max_tokens=30, ignore_eos=True))
+    engine.step()
+    stats = engine.step().stats
+    (accepted,) = stats.accept_lens
+    assert stats.accepted_by_depth == [int(accepted > d) for d in (1, 2, 3)]
+    assert (stats.drafts, stats.verified_nodes, stats.target_rows) == (1, 11, 12)
+    assert stats.committed_tokens == accepted == engine.status().accept_length
+
+
+def test_the_resolved_settings_are_told(engine: Engine) -> None:
+    info = engine.info()
+    assert json.loads(json.dumps(info)) == info
+    assert info["dtype"] == "float64"
+    assert info["kv_pages"] == 10
+    assert info["speculative_num_draft_tokens"] == 1
+    target = target_folder()
+    other = build_engine(config_of(target, draft_folder(target, num_aux=5), 2, 4)).info()
+    assert other["draft"] == {"aux_boundaries": [0, 1, 2, 3, 4], "num_aux": 5}
+    assert (other["speculative_num_steps"], other["speculative_eagle_topk"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context_length": 513}, "context_length 513 exceeds.*512"),
+        ({"tp_size": 2}, "tp_size"),
+        ({"max_total_tokens": 3}, "raise max_total_tokens"),
+        ({"tokenizer_path": "/nowhere"}, "tokenizer"),
+        ({"model_path": "/nowhere"}, "does not exist"),
+        ({"device": "cuda"}, "device"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused(settings: dict[str, object], message: str) -> None:
+    if settings.get("device") == "cuda" and __import__("torch").cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ConfigError, match=message):
+        build_engine(EngineConfig.from_kwargs({"model_path": target_folder(), **settings}))
+
+
+RUNS = [
+    ([4, 5, 6], 9, Cut(3)),
+    ([4, 5, 6], 3, Cut(3, "length")),
+    ([4, 5, 6], 2, Cut(2, "length")),
+    ([4, 1, 6], 9, Cut(2, "stop", 1)),
+    ([4, 1, 6], 2, Cut(2, "stop", 1)),
+    ([8, 1], 9, Cut(1, "stop", 8)),
+    ([1], 1, Cut(1, "stop", 1)),
+]
+
+
+@pytest.mark.parametrize(("tokens", "room", "expected"), RUNS)
+def test_runs_are_cut_at_the_first_end(tokens: list[int], room: int, expected: Cut) -> None:
+    check = FinishCheck(SamplingParams(stop_token_ids=(8,)), (1,), None, [3])
+    assert check.cut(tokens, room) == expected
+
+
+def test_eos_can_be_ignored_but_stop_tokens_cannot() -> None:
+    check = FinishCheck(SamplingParams(ignore_eos=True, stop_token_ids=(8,)), (1,), None, [3])
+    assert check.cut([1, 1, 8, 4], 9) == Cut(3, "stop", 8)
+
+
+def test_stop_strings_span_runs_but_not_the_prompt() -> None:
+    tokenizer = TextTokenizer.load(letters_folder())
+    check = FinishCheck(SamplingParams(stop=("bc", "xyz")), (1,), tokenizer, [0, 1])
+    assert check.cut([2, 0, 23], 9) == Cut(3), "the prompt's last letter does not count"
+    assert check.cut([24], 9) == Cut(1)
+    assert check.cut([25, 0, 1], 9) == Cut(1, "stop", "xyz")
