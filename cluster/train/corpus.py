@@ -135,9 +135,13 @@ def heldout_prompts(tokenizer: PreTrainedTokenizerBase, count: int, length: int,
 
     The files are taken in turn; a file is used when it has at least twice `length` tokens.
     """
-    documents = list(texts(heldout_files()))
-    encoded: list[list[int]] = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
-    usable = [ids for ids in encoded if len(ids) >= 2 * length]
+    usable: list[list[int]] = []
+    for text in texts(heldout_files()):
+        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        if len(ids) >= 2 * length:
+            usable.append(ids)
+        if len(usable) == count:
+            break
     if not usable:
         raise ValueError(f"no held-out file has {2 * length} tokens: this installation lacks its library source")
     prompts: list[list[int]] = []

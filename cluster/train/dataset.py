@@ -41,7 +41,7 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None) -> tuple[Ids, Ids]:
-    """(train ids, held-out ids), read from `cache` when it is there. `files` limits the train files."""
+    """(train ids, held-out ids), read from `cache` when it is there. `files` limits how many files of each are read."""
     if cache.exists():
         with np.load(cache) as stored:
             return stored["train"], stored["heldout"]
@@ -51,7 +51,7 @@ def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int
     documents += chat_documents(tokenizer, CHAT_COUNT if files is None else 8)
     order = np.random.default_rng(0).permutation(len(documents))
     train = _join([documents[int(index)] for index in order], end_of_text)
-    heldout = _join(_encode(tokenizer, texts(heldout_files())), end_of_text)
+    heldout = _join(_encode(tokenizer, texts(heldout_files()[:files])), end_of_text)
     cache.parent.mkdir(parents=True, exist_ok=True)
     np.savez(cache, train=train, heldout=heldout)
     return train, heldout

@@ -22,7 +22,7 @@ class DraftShape:
     """Widths of a draft and the aux hidden states it reads."""
 
     vocab_size: int = 2048
-    draft_vocab_size: int = 1280
+    draft_vocab_size: int = 1536
     hidden_size: int = 256
     heads: int = 4
     kv_heads: int = 2
