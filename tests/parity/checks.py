@@ -56,7 +56,7 @@ def engine_of(topk: int, num_steps: int, memory: str = "ample", rate: float = 0.
     draft = draft_folder(target, draft_vocab=17)
     config = config_of(target, draft, topk, num_steps, page_size=4, chunked_prefill_size=13)
     engine = build_engine(scarce(config, requests()) if memory == "scarce" else config)
-    watch = Watch(target_reference(target), draft_reference(draft, target), texts())
+    watch = Watch(target_reference(target), draft_reference(draft, target), texts(), strict=True)
     watch.attach(engine)
     correct(engine, texts(), rate)
     return engine, watch

@@ -39,6 +39,7 @@ def test_scarce_memory_really_retracts(page_size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_steps", AXES["num_steps"])
 @pytest.mark.parametrize("topk", AXES["topk"])
 def test_the_whole_product_equals_plain_decoding(topk: int, num_steps: int) -> None:

@@ -35,14 +35,14 @@ DRAFTS: dict[str, dict[str, object]] = {
 def test_trees_and_memory_equal_the_reference(name: str, topk: int, num_steps: int, sampling: str) -> None:
     target = target_folder(vocab_size=VOCAB)
     draft = draft_folder(target, **DRAFTS[name])
-    watch = Watch(target_reference(target), draft_reference(draft, target), dict(list(truth(sampling).items())[1:4]))
-    engine = build_engine(config_of(target, draft, topk, num_steps, chunked_prefill_size=9))
+    watch = Watch(target_reference(target), draft_reference(draft, target), dict(list(truth(sampling).items())[1:3]))
+    engine = build_engine(config_of(target, draft, topk, num_steps, chunked_prefill_size=7))
     watch.attach(engine)
-    result = run(engine, grid_requests(sampling, 4)[1:], watch)
+    result = run(engine, grid_requests(sampling, 3)[1:], watch)
     assert all(result.ended[i] == plain_run(sampling).ended[i] for i in result.ended)
     assert not watch.errors
     assert watch.trees > 10
-    assert watch.cells > 100
+    assert watch.cells > 50
 
 
 @pytest.mark.parametrize(("topk", "num_steps", "page_size"), [(1, 3, 1), (2, 2, 4), (4, 3, 16), (8, 5, 4), (4, 5, 1)])

@@ -19,13 +19,17 @@ NEAR = 1e-9
 
 @dataclass
 class Watch:
-    """Compares both pools and every drafted tree of a run with the reference. Call it after every step."""
+    """Compares both pools and every drafted tree of a run with the reference. Call it after every step.
+
+    `strict` raises at the first step with an error; otherwise `errors` are collected.
+    """
 
     target: TargetReference
     draft: DraftReference
     texts: Texts
     cells: int = 0
     trees: int = 0
+    strict: bool = False
     errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,6 +64,8 @@ class Watch:
             if sequence.lease is None:
                 continue
             at = names.index(sequence.request.request_id.split("/")[0])
+            if sequence.tokens != self.texts[names[at]][: len(sequence.tokens)]:
+                self.errors.append(f"tokens of {names[at]} are {sequence.tokens}")
             known = min(sequence.committed, len(self.texts[names[at]]) - 1)
             slots = engine._p.cache.table.slots[sequence.lease.row, :known]
             for what, (pool, reference) in zip(
@@ -71,6 +77,7 @@ class Watch:
                         where = (off >= NEAR).nonzero()[0].item()
                         self.errors.append(f"{what} KV of {names[at]}, layer {layer}, is wrong from token {where}")
             self.cells += known
+        assert not (self.strict and self.errors), self.errors[0]
 
     def _look(
         self, engine: Engine, request: Request, batch: Batch, carried: EagleDraftInput, tree: DraftTree, i: int
