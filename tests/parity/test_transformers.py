@@ -108,4 +108,4 @@ def test_the_demo_pair_decodes_as_without_speculation(
     for topk, num_steps in shapes:
         fast = run(demo_engine(topk, num_steps, page_size=(1, 4, 16)[topk % 3], chunked_prefill_size=64), asked)
         assert fast.ended == plain.ended
-        assert fast.accept_length > 1.05, "a trained draft helps"
+        assert fast.accept_length > 1.5, "a trained draft helps"
