@@ -239,7 +239,7 @@ class Engine:
         if drafts:
             self._trees += decodes
             self._tree_tokens += sum(lens)
-        admitted = schedule.admitted
+        fresh = schedule.fresh
         return StepStats(
             phase_seconds=seconds,
             decode_requests=decodes,
@@ -250,8 +250,8 @@ class Engine:
             drafts=drafts,
             verified_nodes=drafts * (shape.num_draft_tokens - 1),
             committed_tokens=sum(len(o.token_ids) for o in outputs),
-            cached_tokens=sum(s.cached_tokens or 0 for s in admitted),
-            prompt_tokens=sum(s.prompt_len for s in admitted),
+            cached_tokens=sum(s.cached_tokens or 0 for s in fresh),
+            prompt_tokens=sum(s.prompt_len for s in fresh),
             retracted=schedule.retracted,
             running=status.running,
             waiting=status.waiting,

@@ -28,12 +28,13 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work, and what it took to make room for it."""
+    """One step's work, and what it took to make room for it; `fresh` are those `admitted` for the first time."""
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     retracted: int = 0
     admitted: list[Sequence] = field(default_factory=list)
+    fresh: list[Sequence] = field(default_factory=list)
 
     @property
     def prompt_rows(self) -> int:
@@ -68,9 +69,12 @@ class Scheduler:
                 budget -= self._ride(plan, sequence, budget)
         while self.waiting and budget > 0 and not plan.retracted:
             sequence = self.waiting[0]
+            fresh = sequence.cached_tokens is None
             if not self._admit(sequence):
                 break
             self.waiting.popleft()
+            if fresh:
+                plan.fresh.append(sequence)
             plan.admitted.append(sequence)
             budget -= self._ride(plan, sequence, budget)
         return plan

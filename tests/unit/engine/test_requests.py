@@ -9,7 +9,7 @@ from cluster.engine import Engine, build_engine
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.request import Request, SamplingParams
 from cluster.text import TextTokenizer
-from tests.parity.harness import GREEDY, config_of, request, run
+from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, scarce, tiny_pair
 from tests.tiny import draft_folder, letters_folder, target_folder
 
 
@@ -75,6 +75,16 @@ def test_status_and_statistics_tell_the_load(engine: Engine) -> None:
     assert status.accept_length == 0.0
     assert step.forward_seconds > 0
     assert set(step.stats.phase_seconds) >= {"draft", "target", "extend", "schedule", "commit"}
+
+
+def test_a_retracted_prompt_is_counted_once() -> None:
+    asked = grid_requests("0.8", 8)
+    engine = build_engine(scarce(config_of(*tiny_pair(), page_size=4), asked))
+    seen: list[tuple[int, int]] = []
+    result = run(engine, asked, lambda _, step: seen.append((step.stats.prompt_tokens, step.stats.cached_tokens)))
+    assert result.retracted > 0
+    assert sum(prompt for prompt, _ in seen) == sum(len(one.prompt_token_ids) for one in asked)
+    assert sum(cached for _, cached in seen) == sum(output.cached_tokens for output in result.last.values())
 
 
 def test_statistics_of_a_speculating_step() -> None:
