@@ -216,12 +216,20 @@ def _dtype(data: Mapping[str, Any]) -> str:
 
 
 def _eos(folder: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    ids = config.get("eos_token_id")
-    if (Path(folder) / "generation_config.json").is_file():
-        ids = read_json(folder, "generation_config.json").get("eos_token_id", ids)
-    if ids is None:
-        return ()
-    return tuple(int(i) for i in (ids if isinstance(ids, list) else [ids]))
+    """End tokens: generation_config.json's where it names some, else config.json's."""
+    found: tuple[int, ...] = ()
+    generation = (
+        read_json(folder, "generation_config.json") if (Path(folder) / "generation_config.json").is_file() else {}
+    )
+    for data in (config, generation):
+        ids = data.get("eos_token_id")
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        if any(type(i) is not int or i < 0 for i in ids):
+            raise ConfigError(f"config of {folder!r}: eos_token_id must be token ids, got {ids!r}")
+        found = tuple(ids)
+    return found
 
 
 def read_target(folder: str) -> TargetArch:

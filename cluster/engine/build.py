@@ -63,6 +63,11 @@ def build_engine(config: EngineConfig, draft: Draft | None = None, drafting: Dra
     if config.speculative_draft_model_path is not None:
         model = load_draft(config.speculative_draft_model_path, target, dtype, device, exchange, positions)
     spec = None if model is None else model.spec
+    if spec is not None and shape.topk > spec.draft_vocab_size:
+        raise ConfigError(
+            f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {spec.draft_vocab_size}; "
+            "lower it"
+        )
 
     geometries = [(arch.num_layers, arch.layer)] + ([(spec.num_layers, spec.layer)] if spec else [])
     token_bytes = sum(slot_bytes(n, g.kv_heads, g.head_dim, dtype) for n, g in geometries)

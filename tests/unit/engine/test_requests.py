@@ -129,6 +129,18 @@ def test_a_config_that_cannot_run_is_refused(settings: dict[str, object], messag
         build_engine(EngineConfig.from_kwargs({"model_path": target_folder(), **settings}))
 
 
+def test_more_children_than_the_draft_has_tokens_are_refused() -> None:
+    target = target_folder()
+    settings = {
+        "model_path": target,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": draft_folder(target, draft_vocab=16),
+        "speculative_eagle_topk": 17,
+    }
+    with pytest.raises(ConfigError, match="speculative_eagle_topk 17 is more than the draft's vocabulary of 16"):
+        build_engine(EngineConfig.from_kwargs(settings))
+
+
 RUNS = [
     ([4, 5, 6], 9, Cut(3)),
     ([4, 5, 6], 3, Cut(3, "length")),

@@ -32,6 +32,7 @@ def spec_in(folder: str, target: str | None = None) -> DraftSpec:
         ({"rope_parameters": {"rope_type": "yarn"}}, "yarn.*known: default, llama3"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 lacks.*low_freq_factor"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be token ids"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a positive number, got 'x'"),
     ],
 )
