@@ -17,8 +17,5 @@ def local_ray() -> Iterator[LocalRay]:
     cluster = LocalRay(num_cpus=6, object_store_mib=80)
     cluster.start()
     yield cluster
-    import shutil
-
-    shutil.copytree(cluster.logs(), "/tmp/a/tlogs", dirs_exist_ok=True)
     cluster.stop()
     os.environ["PYTHONPATH"] = paths
