@@ -147,11 +147,12 @@ class Engine:
         scheduled = time.perf_counter()
         stepped = p.step.run(batch)
         ran = time.perf_counter()
-        outputs = self._over + self._commit(schedule, stepped)
+        lens = stepped.accept_len.tolist()
+        outputs = self._over + self._commit(schedule, stepped, lens)
         self._over = []
         self._steps += 1
         seconds = {**stepped.seconds, "schedule": scheduled - started, "commit": time.perf_counter() - ran}
-        stats = self._stats(schedule, stepped, seconds, outputs)
+        stats = self._stats(schedule, lens, seconds, outputs)
         self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats, p.watch.take())
 
@@ -177,9 +178,9 @@ class Engine:
         """Assert that every page has exactly one owner."""
         self._p.cache.check()
 
-    def _commit(self, schedule: Schedule, stepped: Stepped) -> list[RequestOutput]:
+    def _commit(self, schedule: Schedule, stepped: Stepped, lens: list[int]) -> list[RequestOutput]:
         width = stepped.tokens.shape[1]
-        tokens, lens, first = stepped.tokens.tolist(), stepped.accept_len.tolist(), stepped.first.tolist()
+        tokens, first = stepped.tokens.tolist(), stepped.first.tolist()
         outputs = []
         nodes = self._p.shape.num_draft_tokens - 1
         for i, (sequence, run, count) in enumerate(zip(schedule.decodes, tokens, lens, strict=True)):
@@ -231,9 +232,9 @@ class Engine:
         )
 
     def _stats(
-        self, schedule: Schedule, stepped: Stepped, seconds: dict[str, float], outputs: list[RequestOutput]
+        self, schedule: Schedule, lens: list[int], seconds: dict[str, float], outputs: list[RequestOutput]
     ) -> StepStats:
-        status, shape, lens = self.status(), self._p.shape, stepped.accept_len.tolist()
+        status, shape = self.status(), self._p.shape
         decodes = len(lens)
         drafts = decodes if shape.num_steps else 0
         if drafts:

@@ -228,7 +228,7 @@ def _(patch: Patch) -> None:
 @bug("one token too few is committed")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, plan, did: true(self, plan, replace(did, accept_len=(did.accept_len - 1).clamp(min=1)))
+        return lambda self, plan, did, lens: true(self, plan, did, [max(1, n - 1) for n in lens])
 
     changed(patch, Engine, "_commit", make)
 
