@@ -94,7 +94,9 @@ class EngineConfig(Settings):
     attn_dp_size: int = Field(default=1, ge=1)
     random_seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")
-    watchdog_timeout_s: float = Field(default=5.0, gt=0, description="no step for this long while busy is unhealthy")
+    routing_policy: Literal["expected_load", "round_robin", "total_tokens", "total_requests"] = "expected_load"
+    watchdog_timeout_s: float = Field(default=3.0, gt=0, description="no step for this long while busy is unhealthy")
+    restart_timeout_s: float = Field(default=60.0, gt=0, description="how long open streams wait for a lost gang")
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:
