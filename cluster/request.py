@@ -53,12 +53,14 @@ class Request:
 
     `resumed_tokens` counts tokens at the end of `prompt_token_ids` that a client has already been sent: they are part
     of the output (stop strings, max_tokens and seeds treat them as generated) but are not sent again.
+    `routed_dp_rank` pins the request to one data-parallel rank; None leaves the choice to the router.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     resumed_tokens: int = 0
+    routed_dp_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

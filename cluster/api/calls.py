@@ -128,7 +128,7 @@ async def _understand(
                 text = StoppedText(tokenizer.text, ids, params.stop, fields.include_stop_str_in_output)
             own = replace(params, seed=fields.seed_of(i))
             index = len(samples)
-            sequence = Request(f"{sequence_id}-{index}", ids, own)
+            sequence = Request(f"{sequence_id}-{index}", ids, own, routed_dp_rank=fields.routed_dp_rank)
             samples.append(Sample(index, at, sequence, text, fields.include_stop_str_in_output))
 
     options = fields.stream_options

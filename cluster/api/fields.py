@@ -13,7 +13,11 @@ from cluster.api.errors import ApiError, shown
 WARNING_HEADER = "x-aerie-warning"
 MAX_WARNINGS = 8
 
-SPELLINGS: dict[str, str] = {"rid": "request_id", "no_stop_trim": "include_stop_str_in_output"}
+SPELLINGS: dict[str, str] = {
+    "rid": "request_id",
+    "no_stop_trim": "include_stop_str_in_output",
+    "data_parallel_rank": "routed_dp_rank",
+}
 
 # They label, meter or route a call, or tune a feature that another field here would have to switch on.
 HARMLESS = frozenset(
@@ -137,8 +141,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
     "lora_request": (),
     "adapter_id": (),
-    "data_parallel_rank": (),
-    "routed_dp_rank": (),
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),

@@ -63,6 +63,7 @@ class GenerationFields(Strict):
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    routed_dp_rank: int | None = Field(default=None, ge=0)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
 
     def top_logprobs_wanted(self) -> int | None:

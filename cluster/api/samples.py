@@ -165,7 +165,9 @@ async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[Req
     except Overloaded as error:
         raise overloaded(error) from None
     except ValueError as error:
-        raise ApiError(str(error), code="invalid_value") from None
+        name, colon, _ = str(error).partition(": ")  # a message that begins with a field's name blames that field
+        blamed = name if colon and name.isidentifier() else None
+        raise ApiError(str(error), param=blamed, code="invalid_value") from None
     finally:
         close = getattr(stream, "aclose", None)
         if close is not None:
