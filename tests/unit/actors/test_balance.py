@@ -1,0 +1,322 @@
+"""The balancer: what each policy prefers, pins, prefixes against load, and books that an independent count confirms."""
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cluster.actors.balance import POLICIES, UNIT, Balancer, RankLoad
+from cluster.actors.prefixes import PrefixIndex, chain_of
+from cluster.config import EngineConfig
+from cluster.kv.radix import RadixTree
+from cluster.request import Request, SamplingParams
+
+PAGE = 4
+
+
+def request(name: str, tokens: int = 8, first: int = 0, most: int = 64, **more: object) -> Request:
+    """A prompt of ids that ascend from `first`."""
+    ids = tuple(range(first, first + tokens))
+    return Request(name, ids, SamplingParams(max_tokens=most), **more)  # type: ignore[arg-type]
+
+
+def run(balancer: Balancer, name: str, tokens: int = 4, steps: int = 2) -> None:
+    """From queued to its end."""
+    balancer.started(name)
+    balancer.progressed(name, 1, 0)
+    balancer.progressed(name, tokens, steps)
+    balancer.ended(name)
+
+
+def test_round_robin_takes_turns_whatever_the_load() -> None:
+    balancer = Balancer("round_robin", 3, PAGE)
+    assert [balancer.choose(request(f"r{i}", 8 + 500 * (i % 3 == 0)), 8.0) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_total_requests_counts_heads() -> None:
+    balancer = Balancer("total_requests", 3, PAGE)
+    assert [balancer.choose(request(f"r{i}", 4000 if i == 0 else 8), 8.0) for i in range(4)] == [0, 1, 2, 0]
+    balancer.ended("r1")
+    assert balancer.choose(request("next"), 8.0) == 1
+
+
+def test_total_tokens_counts_tokens_then_heads() -> None:
+    balancer = Balancer("total_tokens", 2, PAGE)
+    assert balancer.choose(request("long", 100), 8.0) == 0
+    assert [balancer.choose(request(f"short{i}", 20), 8.0) for i in range(5)] == [1] * 5
+    # 100 against 100: the rank with one request has it.
+    assert balancer.choose(request("tie", 20), 8.0) == 0
+    balancer.progressed("short0", 30, 10)
+    assert balancer.choose(request("grown", 20), 8.0) == 0
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"routing_policy: must be one of expected_load, .*got 'random'"):
+        Balancer("random", 2, PAGE)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pin_beats_every_policy(policy: str) -> None:
+    balancer = Balancer(policy, 3, PAGE)
+    assert {balancer.choose(request(f"r{i}", routed_dp_rank=2), 8.0) for i in range(20)} == {2}
+    assert balancer.choose(request("free"), 8.0) == 0
+
+
+@pytest.mark.parametrize("rank", [-1, 3, 10**20])
+def test_a_pin_to_no_rank_is_refused_and_changes_nothing(rank: int) -> None:
+    balancer = Balancer("expected_load", 3, PAGE)
+    balancer.choose(request("a"), 8.0)
+    before = [balancer.load(at) for at in range(3)]
+    for name in ("a", "b"):  # an open one is not lost either
+        with pytest.raises(ValueError, match=rf"^routed_dp_rank: must lie in \[0, 2\], got {rank}$"):
+            balancer.choose(request(name, routed_dp_rank=rank), 8.0)
+    assert [balancer.load(at) for at in range(3)] == before
+
+
+def test_a_queued_prompt_keeps_others_away_until_it_is_computed() -> None:
+    balancer = Balancer("expected_load", 2, PAGE)
+    assert balancer.choose(request("long", 3000, most=2), 2.0) == 0
+    assert balancer.choose(request("a", 40, 5000, most=2), 2.0) == 1
+    assert balancer.choose(request("b", 40, 6000, most=2), 2.0) == 1
+    balancer.started("long")
+    assert balancer.choose(request("c", 40, 7000, most=2), 2.0) == 0
+
+
+def test_one_long_stream_is_not_many_short_ones() -> None:
+    """64 requests of 8 steps are as much work as one of 512, but they slow the next steps, and it does not."""
+    balancer = Balancer("expected_load", 2, PAGE, step_rows=8)
+    for i in range(64):
+        name = f"short{i}"
+        balancer.choose(request(name, 8, 100 * i, most=9, routed_dp_rank=0), 9.0)
+        balancer.started(name)
+    balancer.choose(request("long", 8, 9999, most=512, routed_dp_rank=1), 512.0)
+    balancer.started("long")
+    assert balancer.choose(request("next", 8, 8888, most=9), 9.0) == 1
+
+
+def test_a_low_accept_length_is_more_load() -> None:
+    balancer = Balancer("expected_load", 2, PAGE, step_rows=8)
+    for rank, name in enumerate(("slow", "fast")):
+        balancer.choose(request(name, 8, 100 * rank, most=400, routed_dp_rank=rank), 200.0)
+        balancer.started(name)
+    for _ in range(8):
+        balancer.progressed("slow", 1, 1)
+        balancer.progressed("fast", 4, 1)
+    slow, fast = (sum(balancer.load(rank).work) for rank in range(2))
+    assert slow > 2 * fast
+    assert balancer.choose(request("next", 8, 500, most=400), 200.0) == 1
+
+
+def test_a_newcomer_is_expected_to_accept_like_the_gang() -> None:
+    plain, told = Balancer("expected_load", 2, PAGE), Balancer("expected_load", 2, PAGE)
+    told.observe(0, {"accept_length": 3.0})
+    told.observe(1, {"accept_length": 0.0, "steps": 0})  # has not stepped
+    for balancer in (plain, told):
+        balancer.choose(request("a", 8, most=300), 300.0)
+    assert sum(plain.load(0).work) == pytest.approx(3 * sum(told.load(0).work), rel=0.01)
+
+
+def test_a_request_that_outlives_its_estimate_goes_on() -> None:
+    balancer = Balancer("expected_load", 1, PAGE)
+    balancer.choose(request("a", 8, most=1000), 10.0)
+    for _ in range(100):
+        balancer.progressed("a", 1, 1)
+    assert sum(balancer.load(0).work) >= 50 * UNIT  # half of the 100 it gave
+    for _ in range(896):
+        balancer.progressed("a", 1, 1)
+    assert sum(balancer.load(0).work) < 20 * UNIT  # max_tokens is near
+
+
+def test_a_prefix_draws_a_request_to_its_rank_until_the_load_outweighs_it() -> None:
+    balancer = Balancer("expected_load", 2, PAGE)
+    ids = tuple(range(400))
+    assert balancer.choose(Request("first", ids), 8.0) == 0
+    assert balancer.choose(Request("during", ids), 8.0) == 1  # nothing is cached before a request ends
+    balancer.ended("during")  # it never started: its rank computed nothing
+    run(balancer, "first")
+    assert balancer.load(0).pages == 99
+    placed = [balancer.choose(Request(f"again{i}", (*ids, 1000 + i, 1)), 8.0) for i in range(200)]
+    assert placed[:20] == [0] * 20
+    assert 0 < placed.count(1) < 100  # rank 0 is preferred, never overloaded: the other one takes its share
+
+
+def test_an_idle_gang_fills_the_caches_of_all_its_ranks() -> None:
+    balancer = Balancer("expected_load", 2, PAGE)
+    for i in range(10):
+        balancer.choose(request(f"r{i}", 41, 1000 * i), 8.0)
+        run(balancer, f"r{i}")
+    assert [balancer.load(rank).pages for rank in range(2)] == [50, 50]
+
+
+def test_generated_tokens_are_a_prefix_too() -> None:
+    balancer = Balancer("expected_load", 2, PAGE)
+    turn, answer = tuple(range(10)), tuple(range(50, 80))
+    balancer.choose(Request("turn1", turn, routed_dp_rank=1), 8.0)
+    balancer.started("turn1")
+    balancer.ended("turn1", answer)
+    assert balancer.load(1).pages == (10 + 30 - 1) // PAGE
+    assert balancer.choose(Request("turn2", (*turn, *answer, 7, 8)), 8.0) == 1
+    assert balancer.load(1).queued_tokens == 42 - 36
+
+
+def test_what_a_request_did_not_find_is_forgotten() -> None:
+    balancer = Balancer("expected_load", 1, PAGE)
+    balancer.choose(request("a", 41), 8.0)
+    run(balancer, "a")
+    balancer.choose(request("b", 41), 8.0)
+    assert (balancer.load(0).pages, balancer.load(0).queued_tokens) == (10, 1)
+    balancer.started("b", cached_tokens=12)
+    assert balancer.load(0).pages == 3
+    balancer.started("b", cached_tokens=0)  # only the first time counts
+    assert balancer.load(0).pages == 3
+
+
+def test_a_restart_empties_the_caches_and_queues_what_is_open() -> None:
+    balancer = Balancer("expected_load", 2, PAGE)
+    balancer.choose(request("old", 41, routed_dp_rank=0), 8.0)
+    run(balancer, "old")
+    balancer.choose(request("a", 41, routed_dp_rank=0), 8.0)
+    balancer.started("a")
+    balancer.progressed("a", 5, 2)
+    balancer.restarted()
+    assert [balancer.load(rank).pages for rank in range(2)] == [0, 0]
+    assert balancer.load(0).queued_tokens == 41
+    moved = replace(request("a", 46, routed_dp_rank=1), resumed_tokens=5)
+    assert balancer.choose(moved, 8.0) == 1
+    assert balancer.load(0) == RankLoad()
+    assert (balancer.load(1).requests, balancer.load(1).tokens, balancer.load(1).queued_tokens) == (1, 46, 46)
+
+
+def test_calls_about_requests_that_are_not_open_change_nothing() -> None:
+    balancer = Balancer("expected_load", 2, PAGE)
+    for name in ("never", "gone"):
+        if name == "gone":
+            balancer.choose(request(name), 8.0)
+            balancer.ended(name)
+        balancer.started(name)
+        balancer.progressed(name, 3, 1)
+        balancer.ended(name)
+        balancer.ended(name, (1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert [balancer.load(rank) for rank in range(2)] == [RankLoad(), RankLoad()]
+
+
+@dataclass
+class Known:
+    """What a plain list of events says of one request."""
+
+    rank: int
+    tokens: int
+    queued: int
+    ids: tuple[int, ...]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_keep_the_books(policy: str, seed: int) -> None:
+    """Against a recount from a plain list, with whole prefixes in a set for the index; zero when all have ended."""
+    draw = random.Random(seed)
+    balancer = Balancer(policy, 3, PAGE, step_rows=8)
+    known: dict[str, Known] = {}
+    held: list[set[tuple[int, ...]]] = [set(), set(), set()]
+
+    def prefixes(ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [ids[: end + 1] for end in range(PAGE, len(ids), PAGE)]
+
+    def choose(name: str, ids: tuple[int, ...]) -> None:
+        pin = draw.choice([None, None, None, 0, 1, 2])
+        rank = balancer.choose(Request(name, ids, routed_dp_rank=pin), draw.uniform(0, 50))
+        assert pin in (None, rank)
+        found = 0
+        for prefix in prefixes(ids):
+            if prefix not in held[rank]:
+                break
+            found += PAGE
+        known[name] = Known(rank, len(ids), len(ids) - found, ids)
+
+    for at in range(600):
+        event = draw.choices(("new", "start", "go", "end", "again", "restart"), (30, 20, 60, 18, 2, 0.5))[0]
+        name = draw.choice(list(known)) if known else ""
+        if event == "new":
+            stem = tuple(range(100 * draw.randrange(3), 100 * draw.randrange(3) + draw.randrange(1, 40)))
+            choose(f"r{at}", (*stem, *draw.choices(range(5), k=draw.randrange(1, 12))))
+        elif event == "restart":
+            balancer.restarted()
+            for one in known.values():
+                one.queued = len(one.ids)
+            held = [set(), set(), set()]
+        elif not known:
+            continue
+        elif event == "start":
+            balancer.started(name)
+            known[name].queued = 0
+        elif event == "go":
+            count = draw.randrange(1, 6)
+            balancer.progressed(name, count, draw.randrange(2))
+            known[name].tokens += count
+            known[name].queued = 0
+        elif event == "again":
+            ids = (*known[name].ids, 7, 7, 7)
+            if not known[name].queued:
+                held[known[name].rank] |= set(prefixes(known[name].ids))
+            choose(name, ids)
+        else:
+            balancer.ended(name)
+            one = known.pop(name)
+            if not one.queued:
+                held[one.rank] |= set(prefixes(one.ids))
+        for rank in range(3):
+            mine = [one for one in known.values() if one.rank == rank]
+            load = balancer.load(rank)
+            assert load.requests == len(mine)
+            assert load.tokens == sum(one.tokens for one in mine)
+            assert load.queued_tokens == sum(one.queued for one in mine)
+            assert load.pages == len(held[rank])
+            assert (sum(load.work) > 0) == bool(mine)
+    assert len(known) > 3
+    for name in list(known):
+        balancer.ended(name)
+    balancer.restarted()
+    assert [balancer.load(rank) for rank in range(3)] == [RankLoad()] * 3
+
+
+def test_the_index_agrees_with_the_radix_tree() -> None:
+    draw = random.Random(0)
+    tree, index = RadixTree(PAGE), PrefixIndex(10**6)
+    pages = iter(range(10**6))
+    for _ in range(300):
+        ids = [draw.randrange(2) for _ in range(draw.randrange(1, 40))]
+        assert index.held(chain_of(ids, PAGE)) == len(tree.match(ids))
+        count = (len(ids) - 1) // PAGE
+        tree.insert(ids, [next(pages) for _ in range(count)])
+        index.add(chain_of(ids, PAGE))
+        assert len(index) == tree.pages
+
+
+def test_the_index_is_bounded_and_forgets_ends_before_beginnings() -> None:
+    index = PrefixIndex(10)
+    chains = [tuple(range(100 * i, 100 * i + 4)) for i in range(50)]
+    for chain in chains:
+        index.add(chain)
+        assert len(index) <= 10
+    assert [index.held(chain) for chain in chains[-3:]] == [2, 4, 4]
+    index.add(range(1000, 1100))
+    assert (len(index), index.held(range(1000, 1100))) == (10, 10)
+
+
+def test_memory_does_not_grow_with_history() -> None:
+    balancer = Balancer("expected_load", 2, PAGE, index_pages=50)
+    for i in range(500):
+        balancer.choose(request(f"r{i}", 100, 1000 * i), 8.0)
+        run(balancer, f"r{i}")
+    assert sorted(balancer.load(rank).pages for rank in range(2)) == [50, 50]
+    assert not balancer._open
+
+
+def test_settings_make_a_balancer() -> None:
+    config = EngineConfig(model_path="x", tp_size=8, attn_dp_size=4, page_size=8, routing_policy="total_tokens")
+    balancer = Balancer.of(config)
+    assert (balancer.policy, balancer.dp_size, balancer.page_size) == ("total_tokens", 4, 8)
+    balancer = Balancer.of(config.model_copy(update={"disable_radix_cache": True}))
+    balancer.choose(request("a", 41), 8.0)
+    run(balancer, "a")
+    assert balancer.load(0).pages == 0  # a cache that is off holds nothing
