@@ -1,0 +1,280 @@
+"""Routing policies under a skewed load, simulated: ranks in lockstep, where a step takes as long as its slowest rank.
+
+What is simulated: arrivals, routing, first-come-first-served admission, chunked prompts that ride beside decoding
+requests, a radix cache per rank, tokens by each request's own accept length. What a step costs is stated, not
+measured: `STEP_S + max over ranks of (ROW_S * rows + KV_S * KV tokens read)`. The requests, their lengths and their
+accept lengths are drawn once per seed, so every policy serves the very same load; the policies see what a router sees
+(no output length, no accept length before it shows).
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cluster.actors.balance import POLICIES, Balancer
+from cluster.bench.report import ratio, table
+from cluster.kv.radix import RadixTree
+from cluster.request import Request, SamplingParams
+
+STEP_S = 6e-3  # what a step costs whatever is in it
+ROW_S = 25e-6  # one row of the model
+KV_S = 20e-9  # one KV token read by one request in one step
+BASELINE = "round_robin"
+VOCABULARY = 50_000
+MEMORY = 0.05  # weight of the latest ended request in the expected number of new tokens, as the router has it
+FIRST_GUESS = 128.0
+
+
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """The load and the gang. Sizes are in tokens; the shares are of requests."""
+
+    ranks: int = 4
+    requests: int = 800
+    arrivals_s: float = 40.0
+    page_size: int = 16
+    cached_pages: int = 2048
+    chunk_rows: int = 512
+    max_running: int = 64
+    tree_nodes: int = 8
+    num_steps: int = 4
+    prefixes: int = 32
+    prefix_tokens: tuple[int, int] = (256, 2048)
+    own_tokens: tuple[int, int] = (16, 256)
+    long_share: float = 0.05
+    long_tokens: tuple[int, int] = (4096, 8192)
+    chatty_share: float = 0.25
+    short_output: tuple[int, int] = (8, 64)
+    chatty_output: tuple[int, int] = (256, 768)
+    hard_share: float = 0.4
+    hard_odds: float = 0.15
+    easy_odds: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of the load: when it comes, what it says, how long it goes on, the odds that a level is accepted."""
+
+    request: Request
+    arrives: float
+    output: int
+    odds: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one policy served the load. Times in seconds from arrival; `imbalance` is the slowest rank's rows over the
+    mean rank's, over all steps; `prefix_hits` the share of prompt tokens found in a cache.
+    """
+
+    policy: str
+    mean_s: float
+    p99_s: float
+    mean_first_s: float
+    p99_first_s: float
+    imbalance: float
+    prefix_hits: float
+    total_s: float
+
+
+def compare(seed: int, skew: Skew = Skew(), policies: Sequence[str] = POLICIES) -> list[Row]:
+    """Every policy on the same load, in the order given. The same seed gives the same rows."""
+    jobs = load_of(seed, skew)
+    return [_Gang(policy, skew).serve(jobs) for policy in policies]
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """The rows for people: times in seconds, and mean completion as a ratio to round robin's where it is among them."""
+    base = next((row.mean_s for row in rows if row.policy == BASELINE), 0.0)
+    headers = (
+        "policy",
+        "mean s",
+        "p99 s",
+        "of round robin",
+        "mean first s",
+        "p99 first s",
+        "slowest / mean rows",
+        "prefix hits",
+    )
+    cells = [
+        (
+            row.policy,
+            row.mean_s,
+            row.p99_s,
+            ratio(row.mean_s, base) or None,
+            f"{row.mean_first_s:.3f}",
+            f"{row.p99_first_s:.3f}",
+            row.imbalance,
+            f"{row.prefix_hits:.0%}",
+        )
+        for row in rows
+    ]
+    return "\n".join(
+        [
+            f"routing, simulated: a step costs {STEP_S * 1e3:.0f} ms + {ROW_S * 1e6:.0f} us a row + "
+            f"{KV_S * 1e9:.0f} ns a KV token, of the slowest rank",
+            table(headers, cells),
+        ]
+    )
+
+
+def load_of(seed: int, skew: Skew) -> list[Job]:
+    """The requests in order of arrival: shared prefixes of uneven popularity, a few long prompts, outputs and accept
+    lengths of two kinds.
+    """
+    draw = random.Random(seed)
+    prefixes = [_text(draw, draw.randint(*skew.prefix_tokens)) for _ in range(skew.prefixes)]
+    popularity = [1.0 / (place + 1) for place in range(skew.prefixes)]
+    clock, jobs = 0.0, []
+    for at in range(skew.requests):
+        clock += draw.expovariate(skew.arrivals_s)
+        if draw.random() < skew.long_share:
+            prompt = _text(draw, draw.randint(*skew.long_tokens))
+        else:
+            [prefix] = draw.choices(prefixes, popularity)
+            prompt = prefix + _text(draw, draw.randint(*skew.own_tokens))
+        output = draw.randint(*(skew.chatty_output if draw.random() < skew.chatty_share else skew.short_output))
+        odds = skew.hard_odds if draw.random() < skew.hard_share else skew.easy_odds
+        request = Request(f"r{at}", prompt, SamplingParams(max_tokens=skew.chatty_output[1]))
+        jobs.append(Job(request, clock, output, odds, draw.getrandbits(32)))
+    return jobs
+
+
+def _text(draw: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(draw.choices(range(VOCABULARY), k=length))
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    left: int  # prompt rows to compute
+    cached: int
+    levels: random.Random
+    new: int = 0
+
+    def accept_len(self, num_steps: int) -> int:
+        """Tokens of the next step, the same whoever asks: a level counts while all before it were accepted."""
+        depth = 0
+        while depth < num_steps and self.levels.random() < self.job.odds:
+            depth += 1
+        return depth + 1
+
+
+@dataclass(slots=True)
+class _SimulatedRank:
+    cache: RadixTree
+    waiting: deque[Job] = field(default_factory=deque)
+    running: list[_Running] = field(default_factory=list)
+
+
+class _Gang:
+    """Ranks in lockstep behind one balancer."""
+
+    def __init__(self, policy: str, skew: Skew) -> None:
+        self._skew = skew
+        self._balancer = Balancer(
+            policy,
+            skew.ranks,
+            skew.page_size,
+            step_rows=skew.tree_nodes,
+            chunk_rows=skew.chunk_rows,
+            index_pages=skew.cached_pages,
+        )
+        self._ranks = [_SimulatedRank(RadixTree(skew.page_size)) for _ in range(skew.ranks)]
+        self._mean_new = FIRST_GUESS
+        self._first: list[float] = []
+        self._whole: list[float] = []
+        self._slowest = self._mean = 0.0
+        self._prompt_tokens = self._cached_tokens = 0
+        self._pages = 0
+
+    def serve(self, jobs: Sequence[Job]) -> Row:
+        """Serve all jobs to their end."""
+        clock, coming = 0.0, deque(jobs)
+        while coming or any(rank.waiting or rank.running for rank in self._ranks):
+            if coming and not any(rank.waiting or rank.running for rank in self._ranks):
+                clock = max(clock, coming[0].arrives)
+            while coming and coming[0].arrives <= clock:
+                job = coming.popleft()
+                expected = min(self._mean_new, job.request.params.max_tokens)
+                self._ranks[self._balancer.choose(job.request, expected)].waiting.append(job)
+            clock = self._step(clock)
+        return Row(
+            self._balancer.policy,
+            _mean(self._whole),
+            _p99(self._whole),
+            _mean(self._first),
+            _p99(self._first),
+            ratio(self._slowest, self._mean),
+            ratio(self._cached_tokens, self._prompt_tokens),
+            clock,
+        )
+
+    def _step(self, clock: float) -> float:
+        """One step of every rank; returns when it ends."""
+        rows, cost, ridden = [], [], []
+        for rank in self._ranks:
+            self._admit(rank)
+            budget, chunks = self._skew.chunk_rows, []
+            for running in rank.running:
+                chunk = min(running.left, budget)
+                budget -= chunk
+                chunks.append(chunk)
+            decoding = [running for running in rank.running if not running.left]
+            rows.append(len(decoding) * self._skew.tree_nodes + sum(chunks))
+            read = sum(len(running.job.request.prompt_token_ids) + running.new for running in decoding)
+            cost.append(ROW_S * rows[-1] + KV_S * read)
+            ridden.append(chunks)
+        clock += STEP_S + max(cost)
+        self._slowest += max(rows)
+        self._mean += sum(rows) / len(rows)
+        for rank, chunks in zip(self._ranks, ridden, strict=True):
+            for running, chunk in list(zip(rank.running, chunks, strict=True)):
+                self._advance(rank, running, chunk, clock)
+        return clock
+
+    def _admit(self, rank: _SimulatedRank) -> None:
+        while rank.waiting and len(rank.running) < self._skew.max_running:
+            job = rank.waiting.popleft()
+            prompt = job.request.prompt_token_ids
+            cached = self._skew.page_size * len(rank.cache.match(prompt))
+            self._prompt_tokens += len(prompt)
+            self._cached_tokens += cached
+            rank.running.append(_Running(job, len(prompt) - cached, cached, random.Random(job.seed)))
+
+    def _advance(self, rank: _SimulatedRank, running: _Running, chunk: int, clock: float) -> None:
+        name, decoding = running.job.request.request_id, not running.left
+        running.left -= chunk
+        if running.left:
+            return
+        if decoding:
+            count = min(running.accept_len(self._skew.num_steps), running.job.output - running.new)
+        else:
+            count = 1
+            self._first.append(clock - running.job.arrives)
+            self._balancer.started(name, running.cached)
+        running.new += count
+        self._balancer.progressed(name, count, int(decoding))
+        if running.new >= running.job.output:
+            self._whole.append(clock - running.job.arrives)
+            self._mean_new += MEMORY * (running.new - self._mean_new)
+            rank.running.remove(running)
+            self._balancer.ended(name)
+            self._keep(rank.cache, running.job.request.prompt_token_ids)
+
+    def _keep(self, cache: RadixTree, prompt: Sequence[int]) -> None:
+        count = (len(prompt) - 1) // self._skew.page_size
+        cache.insert(prompt, range(self._pages, self._pages + count))
+        self._pages += count
+        cache.evict(cache.pages - self._skew.cached_pages)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return ratio(sum(values), len(values))
+
+
+def _p99(values: Sequence[float]) -> float:
+    """The least value that 99% do not exceed."""
+    return sorted(values)[max(0, -(-99 * len(values) // 100) - 1)]

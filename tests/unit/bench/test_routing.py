@@ -1,0 +1,87 @@
+"""The routing simulation: one load for all policies, a clock that a hand can check, and what expected load gains."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.actors.balance import POLICIES
+from cluster.bench.routing import KV_S, ROW_S, STEP_S, Row, Skew, compare, load_of, table_of
+
+SMALL = Skew(requests=300)
+PAIR = ("expected_load", "round_robin")
+
+
+def by_policy(seed: int, skew: Skew = SMALL) -> dict[str, Row]:
+    return {row.policy: row for row in compare(seed, skew, PAIR)}
+
+
+def test_the_same_seed_gives_the_same_rows() -> None:
+    skew = replace(SMALL, requests=60)
+    assert compare(3, skew) == compare(3, skew)
+    assert compare(3, skew) != compare(4, skew)
+    assert [row.policy for row in compare(3, skew)] == list(POLICIES)
+
+
+def test_the_load_is_skewed_as_stated() -> None:
+    skew = Skew()
+    jobs = load_of(0, skew)
+    assert len({job.request.request_id for job in jobs}) == len(jobs) == skew.requests
+    assert [job.arrives for job in jobs] == sorted(job.arrives for job in jobs)
+    long = [job for job in jobs if len(job.request.prompt_token_ids) >= skew.long_tokens[0]]
+    assert 0.02 < len(long) / len(jobs) < 0.09
+    outputs = [job.output for job in jobs]
+    assert not any(skew.short_output[1] < output < skew.chatty_output[0] for output in outputs)
+    heads = [job.request.prompt_token_ids[: skew.prefix_tokens[0]] for job in jobs]
+    assert len(set(heads)) <= skew.prefixes + len(long)
+    assert 0.3 < sum(job.odds == skew.hard_odds for job in jobs) / len(jobs) < 0.5
+
+
+def test_one_request_takes_as_long_as_the_stated_costs_add_up_to() -> None:
+    """A prompt of 100 in chunks of 40 is three steps; then two tokens, in two steps, as no level is ever accepted."""
+    skew = Skew(
+        requests=1, chunk_rows=40, prefix_tokens=(60, 60), own_tokens=(40, 40), long_share=0.0, chatty_share=0.0,
+        short_output=(3, 3), hard_share=1.0, hard_odds=0.0, tree_nodes=8,
+    )  # fmt: skip
+    first = 3 * STEP_S + 100 * ROW_S
+    whole = first + 2 * STEP_S + 2 * 8 * ROW_S + (101 + 102) * KV_S
+    for row in compare(0, skew):
+        assert row.mean_first_s == row.p99_first_s == pytest.approx(first)
+        assert row.mean_s == row.p99_s == pytest.approx(whole)
+        assert (row.imbalance, row.prefix_hits) == (pytest.approx(skew.ranks), 0.0)
+
+
+def test_a_repeated_prompt_is_found_in_the_cache() -> None:
+    """One prefix, one request at a time: all but the first of a rank find its 99 pages (the last differs after it)."""
+    skew = Skew(
+        ranks=2, requests=50, arrivals_s=0.05, prefixes=1, prefix_tokens=(1600, 1600), own_tokens=(16, 16),
+        long_share=0.0,
+    )  # fmt: skip
+    rows = by_policy(0, skew)
+    assert rows["round_robin"].prefix_hits == pytest.approx(48 / 50 * 1584 / 1616)
+    assert rows["expected_load"].prefix_hits == pytest.approx(49 / 50 * 1584 / 1616)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_expected_load_beats_round_robin(seed: int) -> None:
+    rows = by_policy(seed)
+    ours, theirs = rows["expected_load"], rows["round_robin"]
+    assert ours.mean_s < 0.95 * theirs.mean_s
+    assert ours.p99_s < 0.97 * theirs.p99_s
+    assert ours.mean_first_s < 0.9 * theirs.mean_first_s
+    assert ours.prefix_hits > theirs.prefix_hits + 0.03
+
+
+def test_it_gains_without_prefixes_to_share_too() -> None:
+    """Then only the balance is left to win by."""
+    gains = []
+    for seed in range(3):
+        rows = by_policy(seed, replace(SMALL, prefix_tokens=(0, 0), own_tokens=(64, 1536)))
+        gains.append(rows["expected_load"].mean_s / rows["round_robin"].mean_s)
+        assert rows["expected_load"].prefix_hits == 0.0
+    assert sum(gains) / len(gains) < 0.97
+
+
+def test_the_table_names_every_policy_and_the_costs() -> None:
+    text = table_of(compare(0, replace(SMALL, requests=40)))
+    assert all(policy in text for policy in POLICIES)
+    assert "6 ms + 25 us a row" in text
