@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 OUTPUTS = {1: [2], 3: [0, 1, 2]}
-BOUNDARIES = {5: [0, 1, 2, 3, 4]}
+BOUNDARIES = {2: [0, 4], 4: [0, 1, 3, 4], 5: [0, 1, 2, 3, 4]}
 """Aux layers of a draft for a target of 4 layers: as outputs in `eagle_config`, or as boundaries at the top level."""
 
 

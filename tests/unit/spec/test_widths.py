@@ -1,0 +1,227 @@
+"""Every producer and consumer of a hidden agrees on its width and dtype, in every shape of draft, idle ranks included.
+
+The chain, with real models loaded from checkpoints: the target's boundaries -> `extend_input` -> `fuse_aux` ->
+`forward` -> the carried table -> `forward` again. The widths expected here are computed from the configuration alone.
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.batch import Batch, PromptRows, Reach, SamplingBatch
+from cluster.config import TreeShape
+from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.layer import WHOLE, NoExchange
+from cluster.models.llama import LlamaTarget
+from cluster.models.registry import load_draft, load_target
+from cluster.spec.extend import extend_input
+from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
+from cluster.spec.verify import Accepted
+from tests.tiny import draft_folder, target_folder
+
+CPU = torch.device("cpu")
+TARGET = {"hidden": 32, "layers": 4}
+SHAPE = TreeShape(num_steps=2, topk=2, num_draft_tokens=4)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+PROPOSAL_DTYPE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
+POSITIONS = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One draft and the dtype it is served in. `num_aux` 0 is a draft that takes the target's last hidden as it is."""
+
+    num_aux: int
+    hidden: int
+    layers: int
+    fc_norm: bool
+    norm_before_fc: bool
+    norm_output: bool
+    norm_before_residual: bool
+    draft_vocab: int
+    own_head: bool
+    dtype: torch.dtype
+
+    @property
+    def taken(self) -> int:
+        """A, from the definition."""
+        return self.num_aux * TARGET["hidden"] if self.num_aux else TARGET["hidden"]
+
+
+def shapes_of(num_aux: int) -> list[Shape]:
+    """All widths x layers x norms of the aux hidden x dtypes; what is left takes turns over them."""
+    norms = list(itertools.product([False, True], repeat=2)) if num_aux else [(False, False)] * 4
+    widths = (16, 32, 48) if num_aux else (32,)
+    found = []
+    for at, ((fc_norm, before_fc), hidden, layers) in enumerate(itertools.product(norms, widths, (1, 2, 3, 4))):
+        turn = at + at // 4  # so that it does not go in step with the layers
+        vocab = 40 if turn % 2 else 64
+        own_head = vocab != 64 or hidden != TARGET["hidden"] or bool(turn % 4)
+        flags = (fc_norm, before_fc, bool(turn // 2 % 2), bool(turn // 4 % 2))
+        found += [Shape(num_aux, hidden, layers, *flags, vocab, own_head, dtype) for dtype in DTYPES]
+    return found
+
+
+@cache
+def target_in(dtype: torch.dtype) -> LlamaTarget:
+    return load_target(target_folder(**TARGET), dtype, CPU, NoExchange(), WHOLE, POSITIONS)
+
+
+def draft_of(shape: Shape) -> Eagle3Draft:
+    folder = draft_folder(
+        target_folder(**TARGET),
+        num_aux=shape.num_aux or 1,
+        use_aux=shape.num_aux > 0,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        draft_vocab=shape.draft_vocab,
+        fc_norm=shape.fc_norm,
+        norm_before_fc=shape.norm_before_fc,
+        norm_output=shape.norm_output,
+        norm_before_residual=shape.norm_before_residual,
+        own_head=shape.own_head,
+    )
+    return load_draft(folder, target_in(shape.dtype), shape.dtype, CPU, NoExchange(), WHOLE, POSITIONS)
+
+
+def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    """Widths are what counts here: every row sees itself."""
+    return q.flatten(1)
+
+
+def batch_of(decodes: int, prompt_rows: int) -> Batch:
+    """R requests of 5 committed tokens and one prompt chunk that is final; (0, 0) is an idle rank."""
+    finals = min(prompt_rows, 1)
+    rows, prompt = torch.arange(decodes + finals), torch.arange(prompt_rows)
+    none = torch.zeros(decodes, 0, dtype=torch.int64)
+    each = torch.ones(decodes + finals)
+    return Batch(
+        decodes=decodes,
+        rows=rows,
+        seq_lens=torch.full((decodes,), 5),
+        reach=Reach(none, torch.zeros(decodes, 1, 0), none),
+        sampling=SamplingBatch(each, each, each, each, each, rows, noisy=False, filtered=False),
+        prompt=PromptRows(prompt, prompt + 1, prompt, prompt, (), prompt[prompt_rows - finals :], prompt[:finals]),
+        logprobs=False,
+    )
+
+
+def accepted_by(decodes: int) -> Accepted:
+    path = torch.zeros(decodes, SHAPE.num_steps + 1, dtype=torch.int64)
+    return Accepted(path, path + 3, torch.ones(decodes, dtype=torch.int64), path[:, 0] + 3)
+
+
+@cache
+def features_of(dtype: torch.dtype, boundaries: tuple[int, ...], rows: int) -> tuple[Tensor, ...]:
+    """What the target captures, as the step passes it on: its last hidden where nothing is captured."""
+    ids = torch.arange(rows)
+    hidden, aux = target_in(dtype).forward(ids, ids, attend, boundaries)
+    return tuple(aux or [hidden])
+
+
+def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, table: EagleDraftInput) -> None:
+    """One extend of so many rows, its output carried, and a draft level on what was carried."""
+    spec, dtype = draft.spec, shape.dtype
+    batch, count = batch_of(decodes, prompt_rows), decodes * (SHAPE.num_steps + 1) + prompt_rows
+    boundaries = spec.aux_boundaries if spec.use_aux_hidden_state else ()
+    features = features_of(dtype, boundaries, decodes * SHAPE.num_draft_tokens + prompt_rows)
+    assert len(features) == (shape.num_aux or 1)
+    assert sum(feature.shape[1] for feature in features) == EagleDraftExtendInput.hidden_size_for(spec)
+
+    first = torch.full((batch.prompt.final_rows.shape[0],), 7)
+    given = extend_input(batch, accepted_by(decodes), first, list(features), SHAPE)
+    assert given.hidden.shape == (count, EagleDraftExtendInput.hidden_size_for(spec))
+    assert given.hidden.dtype == EagleDraftExtendInput.dtype_for(dtype)
+
+    fused = draft.fuse_aux(given.hidden)
+    assert (fused.shape, fused.dtype) == ((count, EagleDraftInput.hidden_size_for(spec)), dtype)
+    normed, recurrent = draft.forward(given.token_ids, given.positions, fused, attend)
+    assert recurrent.shape == normed.shape == (count, EagleDraftInput.hidden_size_for(spec))
+    assert recurrent.dtype == normed.dtype == EagleDraftInput.dtype_for(dtype)
+    logits = draft.logits(normed.index_select(0, given.select))
+    assert logits.shape == (batch.rows.shape[0], draft.target_ids.shape[0])
+
+    likely = logits.log_softmax(-1, dtype=PROPOSAL_DTYPE[dtype]).topk(SHAPE.topk, -1)
+    bonus = torch.full((batch.rows.shape[0],), 9)
+    hidden = recurrent.index_select(0, given.select)
+    made = EagleDraftInput(likely.values, draft.target_ids[likely.indices], hidden, bonus)
+    table.put(batch.rows, made)  # refuses another width or dtype
+    carried = table.take(batch.rows)
+    for name in ("topk_p", "topk_index", "hidden", "bonus"):
+        assert torch.equal(getattr(carried, name), getattr(made, name)), name
+    draft.forward(carried.topk_index[:, 0], carried.bonus, carried.hidden, attend)
+
+
+def check_idle(draft: Eagle3Draft, dtype: torch.dtype, shape: Shape) -> None:
+    """Idle inputs have the widths of real ones, and the draft runs on them."""
+    none = EagleDraftExtendInput.create_idle_input(draft.spec, dtype, CPU)
+    assert (none.hidden.shape, none.hidden.dtype) == ((0, shape.taken), dtype)
+    assert draft.fuse_aux(none.hidden).shape == (0, shape.hidden)
+    for requests in (0, 3):
+        idle = EagleDraftInput.create_idle_input(draft.spec, SHAPE.topk, dtype, CPU, requests)
+        assert (idle.hidden.shape, idle.hidden.dtype) == ((requests, shape.hidden), dtype)
+        assert (idle.topk_p.shape, idle.topk_p.dtype) == ((requests, SHAPE.topk), PROPOSAL_DTYPE[dtype])
+        assert (idle.topk_index.shape, idle.bonus.shape) == ((requests, SHAPE.topk), (requests,))
+        normed, recurrent = draft.forward(idle.topk_index[:, 0], idle.bonus, idle.hidden, attend)
+        assert normed.shape == recurrent.shape == idle.hidden.shape
+        assert recurrent.dtype == idle.hidden.dtype
+        assert torch.isfinite(recurrent).all()
+        assert draft.logits(normed).shape == (requests, shape.draft_vocab)
+
+
+@pytest.mark.parametrize("num_aux", range(6))
+@torch.inference_mode()
+def test_all_agree(num_aux: int) -> None:
+    torch.set_num_threads(1)
+    for shape in shapes_of(num_aux):
+        try:
+            draft = draft_of(shape)
+            assert EagleDraftExtendInput.hidden_size_for(draft.spec) == shape.taken
+            assert EagleDraftInput.hidden_size_for(draft.spec) == shape.hidden
+            assert draft.target_ids.shape == (shape.draft_vocab,)
+            check_idle(draft, shape.dtype, shape)
+            table = EagleDraftInput.create_idle_input(draft.spec, SHAPE.topk, shape.dtype, CPU, requests=4)
+            for decodes, prompt_rows in ((0, 0), (3, 0), (0, 5), (2, 3)):
+                check(shape, decodes, prompt_rows, draft, table)
+        except Exception as error:
+            raise AssertionError(f"{shape}: {error}") from error
+
+
+def test_there_are_at_least_500_shapes_and_every_pair_of_options_occurs() -> None:
+    shapes = [shape for num_aux in range(6) for shape in shapes_of(num_aux)]
+    assert len(set(shapes)) >= 500
+    free = ("layers", "norm_output", "norm_before_residual", "draft_vocab", "dtype")
+    for one, other in itertools.combinations(free, 2):
+        values = [{getattr(shape, name) for shape in shapes} for name in (one, other)]
+        pairs = {(getattr(shape, one), getattr(shape, other)) for shape in shapes}
+        assert len(pairs) == len(values[0]) * len(values[1]), (one, other)
+    assert {(shape.hidden, shape.own_head) for shape in shapes} >= {(16, True), (32, True), (32, False), (48, True)}
+
+
+@torch.inference_mode()
+def test_a_hidden_of_another_width_or_dtype_is_refused() -> None:
+    """What the chain above would do if one of its ends were wrong."""
+    shape = Shape(3, 48, 1, False, False, False, False, 40, True, torch.float32)
+    draft = draft_of(shape)
+    for wrong in (torch.zeros(2, 64), torch.zeros(2, 128), torch.zeros(2, 96, dtype=torch.float64)):
+        with pytest.raises((RuntimeError, ValueError)):
+            draft.fuse_aux(wrong)
+    table = EagleDraftInput.create_idle_input(draft.spec, SHAPE.topk, shape.dtype, CPU, requests=4)
+    with pytest.raises((RuntimeError, IndexError)):
+        table.put(torch.arange(2), EagleDraftInput.create_idle_input(None, SHAPE.topk, shape.dtype, CPU, requests=2))
+    with pytest.raises(RuntimeError):
+        table.put(
+            torch.arange(2),
+            EagleDraftInput.create_idle_input(draft.spec, SHAPE.topk, torch.float64, CPU, requests=2),
+        )
+
+
+def test_without_a_draft_nothing_is_wide() -> None:
+    assert EagleDraftInput.hidden_size_for(None) == EagleDraftExtendInput.hidden_size_for(None) == 0
+    idle = EagleDraftInput.create_idle_input(None, 1, torch.float32, CPU, requests=2)
+    assert (idle.hidden.shape, idle.bonus.shape) == ((2, 0), (2,))
+    assert EagleDraftExtendInput.create_idle_input(None, torch.float32, CPU).hidden.shape == (0, 0)
