@@ -1,11 +1,59 @@
-"""One step's work of one rank, as tensors.
+"""One step's work of one rank: as plain values (`Order`), which travel between ranks, and as tensors (`Batch`).
 
 Legend: R decoding requests, c prompt rows, F prompts that finish, B = R + F.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class PromptChunk(NamedTuple):
+    """Prompt rows `start` to `stop - 1` of the request in table row `row`.
+
+    `tokens` are theirs and, unless the prompt is `final` with them, the one after.
+    """
+
+    row: int
+    start: int
+    stop: int
+    final: bool
+    tokens: tuple[int, ...]
+
+
+class Sampling(NamedTuple):
+    """How the request in table row `row` wants its tokens, see `SamplingParams`."""
+
+    row: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+class SlotWrite(NamedTuple):
+    """Page `page` became entry `entry` of table row `row`; entry -1: the row was cleared."""
+
+    row: int
+    entry: int
+    page: int
+
+
+class Order(NamedTuple):
+    """What a rank is to run in one step: `decodes` are (table row, committed tokens), `chunks` in order of length.
+
+    `samplings` and `writes` bring the tables up to date first; `noisy`, `filtered`, `logprobs` as in `Batch`.
+    """
+
+    decodes: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[PromptChunk, ...] = ()
+    samplings: tuple[Sampling, ...] = ()
+    writes: tuple[SlotWrite, ...] = ()
+    noisy: bool = False
+    filtered: bool = False
+    logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

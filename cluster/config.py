@@ -28,6 +28,7 @@ SPECULATIVE_CONFIG: dict[str, str] = {
     "method": "speculative_algorithm",
     "model": "speculative_draft_model_path",
     "num_speculative_tokens": "speculative_num_steps",
+    "draft_parallel": "speculative_draft_parallel",
 }
 
 
@@ -83,6 +84,9 @@ class EngineConfig(Settings):
     kv_cache_gb: float = Field(default=0.5, gt=0, description="KV budget per rank when max_total_tokens is unset")
     max_running_requests: int = Field(default=64, ge=1, le=4096)
     chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1 is no limit")
+    mixed_prefill_size: int | None = Field(
+        default=None, ge=1, description="the same while a request of any rank decodes; unset: chunked_prefill_size"
+    )
     max_queued_tokens: int = Field(default=65536, ge=1)
     disable_radix_cache: bool = False
     speculative_algorithm: Literal["EAGLE3"] | None = None
@@ -90,8 +94,16 @@ class EngineConfig(Settings):
     speculative_num_steps: int | None = Field(default=None, ge=1, le=16)
     speculative_eagle_topk: int | None = Field(default=None, ge=1, le=32)
     speculative_num_draft_tokens: int | None = Field(default=None, ge=2, le=512)
-    tp_size: int = Field(default=1, ge=1)
+    speculative_batch_tiers: dict[int, int] = Field(
+        default_factory=dict,
+        description="from this many decoding requests of a rank on, at most so many levels; {4: 3, 8: 2}",
+    )
+    speculative_draft_parallel: Literal["sharded", "replicated"] = "sharded"
+    tp_size: int = Field(default=1, ge=1, le=1024)
     attn_dp_size: int = Field(default=1, ge=1)
+    vocab_parallel: Literal["attention", "world"] = "attention"
+    dp_padding: Literal["auto", "padded", "exact"] = "auto"
+    debug_lockstep: bool = False
     random_seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")
     routing_policy: Literal["expected_load", "round_robin", "total_tokens", "total_requests"] = "expected_load"
@@ -145,11 +157,19 @@ class EngineConfig(Settings):
             )
         }
         if self.speculative_algorithm is None:
+            if self.speculative_batch_tiers:
+                raise ConfigError("speculative_batch_tiers needs speculative_algorithm: EAGLE3")
             for name, value in speculative.items():
                 if value is not None:
                     raise ConfigError(f"{name} needs speculative_algorithm: EAGLE3")
         elif self.speculative_draft_model_path is None:
             raise ConfigError("speculative_algorithm needs speculative_draft_model_path: the folder of the draft")
+        for requests, steps in self.speculative_batch_tiers.items():
+            if requests < 1 or steps < 0:
+                raise ConfigError(
+                    "speculative_batch_tiers must map numbers of requests to numbers of levels, "
+                    f"got {requests}: {steps}"
+                )
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be positive, or -1 for no limit")
         if self.tp_size % self.attn_dp_size:
@@ -172,6 +192,20 @@ class TreeShape(BaseModel):
         return max(self.num_draft_tokens, self.topk * (self.num_steps - 1), self.num_steps + 1)
 
 
+def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """The trees that a step may use, by depth: plain decoding first, `shape` last; K is the same in all."""
+    shallower = []
+    for steps in range(shape.num_steps):
+        nodes = min(shape.num_draft_tokens, _most_nodes(steps, shape.topk))
+        shallower.append(TreeShape(num_steps=steps, topk=shape.topk, num_draft_tokens=nodes))
+    return (*shallower, shape)
+
+
+def _most_nodes(steps: int, topk: int) -> int:
+    """Nodes that so many levels can propose, root included."""
+    return 1 if steps == 0 else topk + (steps - 1) * topk * topk + 1
+
+
 PLAIN = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
 DEFAULT_NUM_STEPS = 3
 DEFAULT_TOPK = 1
@@ -187,7 +221,7 @@ def tree_shape(config: EngineConfig) -> TreeShape:
         return PLAIN
     steps = config.speculative_num_steps or DEFAULT_NUM_STEPS
     topk = config.speculative_eagle_topk or DEFAULT_TOPK
-    most = topk + (steps - 1) * topk * topk + 1
+    most = _most_nodes(steps, topk)
     nodes = config.speculative_num_draft_tokens
     if topk == 1:
         if nodes is not None and nodes != steps + 1:

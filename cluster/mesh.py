@@ -1,15 +1,360 @@
-"""The process groups of a gang and the spelling of every collective. A world of one needs no process group."""
+"""The ranks of a gang, their axes, and the spelling of every collective. A world of one needs no process group.
 
-from dataclasses import dataclass
+World: `tp_size` ranks in `attn_dp` groups of `attn_tp` ranks each; rank = dp_rank * attn_tp + attn_tp_rank. Facts
+travel over gloo, tensors over NCCL on GPUs and gloo on CPUs. Who calls what with which sizes is decided above: a wrong
+size ends a gloo process without a Python exception, so sizes are compared before they get here.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # of last resort: whoever supervises the gang acts long before
+JOIN_TIMEOUT = timedelta(seconds=120)
+NAP = timedelta(seconds=60)
+FAREWELL_S = 0.5  # how long a rank whose peer is gone waits to hear why
+
+
+class GangError(RuntimeError):
+    """The gang cannot go on. `rank` is the guilty one as far as known, `step` and `phase` where it was noticed."""
+
+    def __init__(self, message: str, rank: int | None, step: int, phase: str) -> None:
+        super().__init__(message)
+        self.rank, self.step, self.phase = rank, step, phase
+
+
+class PeerLostError(GangError):
+    """A peer is gone or silent."""
+
+
+class OutOfStepError(GangError):
+    """Ranks disagree on what comes next; said before any tensor moves."""
+
+
+class Part(NamedTuple):
+    """Shard `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def span(self, total: int) -> tuple[int, int]:
+        """This part's `[start, stop)` of `total` things, as equal as can be."""
+        return total * self.rank // self.size, total * (self.rank + 1) // self.size
+
+
+class Rendezvous(NamedTuple):
+    """Where the ranks of a gang meet. `epoch` counts the lives of the gang."""
+
+    host: str
+    port: int
+    epoch: int = 0
+
+
+class Store:
+    """The key-value store of a gang, kept by rank 0. It listens on one address only."""
+
+    def __init__(self, tcp: Any, port: int) -> None:
+        self.tcp, self.port = tcp, port
+
+
+def open_store(host: str) -> Store:
+    """Listen on `host`; the system chooses the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(128)
+    port: int = listener.getsockname()[1]
+    # The store would listen on all addresses, whatever it is told, if it opened the socket itself.
+    tcp = TCPStore(host, port, None, True, JOIN_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    return Store(tcp, port)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds that this rank spent waiting in collectives, and how many it entered; `take` starts again."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+    def take(self) -> float:
+        """The seconds so far."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
-    """This rank's place among `world` ranks. With `world` 1 every collective is the identity."""
+class Axis:
+    """Ranks that work on something together. `group` is None when this rank is alone; then all is the identity.
+
+    `direct`: parts of equal size go through the backend's own all-gather and reduce-scatter. gloo is twice as fast at
+    an all-to-all, which takes any sizes, and adding up in rank order gives every rank the same bits.
+    """
 
     rank: int = 0
-    world: int = 1
+    size: int = 1
+    group: Any = None
+    direct: bool = False
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def part(self) -> Part:
+        """This rank's shard of what the axis splits."""
+        return Part(self.rank, self.size)
+
+    def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Own rows `[counts[rank], ..]` -> everybody's `[sum(counts), ..]`, in rank order."""
+        if self.size == 1:
+            return rows
+        every = rows.new_empty(sum(counts), *rows.shape[1:])
+        began = time.perf_counter()
+        if self.direct and len(set(counts)) == 1:
+            dist.all_gather_into_tensor(every, rows.contiguous(), group=self.group)
+        else:
+            own = rows.repeat(self.size, *[1] * (rows.dim() - 1))
+            dist.all_to_all_single(every, own, list(counts), [rows.shape[0]] * self.size, group=self.group)
+        self._count(began)
+        return every
+
+    def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Partial sums of everybody's rows `[sum(counts), ..]` -> own rows `[counts[rank], ..]`, summed."""
+        if self.size == 1:
+            return rows
+        own = counts[self.rank]
+        began = time.perf_counter()
+        if self.direct and len(set(counts)) == 1:
+            summed = rows.new_empty(own, *rows.shape[1:])
+            dist.reduce_scatter_tensor(summed, rows.contiguous(), group=self.group)
+            self._count(began)
+            return summed
+        parts = rows.new_empty(self.size * own, *rows.shape[1:])
+        dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
+        self._count(began)
+        return _added(parts.view(self.size, own, *rows.shape[1:]))
+
+    def all_reduce(self, rows: Tensor) -> Tensor:
+        """Partial sums of the same rows -> their sum, with the same bits on every rank."""
+        if self.size == 1:
+            return rows
+        if not self.direct:
+            return _added(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
+        began = time.perf_counter()
+        dist.all_reduce(rows, group=self.group)
+        self._count(began)
+        return rows
+
+    def swap(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Everybody's rows `[sum(counts), v]` of own columns -> own rows of everybody's columns, `[n, size * v]`."""
+        if self.size == 1:
+            return rows
+        own, width = counts[self.rank], rows.shape[1]
+        parts = rows.new_empty(self.size * own, width)
+        began = time.perf_counter()
+        dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
+        self._count(began)
+        return parts.view(self.size, own, width).transpose(0, 1).reshape(own, self.size * width)
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """The first rank's `values`, over those of all others, in place."""
+        if self.size > 1:
+            began = time.perf_counter()
+            dist.broadcast(values, group=self.group, group_src=0)
+            self._count(began)
+        return values
+
+    def _count(self, began: float) -> None:
+        self.clock.seconds += time.perf_counter() - began
+        self.clock.calls += 1
+
+
+def _added(parts: Tensor) -> Tensor:
+    """`[n, ..]` added up in order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@dataclass(slots=True)
+class Mesh:
+    """This rank's place: the world's axis, the attention-TP group's, and the doorbell of a gang that sleeps.
+
+    `facts` are the world over gloo, `attn_facts` the group over gloo; on a CPU these are the same as `world`, `attn`.
+    `position` is where this rank is: (step, phase), for whoever asks from another thread.
+    """
+
+    rank: int = 0
+    world: Axis = field(default_factory=Axis)
+    attn: Axis = field(default_factory=Axis)
+    facts: Axis = field(default_factory=Axis)
+    attn_facts: Axis = field(default_factory=Axis)
+    epoch: int = 0
+    position: tuple[int, str] = (0, "start")
+    store: Any = None
+    bell: Any = None
+    _closed: bool = False
+
+    @property
+    def attn_dp(self) -> int:
+        """How many attention groups."""
+        return self.world.size // self.attn.size
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's attention group."""
+        return self.rank // self.attn.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank schedules for its attention group."""
+        return self.attn.rank == 0
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
         """One row of plain integers from every rank, in rank order."""
-        return [row]
+        if self.facts.size == 1:
+            return [row]
+        every = self.facts.gather(torch.tensor([row], dtype=torch.int64), [1] * self.facts.size)
+        return [tuple(line) for line in every.tolist()]
+
+    def everyones(self, name: str, text: str) -> list[str]:
+        """What every rank says under `name`, in rank order; waits for all."""
+        if self.store is None:
+            return [text]
+        self.store.set(f"{name}/{self.rank}", text)
+        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world.size)]
+
+    def sleep(self, step: int) -> None:
+        """Wait, without using the CPU, until a rank rings for this step; a ring before the call counts.
+
+        Raises:
+            PeerLostError: the gang is gone.
+        """
+        assert self.store is not None
+        while not self._closed:
+            try:
+                self.store.wait([f"ring/{step}"], NAP)
+                return
+            except dist.DistStoreError:
+                continue
+            except RuntimeError as error:
+                raise PeerLostError(f"rank 0 is gone: {_first_line(error)}", 0, step, "asleep") from error
+
+    def ring(self, step: int) -> None:
+        """Wake every rank that sleeps at `step`; any thread."""
+        if self.bell is not None and not self._closed:
+            try:
+                self.bell.set(f"ring/{step}", "1")
+            except RuntimeError:
+                return  # rank 0 is gone: those asleep notice as well
+
+    def forget(self, step: int) -> None:
+        """Drop the ring of an earlier step, from which every rank has long woken."""
+        if self.rank == 0 and step >= 0 and self.bell is not None:
+            self.bell.delete_key(f"ring/{step}")
+
+    def explain(self, error: RuntimeError) -> PeerLostError:
+        """A collective failed because a peer left: wait a moment for those who know to say why, and name the guilty.
+
+        Every rank that notices leaves its own reason; who says nothing is dead.
+        """
+        step, phase = self.position
+        self.leave_reason(f"messenger {_first_line(error)}")
+        silent: list[int] = list(range(self.world.size))
+        until = time.monotonic() + FAREWELL_S
+        try:
+            while silent and time.monotonic() < until:
+                silent = [r for r in silent if not self._said(r)]
+                for rank in set(range(self.world.size)) - set(silent):
+                    reason = self._reason(rank)
+                    if not reason.startswith("messenger "):
+                        return PeerLostError(f"rank {rank} left: {reason}", rank, step, phase)
+                time.sleep(0.01)
+        except RuntimeError:
+            silent = [0]  # the store went with rank 0
+        if not silent:
+            return PeerLostError(f"a peer closed its connection: {_first_line(error)}", None, step, phase)
+        names = " and ".join(str(rank) for rank in silent)
+        return PeerLostError(f"rank {names} is gone (step {step}, phase {phase})", silent[0], step, phase)
+
+    def leave_reason(self, reason: str) -> None:
+        """Say why this rank leaves, for its peers; the first reason stays."""
+        if self.bell is not None:
+            try:
+                self.bell.compare_set(f"left/{self.rank}", "", reason)
+            except RuntimeError:
+                return
+
+    def _said(self, rank: int) -> bool:
+        assert self.bell is not None
+        return bool(self.bell.check([f"left/{rank}"]))
+
+    def _reason(self, rank: int) -> str:
+        assert self.bell is not None
+        reason: str = self.bell.get(f"left/{rank}").decode()
+        return reason
+
+    def close(self, reason: str = "") -> None:
+        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`."""
+        if self._closed:
+            return
+        self._closed = True
+        if reason:
+            self.leave_reason(reason)
+        if self.world.size > 1 and dist.is_initialized():
+            # Aborting, unlike destroying, also frees a thread of this rank that waits in a collective.
+            dist.distributed_c10d._abort_process_group()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def join(
+    rank: int, world: int, attn_dp: int, rendezvous: Rendezvous, device: torch.device, store: Store | None
+) -> Mesh:
+    """Meet the other ranks; returns when all are there. Rank 0 passes the `store` that it opened.
+
+    Raises:
+        PeerLostError: somebody did not come.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "0")
+    try:
+        tcp = store.tcp if store is not None else _client(rendezvous)
+        prefix = PrefixStore(f"epoch/{rendezvous.epoch}", tcp)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+        attn_tp = world // attn_dp
+        groups = [list(range(g * attn_tp, (g + 1) * attn_tp)) for g in range(attn_dp)]
+        facts, attn_facts = _axes(rank, world, groups, "gloo", Clock())
+        axes = (facts, attn_facts)
+        if device.type == "cuda":
+            axes = _axes(rank, world, groups, "nccl", facts.clock)
+    except RuntimeError as error:
+        raise PeerLostError(f"the ranks did not meet: {_first_line(error)}", None, 0, "join") from error
+    return Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), _client(rendezvous), _client(rendezvous))
+
+
+def _client(rendezvous: Rendezvous) -> Any:
+    return TCPStore(rendezvous.host, rendezvous.port, None, False, JOIN_TIMEOUT, wait_for_workers=False)
+
+
+def _axes(rank: int, world: int, groups: list[list[int]], backend: str, clock: Clock) -> tuple[Axis, Axis]:
+    """The world's axis and this rank's attention group's; every rank makes all groups, in the same order."""
+    direct = backend == "nccl"
+    whole = Axis(rank, world, dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT), direct, clock)
+    attn_tp = len(groups[0])
+    if attn_tp == 1:
+        return whole, Axis(clock=clock)
+    made = [dist.new_group(ranks, backend=backend, timeout=COLLECTIVE_TIMEOUT) for ranks in groups]
+    return whole, Axis(rank % attn_tp, attn_tp, made[rank // attn_tp], direct, clock)

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
-PHASES = ("schedule", "draft", "target", "extend", "commit")
+PHASES = ("schedule", "agree", "draft", "target", "extend", "commit")
 PAGE_STATES = ("free", "used", "cached")
 SCHEMA = 1
 
@@ -62,6 +62,7 @@ class StepStats:
     """
 
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    waited_seconds: float = 0.0
     decode_requests: int = 0
     prompt_rows: int = 0
     padded_rows: int = 0
@@ -127,6 +128,7 @@ class EngineMetrics:
         self._accept = accept.labels(**own)
         self._steps = counter("aerie_steps", "Steps taken").labels(**own)
         sums = {
+            "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
             "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
             "prompt_rows": ("aerie_prompt_rows", "Prompt rows that rode in a step"),
             "padded_rows": ("aerie_padded_rows", "Rows computed only to fill the plan"),

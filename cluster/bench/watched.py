@@ -47,10 +47,10 @@ class Reached:
 class WatchedDraft(EagleDraft):
     """A chain's draft that keeps every `Reached`; `alone` ranks by the draft's probability, without the noise."""
 
-    def __init__(self, draft_runner_list: list[DraftRunner], shape: TreeShape, alone: bool = False) -> None:
+    def __init__(self, draft_runner_list: list[DraftRunner], topk: int, alone: bool = False) -> None:
         """Only chains can be watched: topk is 1."""
-        super().__init__(draft_runner_list, shape)
-        assert shape.topk == 1, "only a chain has one context per depth"
+        super().__init__(draft_runner_list, topk)
+        assert topk == 1, "only a chain has one context per depth"
         self.reached: list[Reached] = []
         self.ids = self._target_ids
         self._alone = alone
@@ -63,20 +63,26 @@ class WatchedDraft(EagleDraft):
         self._levels.append(self._glances(logits, sampling, noise))
         return super().propose(logits, sampling, None if self._alone else noise)
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
         """As the draft does."""
         self._levels = []
-        tree = super().draft(batch, carried, noise)
+        tree = super().draft(batch, carried, noise, shape)
         self._tokens = tree.tokens
         return tree
 
     def extend(
-        self, batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], noise: Tensor | None
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        first: Tensor,
+        features: list[Tensor],
+        noise: Tensor | None,
+        shape: TreeShape,
     ) -> EagleDraftInput:
         """As the draft does, once the depths that this step reached are noted."""
         self._note(batch, accepted)
         self._levels = []
-        carried = super().extend(batch, accepted, first, features, noise)
+        carried = super().extend(batch, accepted, first, features, noise, shape)
         for row, glance in zip(batch.rows.tolist(), self._levels[0], strict=True):
             self._carried[row] = glance
         return carried
@@ -103,8 +109,8 @@ def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, W
     """An engine of `config`, and its draft to look at."""
     made: list[WatchedDraft] = []
 
-    def drafting(draft_runner_list: list[DraftRunner], shape: TreeShape) -> WatchedDraft:
-        made.append(WatchedDraft(draft_runner_list, shape, alone))
+    def drafting(draft_runner_list: list[DraftRunner], topk: int) -> WatchedDraft:
+        made.append(WatchedDraft(draft_runner_list, topk, alone))
         return made[0]
 
     engine = build_engine(config, drafting=drafting)

@@ -3,36 +3,66 @@
 It does not know what the rows mean; it gathers, compares headers in Python, and applies the pure plan function.
 """
 
-from cluster.dp_attention.plan import Facts, StepPlan, make_plan
-from cluster.mesh import Mesh
+from collections.abc import Sequence
 
-
-class OutOfStepError(RuntimeError):
-    """Ranks disagree on where they are; the message names rank and field."""
+from cluster.config import TreeShape
+from cluster.dp_attention.plan import HEADER, Facts, PlanRule, StepPlan
+from cluster.mesh import Mesh, OutOfStepError
 
 
 class Coordinator:
     """Keeps one rank in step with its gang."""
 
-    def __init__(self, mesh: Mesh, epoch: int = 0) -> None:
-        """`epoch` counts restarts of the gang, so that a rank of an older life is recognised."""
-        self._mesh, self._epoch, self._step, self._digest = mesh, epoch, 0, 0
+    def __init__(self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape]) -> None:
+        """`shapes` are the trees by tier, the deepest one last."""
+        self._mesh, self._rule, self._shapes = mesh, rule, shapes
+        self._digest = 0
+        self.step = 0
 
-    def agree(self, decodes: int, prompt_rows: int, num_steps: int) -> StepPlan:
+    def header(self) -> Facts:
+        """This rank's facts with nothing to do, voting for the deepest tree."""
+        calls = self._mesh.world.clock.calls
+        return Facts(self._mesh.epoch, self.step, self._digest, calls, num_steps=len(self._shapes) - 1)
+
+    def agree(self, facts: Facts) -> StepPlan:
         """The plan of the next step.
 
         Raises:
-            OutOfStepError: a rank's header differs.
+            OutOfStepError: a rank's header differs from this rank's.
         """
-        own = Facts(self._epoch, self._step, self._digest, decodes, prompt_rows, num_steps)
-        table = [Facts(*row) for row in self._mesh.all_gather_row(own)]
-        for rank, facts in enumerate(table):
-            for name in ("epoch", "step", "digest"):
-                if getattr(facts, name) != getattr(own, name):
-                    raise OutOfStepError(
-                        f"rank {rank} is at {name} {getattr(facts, name)}, rank {self._mesh.rank} at "
-                        f"{getattr(own, name)} (step {self._step})"
-                    )
-        plan = make_plan(table)
-        self._step, self._digest = self._step + 1, plan.digest
+        self._mesh.position = (self.step, "agree")
+        table = [Facts(*row) for row in self._mesh.all_gather_row(facts)]
+        for rank, other in enumerate(table):
+            for name in HEADER:
+                self._compare(rank, name, getattr(other, name), getattr(facts, name))
+        plan = self._rule.plan(table, self._shapes[-1])
+        if plan.step != self.step:
+            raise OutOfStepError(
+                f"rank {self._mesh.rank}: the plan is for step {plan.step}, this is step {self.step}",
+                self._mesh.rank,
+                self.step,
+                "agree",
+            )
+        self.step, self._digest = self.step + 1, plan.digest
         return plan
+
+    def confirm(self, plan: StepPlan, results: int) -> None:
+        """Compare what the ranks made of the facts, and what the ranks of a group made of the last step.
+
+        Raises:
+            OutOfStepError: another plan, or other tokens.
+        """
+        own = (plan.digest, results)
+        for rank, theirs in enumerate(self._mesh.all_gather_row(own)):
+            self._compare(rank, "plan", theirs[0], own[0])
+            if rank // self._rule.attn_tp == self._mesh.dp_rank:
+                self._compare(rank, "results", theirs[1], own[1])
+
+    def _compare(self, rank: int, name: str, theirs: int, own: int) -> None:
+        if theirs != own:
+            raise OutOfStepError(
+                f"rank {rank} is at {name} {theirs}, rank {self._mesh.rank} at {own} (step {self.step}, phase agree)",
+                rank,
+                self.step,
+                "agree",
+            )

@@ -1,48 +1,146 @@
-"""One gathered table of facts -> one plan, the same on every rank because the function is pure (law 2)."""
+"""One gathered table of facts -> one plan, the same on every rank because the function is pure (law 2).
+
+Legend: G attention groups (data-parallel ranks), R decoding requests, c prompt rows, F prompts that finish, of a group.
+"""
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from cluster.config import TreeShape
+
+Padding = Literal["auto", "padded", "exact"]
 
 
 class Facts(NamedTuple):
-    """One rank's row: a header that all ranks must agree on (`epoch`, `step`, `digest` of the last plan), then sizes.
+    """One rank's row: a header that all ranks must agree on, then what its group brings to the step.
 
-    `decodes` requests decode, `prompt_rows` prompt rows ride along, `num_steps` is the deepest tree the rank can draft.
+    Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` how many
+    collectives the rank has entered. Sizes: `decodes` requests decode, `prompt_rows` prompt rows ride along, `finals`
+    prompts finish, `order_words` integers describe the batch to the group's followers, `num_steps` is the deepest tree
+    that the rank votes for, `requests` are its waiting and running ones, `leaving` says that the gang is to end.
     """
 
     epoch: int
     step: int
     digest: int
-    decodes: int
-    prompt_rows: int
-    num_steps: int
+    calls: int
+    decodes: int = 0
+    prompt_rows: int = 0
+    finals: int = 0
+    order_words: int = 0
+    num_steps: int = 0
+    requests: int = 0
+    leaving: int = 0
+
+
+HEADER = ("epoch", "step", "digest", "calls")
 
 
 class StepPlan(NamedTuple):
-    """What every rank runs: `decodes[i]` and `prompt_rows[i]` of rank i, padded; the tier; and its digest."""
+    """What every rank runs. `decodes[g]`, `prompt_rows[g]`, `finals[g]` belong to group g; `order_words[g]` too.
+
+    When `padded`, every group runs the rows of the largest one (equal parts in the exchange, and one shape per graph
+    bucket); otherwise each runs its own and the exchange sends exact counts. `num_steps` is the tier, the minimum of
+    the votes. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
+    """
 
     step: int
     decodes: tuple[int, ...]
     prompt_rows: tuple[int, ...]
-    padded_decodes: int
-    padded_prompt_rows: int
+    finals: tuple[int, ...]
+    order_words: tuple[int, ...]
+    padded: bool
     num_steps: int
+    quiet: bool
+    leaving: bool
 
     @property
     def digest(self) -> int:
         """A checksum that the next step's header carries."""
         return zlib.crc32(repr(tuple(self)).encode())
 
+    @property
+    def planned_decodes(self) -> tuple[int, ...]:
+        """R of each group, idle rows included."""
+        return (max(self.decodes),) * len(self.decodes) if self.padded else self.decodes
 
-def make_plan(table: Sequence[Facts]) -> StepPlan:
-    """The plan that follows from the facts of all ranks: rows padded to the maximum, the tier their minimum."""
-    decodes, prompt_rows = tuple(f.decodes for f in table), tuple(f.prompt_rows for f in table)
-    return StepPlan(
-        step=table[0].step,
-        decodes=decodes,
-        prompt_rows=prompt_rows,
-        padded_decodes=max(decodes),
-        padded_prompt_rows=max(prompt_rows),
-        num_steps=min(f.num_steps for f in table),
-    )
+    @property
+    def planned_prompt_rows(self) -> tuple[int, ...]:
+        """c of each group, idle rows included."""
+        return (max(self.prompt_rows),) * len(self.prompt_rows) if self.padded else self.prompt_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRule:
+    """What the plan follows from besides the facts; the same on every rank.
+
+    `waste` is the largest share of idle rows that is padded with under `auto`: on a GPU equal parts and one graph
+    bucket are worth up to half; a CPU gains nothing from them.
+    """
+
+    attn_tp: int
+    padding: Padding
+    waste: float
+
+    def plan(self, table: Sequence[Facts], shape: TreeShape) -> StepPlan:
+        """The plan that follows from the facts of all ranks; a group's facts are its leader's."""
+        groups = table[:: self.attn_tp]
+        nodes = shape.num_draft_tokens
+        rows = [f.decodes * nodes + f.prompt_rows for f in groups]
+        most = max(f.decodes for f in groups) * nodes + max(f.prompt_rows for f in groups)
+        padded = self.padding == "padded"
+        if self.padding == "auto":
+            padded = len(groups) * most - sum(rows) <= self.waste * len(groups) * most
+        return StepPlan(
+            step=table[0].step,
+            decodes=tuple(f.decodes for f in groups),
+            prompt_rows=tuple(f.prompt_rows for f in groups),
+            finals=tuple(f.finals for f in groups),
+            order_words=tuple(f.order_words for f in groups),
+            padded=padded,
+            num_steps=min(f.num_steps for f in groups),
+            quiet=not any(f.requests for f in table),
+            leaving=any(f.leaving for f in table),
+        )
+
+
+class Call(NamedTuple):
+    """One entry of a step's script: the exchange method that comes next, and the rows of each group that enter it."""
+
+    phase: str
+    op: str
+    rows: tuple[int, ...]
+
+
+class Ops(NamedTuple):
+    """The exchange methods that one forward of a model calls, in order, and those that its head calls."""
+
+    forward: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+
+
+def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None) -> list[Call]:
+    """Every call of the exchange in a step of this plan, in order; `draft` is None in plain decoding.
+
+    A rank that is about to do anything else is out of step, and is told so before it can mislead its peers.
+    """
+    r, c = plan.planned_decodes, plan.planned_prompt_rows
+    levels = tuple(n * shape.topk for n in r)
+    calls: list[Call] = []
+
+    def forward(phase: str, ops: Ops, rows: tuple[int, ...], head_rows: tuple[int, ...]) -> None:
+        calls.extend(Call(phase, op, rows) for op in ops.forward)
+        calls.extend(Call(phase, op, head_rows) for op in ops.head)
+
+    if draft is not None:
+        for _ in range(shape.num_steps - 1):
+            forward("draft", draft, levels, levels)
+    tree_rows = tuple(n * shape.num_draft_tokens for n in r)
+    target_rows = tuple(a + b for a, b in zip(tree_rows, c, strict=True))
+    forward("target", target, target_rows, tuple(a + f for a, f in zip(tree_rows, plan.finals, strict=True)))
+    if draft is not None:
+        extend_rows = tuple(n * (shape.num_steps + 1) + b for n, b in zip(r, c, strict=True))
+        forward("extend", draft, extend_rows, tuple(n + f for n, f in zip(r, plan.finals, strict=True)))
+    return calls

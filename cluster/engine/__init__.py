@@ -1,6 +1,7 @@
 """The engine without Ray: requests in, one step after another, request outputs out."""
 
-from cluster.engine.build import build_engine
-from cluster.engine.engine import Engine, EngineStatus, StepResult
+from cluster.engine.build import build_engine, build_rank
+from cluster.engine.engine import Engine
+from cluster.engine.rank import EngineStatus, Follower, Rank, StepResult
 
-__all__ = ["Engine", "EngineStatus", "StepResult", "build_engine"]
+__all__ = ["Engine", "EngineStatus", "Follower", "Rank", "StepResult", "build_engine", "build_rank"]

@@ -1,4 +1,4 @@
-"""A schedule (host) becomes a batch (tensors)."""
+"""An order (plain values) becomes a batch (tensors)."""
 
 from collections.abc import Sequence as Ordered
 
@@ -6,59 +6,70 @@ import torch
 from torch import Tensor
 
 from cluster.attention.plan import causal_bias, reach_of, window_group
-from cluster.batch import Batch, Group, PromptRows
-from cluster.engine.scheduler import Chunk, Schedule
-from cluster.engine.sequence import Sequence
+from cluster.batch import Batch, Group, Order, PromptChunk, PromptRows
 from cluster.forward.sampler import SamplingTable
+from cluster.kv.slots import SlotTable
 
 
 class Assembler:
-    """Builds batches against one rank's slot table `[rows, length]` and sampling table."""
+    """Builds batches against one rank's slot table and sampling table."""
 
-    def __init__(self, table: Tensor, sampling: SamplingTable, window: int, dtype: torch.dtype) -> None:
-        self._table, self._sampling, self._window, self._dtype = table, sampling, window, dtype
-        self._device = table.device
-        self._no_prompt = self._prompt([])
+    def __init__(self, table: SlotTable, sampling: SamplingTable, window: int, dtype: torch.dtype) -> None:
+        self._slots, self._table, self._sampling, self._window, self._dtype = (
+            table,
+            table.slots,
+            sampling,
+            window,
+            dtype,
+        )
+        self._device = table.slots.device
+        self._no_prompt = self._prompt(())
 
-    def batch(self, schedule: Schedule) -> Batch:
-        """The batch of this step. Chunks are put in order of length, so that equal ones form groups."""
-        schedule.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
-        finals = [chunk.sequence for chunk in schedule.chunks if chunk.final]
-        sequences = schedule.decodes + finals
-        rows = self._ints([_row(s) for s in sequences])
-        params = [s.request.params for s in sequences]
-        noisy = any(p.temperature > 0 for p in params)
-        filtered = any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params)
-        committed = [s.committed for s in schedule.decodes]
-        seq_lens, decodes = self._ints(committed), len(committed)
+    @property
+    def idle_row(self) -> int:
+        """The table row of idle requests."""
+        return self._slots.idle_row
+
+    def follow(self, order: Order) -> None:
+        """Bring the slot table to where the leader's is."""
+        self._slots.replay(order.writes)
+
+    def batch(self, order: Order) -> Batch:
+        """The batch of this step."""
+        for s in order.samplings:
+            self._sampling.put(s)
+        decodes = len(order.decodes)
+        finals = [chunk.row for chunk in order.chunks if chunk.final]
+        rows = self._ints([row for row, _ in order.decodes] + finals)
+        committed = [count for _, count in order.decodes]
+        seq_lens = self._ints(committed)
         longest = max(committed, default=0)
         return Batch(
             decodes=decodes,
             rows=rows,
             seq_lens=seq_lens,
             reach=reach_of(self._table, rows[:decodes], seq_lens, longest, self._window, self._dtype),
-            sampling=self._sampling.take(rows, noisy, filtered),
-            prompt=self._prompt(schedule.chunks) if schedule.chunks else self._no_prompt,
-            logprobs=any(p.logprobs is not None for p in params),
+            sampling=self._sampling.take(rows, order.noisy, order.filtered),
+            prompt=self._prompt(order.chunks) if order.chunks else self._no_prompt,
+            logprobs=order.logprobs,
         )
 
     def _ints(self, values: Ordered[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _prompt(self, chunks: list[Chunk]) -> PromptRows:
+    def _prompt(self, chunks: Ordered[PromptChunk]) -> PromptRows:
         tokens: list[int] = []
         after: list[int] = []
         finals: list[int] = []
         for chunk in chunks:
-            known = chunk.sequence.tokens
-            tokens += known[chunk.start : chunk.stop]
-            after += known[chunk.start + 1 : chunk.stop + 1]
+            tokens += chunk.tokens[: chunk.stop - chunk.start]
+            after += chunk.tokens[1:]
             if chunk.final:
                 after.append(0)
                 finals.append(len(tokens) - 1)
         lengths = self._ints([chunk.stop - chunk.start for chunk in chunks])
         starts = self._ints([chunk.start for chunk in chunks])
-        table_rows = self._ints([_row(chunk.sequence) for chunk in chunks])
+        table_rows = self._ints([chunk.row for chunk in chunks])
         first_rows = lengths.cumsum(0) - lengths
         within = torch.arange(len(tokens), device=self._device) - first_rows.repeat_interleave(lengths)
         positions = starts.repeat_interleave(lengths) + within
@@ -73,7 +84,7 @@ class Assembler:
         )
 
     def _groups(
-        self, chunks: list[Chunk], table_rows: Tensor, starts: Tensor, lengths: Tensor, first_rows: Tensor
+        self, chunks: Ordered[PromptChunk], table_rows: Tensor, starts: Tensor, lengths: Tensor, first_rows: Tensor
     ) -> list[Group]:
         """Groups of chunks whose longest is at most twice the shortest, padded to the longest."""
         groups, begin = [], 0
@@ -91,8 +102,3 @@ class Assembler:
             groups.append(window_group(reach, causal_bias(q, self._dtype, self._device), rows, back))
             begin = end
         return groups
-
-
-def _row(sequence: Sequence) -> int:
-    assert sequence.lease is not None, "only running requests are assembled"
-    return sequence.lease.row

@@ -1,5 +1,6 @@
 """Putting one rank's engine together from its config: models, pools, tables, in the order that memory wants."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,28 +8,34 @@ from typing import Any
 
 import torch
 
-from cluster.arch import DraftSpec, read_target
+from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
 from cluster.attention.torch_backend import TorchAttention
-from cluster.config import ConfigError, EngineConfig, TreeShape, tree_shape
+from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
+from cluster.dp_attention.exchange import Exchange
+from cluster.dp_attention.plan import Ops, PlanRule
 from cluster.engine.assemble import Assembler
 from cluster.engine.engine import Engine, Parts
+from cluster.engine.lockstep import Lockstep
+from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.forward.sampler import SamplingTable
 from cluster.kv.budget import page_count
 from cluster.kv.cache import KVCache
 from cluster.kv.pool import KVPool, slot_bytes
-from cluster.mesh import Mesh
+from cluster.mesh import Mesh, Part, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
+from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import NoExchange
+from cluster.models.layer import WHOLE, NoExchange, Sharding, TokenExchange, local_heads
 from cluster.models.registry import load_draft, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.step import Step
 from cluster.text import TextTokenizer
 
+GPU_WASTE = 0.5  # share of idle rows that a GPU pads with before it sends exact counts
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -37,31 +44,98 @@ DTYPES = {
 }
 
 
-Drafting = Callable[[list[DraftRunner], TreeShape], Draft]
-"""What drafts with the configured draft's runners."""
+Drafting = Callable[[list[DraftRunner], int], Draft]
+"""What drafts with the configured draft's runners, given K."""
 
 
 def build_engine(config: EngineConfig, draft: Draft | None = None, drafting: Drafting = EagleDraft) -> Engine:
-    """The engine of `config`, ready to step. `draft` takes the place of the configured draft's drafting, for tests;
-    `drafting` makes it of the configured draft, for those who want to watch.
+    """The engine of `config` in a world of one, ready to step. `draft` takes the place of the configured draft's
+    drafting, for tests; `drafting` makes it of the configured draft, for those who want to watch.
 
     Raises:
         ConfigError: something cannot run as configured; the message names the setting and the remedy.
     """
-    shape = tree_shape(config)
     if config.tp_size > 1:
-        raise ConfigError(f"tp_size {config.tp_size} is not served yet; set tp_size to 1")
+        raise ConfigError(f"tp_size {config.tp_size} needs as many ranks and this is one; set tp_size to 1")
+    engine = assemble(config, Mesh(), _device(config), draft, drafting)
+    assert isinstance(engine, Engine), "a rank alone leads"
+    return engine
+
+
+def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, store: Store | None = None) -> Rank:
+    """Rank `rank` of the gang that meets at `rendezvous`, ready to step with its peers; rank 0 brings the `store`.
+
+    Raises:
+        ConfigError: something cannot run as configured, or ranks are configured differently.
+        PeerLostError: a rank did not come.
+    """
+    if rendezvous is None:
+        return build_engine(config)
     device = _device(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    check_split(config)
+    mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
+    return assemble(config, mesh, device)
+
+
+def check_split(config: EngineConfig) -> None:
+    """Refuse models that cannot be split over the ranks; reads the heads of the checkpoints only.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    part = Part(0, config.tp_size // config.attn_dp_size)
+    arch = read_target(config.model_path)
+    geometries = {"the target": arch.layer}
+    folder = config.speculative_draft_model_path
+    if folder is not None and config.speculative_draft_parallel == "sharded":
+        geometries["the draft"] = read_draft(folder, Checkpoint(folder).shapes, arch).layer
+    for name, geometry in geometries.items():
+        try:
+            local_heads(geometry, part)
+        except ConfigError as error:
+            hint = ", or set speculative_draft_parallel to replicated" if name == "the draft" else ""
+            raise ConfigError(f"{name}: {error}{hint}") from None
+        if geometry.intermediate < config.tp_size:
+            raise ConfigError(
+                f"{name}: an MLP of {geometry.intermediate} columns cannot be split over tp_size {config.tp_size}; "
+                "lower tp_size"
+            )
+
+
+def assemble(
+    config: EngineConfig,
+    mesh: Mesh,
+    device: torch.device,
+    draft: Draft | None = None,
+    drafting: Drafting = EagleDraft,
+) -> Rank:
+    """One rank's engine on its mesh: an `Engine` where it leads its attention group, else a `Follower`.
+
+    Raises:
+        ConfigError: something cannot run as configured, or ranks are configured differently.
+    """
+    shape = tree_shape(config)
     arch = read_target(config.model_path)
     dtype = _dtype(config, arch.dtype, device)
+    _same_everywhere(config, mesh, arch)
     _threads(config, device)
     context = _context_length(config, arch.max_position)
     positions = context + shape.num_steps + 2
-    exchange, watch = NoExchange(), Stopwatch()
-    target = load_target(config.model_path, dtype, device, exchange, positions)
+    wide = config.vocab_parallel == "world"
+    apart = mesh.world.size == 1
+    held_to_script = Exchange(mesh, wide)
+    exchange: TokenExchange = NoExchange() if apart else held_to_script
+    vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part
+    sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
+    watch = Stopwatch()
+    target = load_target(config.model_path, dtype, device, exchange, sharding, positions)
     model: Eagle3Draft | None = None
+    shared = config.speculative_draft_parallel == "sharded"
+    drafts, parts = (exchange, sharding) if shared else (NoExchange(), WHOLE)
     if config.speculative_draft_model_path is not None:
-        model = load_draft(config.speculative_draft_model_path, target, dtype, device, exchange, positions)
+        model = load_draft(config.speculative_draft_model_path, target, dtype, device, drafts, parts, positions)
     spec = None if model is None else model.spec
     if spec is not None and shape.topk > spec.draft_vocab_size:
         raise ConfigError(
@@ -69,11 +143,14 @@ def build_engine(config: EngineConfig, draft: Draft | None = None, drafting: Dra
             "lower it"
         )
 
-    geometries = [(arch.num_layers, arch.layer)] + ([(spec.num_layers, spec.layer)] if spec else [])
+    geometries = [(arch.num_layers, local_heads(arch.layer, sharding.attention))]
+    if spec is not None:
+        geometries.append((spec.num_layers, local_heads(spec.layer, parts.attention)))
     token_bytes = sum(slot_bytes(n, g.kv_heads, g.head_dim, dtype) for n, g in geometries)
     pages = page_count(config, token_bytes, context, shape.window)
     rows = config.max_running_requests
     cache = KVCache(pages, config.page_size, rows, context + shape.window, not config.disable_radix_cache, device)
+    cache.table.journal = [] if mesh.attn.size > 1 and mesh.leads else None
     bound = []
     for layers, g in geometries:
         pool = KVPool(layers, (pages + 1) * config.page_size, g.kv_heads, g.head_dim, dtype, device)
@@ -83,10 +160,26 @@ def build_engine(config: EngineConfig, draft: Draft | None = None, drafting: Dra
     if draft is None:
         draft = NoDraft()
         if model is not None:
-            draft = drafting([DraftRunner(model, *bound[1], watch)], shape)
-    carried = EagleDraftInput.create_idle_input(spec, shape.topk, dtype, device, rows)
-    sampling = SamplingTable(rows, dtype, device)
-    tokenizer = _tokenizer(config)
+            draft = drafting([DraftRunner(model, *bound[1], watch)], shape.topk)
+    carried = EagleDraftInput.create_idle_input(spec, shape.topk, dtype, device, rows + 1)
+    sampling = SamplingTable(rows + 1, dtype, device)
+    shapes = tiers(shape)
+    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
+    lockstep = Lockstep(
+        mesh=mesh,
+        coordinator=Coordinator(mesh, rule, shapes),
+        exchange=held_to_script,
+        assembler=Assembler(cache.table, sampling, shape.window, dtype),
+        step=Step(target_runner, draft, carried),
+        shapes=shapes,
+        target_ops=Ops() if apart else Ops(*target.ops),
+        draft_ops=None if model is None else Ops() if apart or not shared else Ops(*model.ops),
+        debug=config.debug_lockstep,
+    )
+    metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
+    info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
+    if not mesh.leads:
+        return Follower(lockstep, metrics, info)
     return Engine(
         Parts(
             config=config,
@@ -95,16 +188,27 @@ def build_engine(config: EngineConfig, draft: Draft | None = None, drafting: Dra
             context_length=context,
             cache=cache,
             scheduler=Scheduler(config, cache, shape.window),
-            assembler=Assembler(cache.table.slots, sampling, shape.window, dtype),
-            sampling=sampling,
-            coordinator=Coordinator(Mesh()),
-            step=Step(target_runner, draft, shape, carried),
+            lockstep=lockstep,
             watch=watch,
-            tokenizer=tokenizer,
-            metrics=EngineMetrics(model_name=Path(config.model_path).name or "model"),
-            info=_info(config, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size),
+            tokenizer=_tokenizer(config),
+            metrics=metrics,
+            info=info,
         )
     )
+
+
+def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None:
+    """Refuse a gang whose ranks have different settings or targets; threads and folders may differ between machines."""
+    own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
+    own["target"] = repr(arch)
+    for rank, text in enumerate(mesh.everyones("config", json.dumps(own, sort_keys=True))):
+        theirs = json.loads(text)
+        for name in sorted(own.keys() | theirs.keys()):
+            if own.get(name) != theirs.get(name):
+                raise ConfigError(
+                    f"{name} is {theirs.get(name)!r} on rank {rank} and {own.get(name)!r} on rank {mesh.rank}; "
+                    "all ranks of a gang need the same settings and models"
+                )
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -142,6 +246,7 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
 
 def _info(
     config: EngineConfig,
+    mesh: Mesh,
     shape: TreeShape,
     spec: DraftSpec | None,
     context: int,
@@ -152,6 +257,8 @@ def _info(
 ) -> dict[str, Any]:
     return {
         "config": config.model_dump(),
+        "rank": mesh.rank,
+        "dp_rank": mesh.dp_rank,
         "dtype": dtype.removeprefix("torch."),
         "device": device,
         "context_length": context,
@@ -163,5 +270,6 @@ def _info(
         "speculative_num_steps": shape.num_steps,
         "speculative_eagle_topk": shape.topk,
         "speculative_num_draft_tokens": shape.num_draft_tokens,
+        "speculative_batch_tiers": dict(config.speculative_batch_tiers),
         "draft": None if spec is None else {"aux_boundaries": list(spec.aux_boundaries), "num_aux": spec.num_aux},
     }

@@ -8,41 +8,17 @@ from typing import Any
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
-from cluster.dp_attention.coordinator import Coordinator
-from cluster.engine.assemble import Assembler
 from cluster.engine.finish import FinishCheck
+from cluster.engine.lockstep import Lockstep, Ran
+from cluster.engine.rank import EngineStatus, Rank, StepResult
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.forward.runner import Stopwatch
-from cluster.forward.sampler import SamplingTable
 from cluster.kv.cache import KVCache
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, TokenLogprob
-from cluster.spec.step import Step, Stepped
+from cluster.spec.step import Stepped
 from cluster.text import TextTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step gave: outputs of the requests that got tokens, and the step in numbers."""
-
-    outputs: tuple[RequestOutput, ...]
-    stats: StepStats
-    forward_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """Load and progress of one rank."""
-
-    steps: int
-    running: int
-    waiting: int
-    queued_tokens: int
-    pages_free: int
-    pages_used: int
-    pages_cached: int
-    accept_length: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +31,25 @@ class Parts:
     context_length: int
     cache: KVCache
     scheduler: Scheduler
-    assembler: Assembler
-    sampling: SamplingTable
-    coordinator: Coordinator
-    step: Step
+    lockstep: Lockstep
     watch: Stopwatch
     tokenizer: TextTokenizer | None
     metrics: EngineMetrics
     info: dict[str, Any]
 
 
-class Engine:
-    """One rank's engine."""
+class Engine(Rank):
+    """The engine of a rank that takes requests: the leader of its attention group, most often the only one in it."""
 
     def __init__(self, parts: Parts) -> None:
-        self.config, self.metrics, self.tokenizer = parts.config, parts.metrics, parts.tokenizer
+        super().__init__(parts.lockstep, parts.metrics, parts.info)
+        self.config, self.tokenizer = parts.config, parts.tokenizer
         self._p = parts
         self._sequences: dict[str, Sequence] = {}
         self._seeds = random.Random(parts.config.random_seed)
         self._over: list[RequestOutput] = []
-        self._steps = self._trees = self._tree_tokens = 0
+        self._trees = self._tree_tokens = 0
+        self._mixed = False
 
     @property
     def has_work(self) -> bool:
@@ -136,25 +111,34 @@ class Engine:
             self._p.scheduler.release(sequence)
 
     def step(self) -> StepResult:
-        """Run one step: schedule, agree, draft -> target -> extend, commit."""
+        """Run one step of the gang: schedule, agree, draft -> target -> extend, commit.
+
+        Raises:
+            GangError: a peer is gone, or ranks are out of step.
+        """
         p, started = self._p, time.perf_counter()
-        schedule = p.scheduler.schedule()
-        for sequence in schedule.admitted:
-            assert sequence.lease is not None
-            p.sampling.put(sequence.lease.row, sequence.request.params, sequence.seed)
-        batch = p.assembler.batch(schedule)
-        p.coordinator.agree(batch.decodes, schedule.prompt_rows, p.shape.num_steps)
+        schedule = p.scheduler.schedule(self._mixed)
+        order = schedule.order(p.cache.table.take_journal())
         scheduled = time.perf_counter()
-        stepped = p.step.run(batch)
-        ran = time.perf_counter()
-        lens = stepped.accept_len.tolist()
-        outputs = self._over + self._commit(schedule, stepped, lens)
+        ran = p.lockstep.run(order, len(self._sequences), self._vote(len(schedule.decodes)))
+        done = time.perf_counter()
+        self._ran(ran)
+        self._mixed = any(ran.plan.decodes)
+        outputs, lens, seconds = self._over, [], {"schedule": scheduled - started, "agree": ran.agreed}
         self._over = []
-        self._steps += 1
-        seconds = {**stepped.seconds, "schedule": scheduled - started, "commit": time.perf_counter() - ran}
-        stats = self._stats(schedule, lens, seconds, outputs)
+        if ran.stepped is not None:
+            lens = ran.stepped.accept_len.tolist()[: len(schedule.decodes)]
+            outputs = outputs + self._commit(schedule, ran.stepped, lens, ran.shape)
+            seconds |= ran.stepped.seconds | {"commit": time.perf_counter() - done}
+        stats = self._stats(schedule, ran, lens, seconds, outputs)
         self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats, p.watch.take())
+
+    def _vote(self, decodes: int) -> int:
+        """The deepest tree that the settings allow with so many decoding requests."""
+        deepest = self._p.shape.num_steps
+        limits = [most for count, most in self._p.config.speculative_batch_tiers.items() if decodes >= count]
+        return min([deepest, *limits])
 
     def status(self) -> EngineStatus:
         """Load and progress now."""
@@ -168,24 +152,21 @@ class Engine:
             pages_used=cache.used,
             pages_cached=cache.cached,
             accept_length=self._tree_tokens / self._trees if self._trees else 0.0,
+            padded_rows=self._padded_rows,
         )
-
-    def info(self) -> dict[str, Any]:
-        """The resolved settings, JSON-ready, with what was chosen automatically."""
-        return self._p.info
 
     def check_pages(self) -> None:
         """Assert that every page has exactly one owner."""
         self._p.cache.check()
 
-    def _commit(self, schedule: Schedule, stepped: Stepped, lens: list[int]) -> list[RequestOutput]:
+    def _commit(self, schedule: Schedule, stepped: Stepped, lens: list[int], shape: TreeShape) -> list[RequestOutput]:
         width = stepped.tokens.shape[1]
         tokens, first = stepped.tokens.tolist(), stepped.first.tolist()
         outputs = []
-        nodes = self._p.shape.num_draft_tokens - 1
-        for i, (sequence, run, count) in enumerate(zip(schedule.decodes, tokens, lens, strict=True)):
+        nodes = shape.num_draft_tokens - 1
+        for i, (sequence, count) in enumerate(zip(schedule.decodes, lens, strict=True)):
             sequence.committed += count
-            output = self._extend(sequence, run[:count], stepped, i * width)
+            output = self._extend(sequence, tokens[i][:count], stepped, i * width)
             sequence.count(len(output.token_ids), nodes)
             outputs.append(self._finished(sequence, output))
         finals = 0
@@ -232,9 +213,14 @@ class Engine:
         )
 
     def _stats(
-        self, schedule: Schedule, lens: list[int], seconds: dict[str, float], outputs: list[RequestOutput]
+        self,
+        schedule: Schedule,
+        ran: Ran,
+        lens: list[int],
+        seconds: dict[str, float],
+        outputs: list[RequestOutput],
     ) -> StepStats:
-        status, shape = self.status(), self._p.shape
+        status, shape = self.status(), ran.shape
         decodes = len(lens)
         drafts = decodes if shape.num_steps else 0
         if drafts:
@@ -243,6 +229,8 @@ class Engine:
         fresh = schedule.fresh
         return StepStats(
             phase_seconds=seconds,
+            waited_seconds=ran.waited,
+            padded_rows=self._idle_rows(ran),
             decode_requests=decodes,
             prompt_rows=schedule.prompt_rows,
             target_rows=decodes * shape.num_draft_tokens + schedule.prompt_rows,
@@ -260,6 +248,7 @@ class Engine:
             pages_free=status.pages_free,
             pages_used=status.pages_used,
             pages_cached=status.pages_cached,
+            rank=self._lockstep.mesh.rank,
         )
 
 

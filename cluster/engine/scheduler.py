@@ -7,6 +7,7 @@ admitted last goes back to the front of the queue, so the oldest always makes pr
 from collections import deque
 from dataclasses import dataclass, field
 
+from cluster.batch import Order, PromptChunk, SlotWrite
 from cluster.config import EngineConfig
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache
@@ -25,6 +26,11 @@ class Chunk:
         """Whether the target chooses a token after this chunk."""
         return self.stop == len(self.sequence.tokens)
 
+    def order(self) -> PromptChunk:
+        """This chunk as plain values."""
+        tokens = self.sequence.tokens[self.start : self.stop + 1]
+        return PromptChunk(self.sequence.row, self.start, self.stop, self.final, tuple(tokens))
+
 
 @dataclass(slots=True)
 class Schedule:
@@ -41,6 +47,20 @@ class Schedule:
         """c, the prompt rows of the step."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
+    def order(self, writes: tuple[SlotWrite, ...]) -> Order:
+        """This work as plain values. The chunks are put in order of length, so that equal ones form groups."""
+        self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
+        params = [s.request.params for s in self.decodes + [c.sequence for c in self.chunks if c.final]]
+        return Order(
+            decodes=tuple((s.row, s.committed) for s in self.decodes),
+            chunks=tuple(chunk.order() for chunk in self.chunks),
+            samplings=tuple(s.sampling() for s in self.admitted),
+            writes=writes,
+            noisy=any(p.temperature > 0 for p in params),
+            filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
+            logprobs=any(p.logprobs is not None for p in params),
+        )
+
 
 class Scheduler:
     """The waiting queue and the running list of one rank."""
@@ -51,6 +71,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._cache, self._window = cache, window
         self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
+        self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
 
     @property
     def queued_tokens(self) -> int:
@@ -58,12 +79,14 @@ class Scheduler:
         running = sum(len(s.tokens) - s.committed for s in self.running if s.prefilling)
         return running + sum(len(s.tokens) for s in self.waiting)
 
-    def schedule(self) -> Schedule:
-        """The next step's work; leases are grown to hold it."""
+    def schedule(self, mixed: bool = False) -> Schedule:
+        """The next step's work; leases are grown to hold it. `mixed`: somebody's requests decode meanwhile, and wait
+        for the prompt rows of this step.
+        """
         plan = Schedule()
         plan.retracted = self._make_room()
         plan.decodes = [s for s in self.running if not s.prefilling]
-        budget = self._budget
+        budget = self._mixed_budget if mixed or plan.decodes else self._budget
         for sequence in self.running:
             if sequence.prefilling and budget > 0:
                 budget -= self._ride(plan, sequence, budget)

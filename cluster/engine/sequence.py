@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from cluster.batch import Sampling
 from cluster.engine.finish import FinishCheck
 from cluster.kv.cache import Lease
 from cluster.request import Request, SpeculationCounts
@@ -27,6 +28,17 @@ class Sequence:
     cached_tokens: int | None = None
     steps: int = 0
     drafted: int = 0
+
+    @property
+    def row(self) -> int:
+        """The request's row in the tables; running requests have one."""
+        assert self.lease is not None, "only running requests have a row"
+        return self.lease.row
+
+    def sampling(self) -> Sampling:
+        """How its tokens are to be chosen, for the tables."""
+        p = self.request.params
+        return Sampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, self.seed)
 
     @property
     def room(self) -> int:

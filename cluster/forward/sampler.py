@@ -6,8 +6,7 @@ function of (request seed, token position, token id). Argmax of logits + Gumbel 
 import torch
 from torch import Tensor
 
-from cluster.batch import SamplingBatch
-from cluster.request import SamplingParams
+from cluster.batch import Sampling, SamplingBatch
 
 
 def _int32(value: int) -> int:
@@ -85,14 +84,14 @@ class SamplingTable:
         self._ints = torch.zeros(rows, 2, dtype=torch.int64, device=device)
         self._device, self._dtype = device, dtype
 
-    def put(self, row: int, params: SamplingParams, seed: int) -> None:
+    def put(self, s: Sampling) -> None:
         """Write one admitted request's parameters."""
-        greedy = params.temperature == 0.0
-        scale = 1.0 if greedy else 1.0 / params.temperature
-        filters = (1.0, 0.0) if greedy else (params.top_p, params.min_p)
+        greedy = s.temperature == 0.0
+        scale = 1.0 if greedy else 1.0 / s.temperature
+        filters = (1.0, 0.0) if greedy else (s.top_p, s.min_p)
         floats = [scale, 0.0 if greedy else 1.0, *filters]
-        self._floats[row] = torch.tensor(floats, dtype=self._dtype, device=self._device)
-        self._ints[row] = torch.tensor([0 if greedy else params.top_k, seed], device=self._device)
+        self._floats[s.row] = torch.tensor(floats, dtype=self._dtype, device=self._device)
+        self._ints[s.row] = torch.tensor([0 if greedy else s.top_k, s.seed], device=self._device)
 
     def take(self, rows: Tensor, noisy: bool, filtered: bool) -> SamplingBatch:
         """The parameters of `rows` `[B]`."""

@@ -4,25 +4,54 @@ from collections.abc import Sequence
 
 import torch
 
+from cluster.batch import SlotWrite
+
 
 class SlotTable:
-    """`[rows, length]` int64 on the device: page * page_size + offset, or 0 (in the sink) where nothing is held."""
+    """`[rows + 1, length]` int64 on the device: page * page_size + offset, or 0 (in the sink) where nothing is held.
+
+    The last row is never given away: it is that of idle requests, all of it in the sink. `journal`, when kept, holds
+    what was written since it was last taken, for ranks that follow this one.
+    """
 
     def __init__(self, rows: int, length: int, page_size: int, device: torch.device) -> None:
         """`length` is the longest sequence plus the window, in tokens; rounded up to whole pages."""
         self.page_size = page_size
         pages = -(-length // page_size)
-        self._pages = torch.zeros(rows, pages, page_size, dtype=torch.int64, device=device)
+        self._pages = torch.zeros(rows + 1, pages, page_size, dtype=torch.int64, device=device)
         self._offsets = torch.arange(page_size, device=device)
-        self.slots = self._pages.view(rows, pages * page_size)
+        self.slots = self._pages.view(rows + 1, pages * page_size)
+        self.idle_row = rows
+        self.journal: list[SlotWrite] | None = None
 
     def write(self, rows: Sequence[int], indices: Sequence[int], pages: Sequence[int]) -> None:
         """Entry i: page `pages[i]` becomes the `indices[i]`-th page of row `rows[i]`."""
         if not rows:
             return
+        if self.journal is not None:
+            self.journal += map(SlotWrite, rows, indices, pages)
         where = torch.tensor([rows, indices, pages], device=self._pages.device)
         self._pages[where[0], where[1]] = where[2, :, None] * self.page_size + self._offsets
 
     def clear(self, row: int) -> None:
         """Point a row back at the sink."""
+        if self.journal is not None:
+            self.journal.append(SlotWrite(row, -1, 0))
         self._pages[row] = 0
+
+    def take_journal(self) -> tuple[SlotWrite, ...]:
+        """What was written since the last call; nothing where no journal is kept."""
+        taken = tuple(self.journal or ())
+        if taken:
+            self.journal = []
+        return taken
+
+    def replay(self, writes: Sequence[SlotWrite]) -> None:
+        """Do what another rank's journal says, in its order."""
+        start = 0
+        for end in [i for i, w in enumerate(writes) if w.entry < 0] + [len(writes)]:
+            if end > start:
+                self.write(*(list(column) for column in zip(*writes[start:end], strict=True)))
+            if end < len(writes):
+                self.clear(writes[end].row)
+            start = end + 1

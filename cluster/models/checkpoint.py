@@ -20,6 +20,7 @@ RENAMES = (
     (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
     (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
 )
+Span = tuple[int, int]
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
@@ -69,8 +70,12 @@ class Checkpoint:
                 raise ConfigError(f"{index.name} in {self.folder!r} names {name!r} outside the folder")
             yield root / name
 
-    def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...] | None = None, rows: Span | None = None, columns: Span | None = None
+    ) -> Tensor:
         """The tensor `name` in its stored dtype on the CPU, checked against `shape` and counted as used.
+
+        Of a shard only `rows` (of the first dimension) or `columns` (of the second) are read.
 
         Raises:
             ConfigError: missing, or of another shape; the message names tensor and file.
@@ -84,8 +89,10 @@ class Checkpoint:
             )
         self._taken.add(name)
         with _opened(path) as file:
-            tensor: Tensor = file.get_tensor(raw)
-        return tensor
+            part = file.get_slice(raw)
+            if columns is not None:
+                return _tensor(part[:, slice(*columns)])
+            return _tensor(part[slice(*rows)] if rows is not None else file.get_tensor(raw))
 
     def drop(self, name: str) -> None:
         """Count `name`, if present, as accounted for without reading it."""
@@ -111,6 +118,11 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path.name} is missing in {str(path.parent)!r}; only safetensors are read") from None
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{str(path)!r} is not a readable safetensors file: {error}") from None
+
+
+def _tensor(read: Any) -> Tensor:
+    assert isinstance(read, Tensor), "safetensors was opened for torch"
+    return read
 
 
 def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,13 +6,13 @@ is the un-normed output unless `norm_output` (EAGLE-3.1) says post-norm. Two ent
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.arch import DraftSpec
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint, placed
-from cluster.models.layer import Attend, Loader, RotaryTable, TokenExchange, norm, project
+from cluster.models.layer import LAYER_OPS, Attend, Loader, RotaryTable, Sharding, TokenExchange, norm, project
+from cluster.models.vocab import Embedding, Head, load_embedding, load_head
 
 
 class Eagle3Draft:
@@ -25,17 +25,22 @@ class Eagle3Draft:
         dtype: torch.dtype,
         device: torch.device,
         exchange: TokenExchange,
+        sharding: Sharding,
         max_position: int,
     ) -> None:
-        """Load every tensor of the checkpoint, strictly; `max_position` comes from the target, not the draft's config.
+        """Load this rank's part of every tensor, strictly; `max_position` comes from the target, not from the config.
 
         Raises:
             ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is not one.
         """
-        load, g = Loader(checkpoint, dtype, device), spec.layer
+        load, g = Loader(checkpoint, dtype, device, sharding), spec.layer
         self.spec, self._exchange = spec, exchange
-        self._embed = load.take("embed_tokens.weight", spec.vocab_size, g.hidden) if spec.own_embed else None
-        self._head = load.projection("lm_head.weight", spec.draft_vocab_size, g.hidden) if spec.own_head else None
+        self._embed: Embedding | None = None
+        self._head: Head | None = None
+        if spec.own_embed:
+            self._embed = load_embedding(load, "embed_tokens.weight", spec.vocab_size, g.hidden)
+        if spec.own_head:
+            self._head = load_head(load, "lm_head.weight", spec.draft_vocab_size, g.hidden)
         self._fc = load.projection("fc.weight", g.hidden, spec.fc_in) if spec.use_aux_hidden_state else None
         self._concat_norm = load.take("input_norm.weight", spec.fc_in) if spec.norm_before_fc else None
         aux_norms = range(spec.num_aux) if spec.fc_norm else range(0)
@@ -51,8 +56,13 @@ class Eagle3Draft:
         checkpoint.finish()
         self._rotary = RotaryTable(spec.rope, g.head_dim, max_position, dtype, device)
 
-    def set_embed_and_head(self, embed: Tensor, head: Tensor) -> None:
-        """Share the target's embedding `[V, H]` and head `[H, V]` where the checkpoint brought none."""
+    @property
+    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What a forward and a head call of the exchange, in order."""
+        return ("embed", *LAYER_OPS * self.spec.num_layers), ("head",)
+
+    def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
+        """Share the target's embedding and head where the checkpoint brought none."""
         self._embed = embed if self._embed is None else self._embed
         self._head = head if self._head is None else self._head
 
@@ -70,11 +80,11 @@ class Eagle3Draft:
         """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (normed, recurrent) `[T, H]`."""
         assert self._embed is not None
         eps, angles = self.spec.layer.eps, self._rotary.at(positions)
-        embedding = norm(F.embedding(token_ids, self._embed), self._embed_norm, eps)
+        embedding = norm(self._embed(token_ids, self._exchange), self._embed_norm, eps)
         normed = hidden if self._hidden_norm is None else norm(hidden, self._hidden_norm, eps)
         residual = normed if self.spec.norm_before_residual else hidden
         rows = torch.cat([embedding, normed], -1)
-        hidden = residual + self._attention(rows, self._rotary, angles, attend, 0)
+        hidden = residual + self._attention(rows, self._rotary, angles, attend, 0, self._exchange)
         hidden = hidden + self._mlp(norm(hidden, self._post_norm, eps), self._exchange)
         for index, layer in enumerate(self._later, start=1):
             hidden = layer(hidden, self._rotary, angles, attend, index, self._exchange)
@@ -84,7 +94,7 @@ class Eagle3Draft:
     def logits(self, normed: Tensor) -> Tensor:
         """Normed output `[T, H]` -> logits over the draft vocabulary `[T, Vd]`."""
         assert self._head is not None
-        return project(normed, self._head)
+        return self._head(normed, self._exchange)
 
 
 def _vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device) -> Tensor:

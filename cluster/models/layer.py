@@ -5,15 +5,18 @@ A layer knows neither pages nor ranks: `Attend` is the one attention primitive, 
 """
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.arch import LayerGeometry, Rope
-from cluster.models.checkpoint import Checkpoint, placed
+from cluster.config import ConfigError
+from cluster.mesh import Part
+from cluster.models.checkpoint import Checkpoint, Span, placed
 
 
 class Attend(Protocol):
@@ -25,7 +28,11 @@ class Attend(Protocol):
 
 
 class TokenExchange(Protocol):
-    """How rows travel between data-parallel ranks around an MLP; with one rank it is the identity."""
+    """How rows travel between ranks around the sharded parts of a model; with one rank it is the identity."""
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Partial sums of own rows `[T, H]` over the attention group -> their sum."""
+        ...
 
     def gather(self, rows: Tensor) -> Tensor:
         """Own rows `[T, H]` -> the rows of every rank."""
@@ -35,9 +42,25 @@ class TokenExchange(Protocol):
         """Partial sums for the rows of every rank -> own rows `[T, H]`, summed."""
         ...
 
+    def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
+        """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
+        ...
+
+    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+        """Rows `[T, H]` -> logits of all shards `[T, n * v]`, where `project` gives this shard's `[T, v]`."""
+        ...
+
+
+LAYER_OPS = ("reduce", "gather", "scatter")
+"""What a decoder layer calls of its exchange, in order."""
+
 
 class NoExchange:
-    """The exchange of a world of one."""
+    """The exchange of a world of one, and of a draft that each rank runs whole."""
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Own rows, unchanged."""
+        return rows
 
     def gather(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
@@ -46,6 +69,14 @@ class NoExchange:
     def scatter(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
         return rows
+
+    def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
+        """The whole embedding's rows."""
+        return lookup(ids)
+
+    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+        """The whole head's logits."""
+        return project(rows)
 
 
 class RotaryTable:
@@ -97,7 +128,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Packed q, k, v projection, rope on q and k, the attention primitive, output projection."""
+    """Packed q, k, v projection, rope on q and k, the attention primitive, output projection; this rank's heads."""
 
     qkv: Tensor
     out: Tensor
@@ -108,14 +139,20 @@ class SelfAttention:
     head_dim: int
 
     def __call__(
-        self, rows: Tensor, rotary: RotaryTable, angles: tuple[Tensor, Tensor], attend: Attend, layer: int
+        self,
+        rows: Tensor,
+        rotary: RotaryTable,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        layer: int,
+        exchange: TokenExchange,
     ) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
         count, rotated = rows.shape[0], self.heads + self.kv_heads
         packed = project(rows, self.qkv, self.qkv_bias).view(count, rotated + self.kv_heads, self.head_dim)
         rotary.apply_(packed[:, :rotated], angles)
         kv = packed[:, self.heads :].view(count, 2, self.kv_heads, self.head_dim)
-        return project(attend(layer, packed[:, : self.heads], kv), self.out, self.out_bias)
+        return exchange.reduce(project(attend(layer, packed[:, : self.heads], kv), self.out, self.out_bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +175,8 @@ class DecoderLayer:
         exchange: TokenExchange,
     ) -> Tensor:
         """Residual stream entering the layer -> leaving it, `[T, H]`."""
-        hidden = hidden + self.attention(norm(hidden, self.input_norm, self.eps), rotary, angles, attend, layer)
+        normed = norm(hidden, self.input_norm, self.eps)
+        hidden = hidden + self.attention(normed, rotary, angles, attend, layer, exchange)
         return hidden + self.mlp(norm(hidden, self.post_norm, self.eps), exchange)
 
 
@@ -156,40 +194,68 @@ def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(rows, weight.shape, weight, eps)
 
 
+class Sharding(NamedTuple):
+    """Which part of a model this rank holds: of the attention heads, of the MLPs, of the vocabulary."""
+
+    attention: Part = Part()
+    mlp: Part = Part()
+    vocab: Part = Part()
+
+
+WHOLE = Sharding()
+
+
 class Loader:
-    """Takes named tensors of one checkpoint into the compute dtype and device."""
+    """Takes named tensors of one checkpoint into the compute dtype and device, reading only this rank's shard."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, sharding: Sharding) -> None:
+        self.checkpoint, self.dtype, self.device, self.sharding = checkpoint, dtype, device, sharding
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """One tensor, shape-checked."""
-        return placed(self.checkpoint.take(name, shape), self.dtype, self.device)
+    def take(self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        """One tensor, shape-checked; of a shard only `rows` or `columns`."""
+        return placed(self.checkpoint.take(name, shape, rows, columns), self.dtype, self.device)
 
     def projection(self, name: str, rows: int, columns: int) -> Tensor:
         """One weight of `rows` outputs, turned input-major: `[columns, rows]`."""
         return self.take(name, rows, columns).t().contiguous()
 
-    def packed(self, names: list[str], rows: list[int], columns: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Several projections side by side, `[columns, sum(rows)]`, and their biases."""
-        weights = [self.take(f"{name}.weight", r, columns) for name, r in zip(names, rows, strict=True)]
-        weight = torch.cat(weights).t().contiguous()
-        biases = [self.take(f"{name}.bias", r) for name, r in zip(names, rows, strict=True)] if bias else []
-        return weight, torch.cat(biases) if bias else None
+    def outputs(
+        self, names: list[str], rows: list[int], spans: list[Span], columns: int, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Projections side by side, each with the outputs of its span, `[columns, sum]`, and their biases."""
+        each = list(zip(names, rows, spans, strict=True))
+        weight = torch.cat([self.take(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
+        biases = [self.take(f"{name}.bias", r, rows=span) for name, r, span in each] if bias else []
+        return weight.t().contiguous(), torch.cat(biases) if bias else None
+
+    def inputs(
+        self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """A projection that reads the inputs of its span, `[span, rows]`; part 0 alone brings the bias to the sum."""
+        weight = self.take(f"{name}.weight", rows, columns, columns=span).t().contiguous()
+        added = self.take(f"{name}.bias", rows) if bias else None
+        return weight, added if part.rank == 0 else None
 
     def attention(self, prefix: str, g: LayerGeometry, columns: int) -> SelfAttention:
         """The attention block under `prefix`, its qkv reading `columns` inputs."""
-        q_rows, kv_rows = g.heads * g.head_dim, g.kv_heads * g.head_dim
+        part, d = self.sharding.attention, g.head_dim
+        local = local_heads(g, part)
+        q = (part.rank * local.heads * d, (part.rank + 1) * local.heads * d)
+        first = part.rank * g.kv_heads // part.size
+        kv = (first * d, (first + local.kv_heads) * d)
         names = [f"{prefix}.{p}_proj" for p in "qkv"]
-        qkv, qkv_bias = self.packed(names, [q_rows, kv_rows, kv_rows], columns, g.attention_bias)
-        out, out_bias = self.packed([f"{prefix}.o_proj"], [g.hidden], q_rows, g.attention_bias)
-        return SelfAttention(qkv, out, qkv_bias, out_bias, g.heads, g.kv_heads, g.head_dim)
+        rows = [g.heads * d, g.kv_heads * d, g.kv_heads * d]
+        qkv, qkv_bias = self.outputs(names, rows, [q, kv, kv], columns, g.attention_bias)
+        out, out_bias = self.inputs(f"{prefix}.o_proj", g.hidden, g.heads * d, q, g.attention_bias, part)
+        return SelfAttention(qkv, out, qkv_bias, out_bias, local.heads, local.kv_heads, d)
 
     def mlp(self, prefix: str, g: LayerGeometry) -> Mlp:
         """The gated MLP under `prefix`."""
+        part = self.sharding.mlp
+        span = part.span(g.intermediate)
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        gate_up, gate_up_bias = self.packed(names, [g.intermediate] * 2, g.hidden, g.mlp_bias)
-        down, down_bias = self.packed([f"{prefix}.down_proj"], [g.hidden], g.intermediate, g.mlp_bias)
+        gate_up, gate_up_bias = self.outputs(names, [g.intermediate] * 2, [span] * 2, g.hidden, g.mlp_bias)
+        down, down_bias = self.inputs(f"{prefix}.down_proj", g.hidden, g.intermediate, span, g.mlp_bias, part)
         return Mlp(gate_up, down, gate_up_bias, down_bias)
 
     def layer(self, prefix: str, g: LayerGeometry) -> DecoderLayer:
@@ -201,3 +267,17 @@ class Loader:
             mlp=self.mlp(f"{prefix}.mlp", g),
             eps=g.eps,
         )
+
+
+def local_heads(g: LayerGeometry, part: Part) -> LayerGeometry:
+    """The geometry of one attention shard; KV heads are replicated where there are fewer than ranks.
+
+    Raises:
+        ConfigError: the heads cannot be split so.
+    """
+    if g.heads % part.size or (g.kv_heads % part.size and part.size % g.kv_heads):
+        raise ConfigError(
+            f"{g.heads} attention heads and {g.kv_heads} KV heads cannot be split over {part.size} ranks of an "
+            "attention group (tp_size / attn_dp_size); lower tp_size or raise attn_dp_size"
+        )
+    return replace(g, heads=g.heads // part.size, kv_heads=max(1, g.kv_heads // part.size))

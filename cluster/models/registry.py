@@ -5,23 +5,28 @@ import torch
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import TokenExchange
-from cluster.models.llama import LlamaTarget
+from cluster.models.layer import Sharding, TokenExchange
+from cluster.models.llama import LlamaTarget, read_embed_and_head
 
 TARGETS = {"LlamaForCausalLM": LlamaTarget}
 DRAFTS = {"LlamaForCausalLMEagle3": Eagle3Draft}
 
 
 def load_target(
-    folder: str, dtype: torch.dtype, device: torch.device, exchange: TokenExchange, max_position: int
+    folder: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    exchange: TokenExchange,
+    sharding: Sharding,
+    max_position: int,
 ) -> LlamaTarget:
-    """The target in `folder`, every tensor accounted for.
+    """This rank's part of the target in `folder`, every tensor accounted for.
 
     Raises:
         ConfigError: the folder holds no target that is served here.
     """
     arch: TargetArch = read_target(folder)
-    return TARGETS[arch.family](arch, Checkpoint(folder), dtype, device, exchange, max_position)
+    return TARGETS[arch.family](arch, Checkpoint(folder), dtype, device, exchange, sharding, max_position)
 
 
 def load_draft(
@@ -30,15 +35,21 @@ def load_draft(
     dtype: torch.dtype,
     device: torch.device,
     exchange: TokenExchange,
+    sharding: Sharding,
     max_position: int,
 ) -> Eagle3Draft:
-    """The draft in `folder` for `target`, sharing its embedding and head where the checkpoint has none.
+    """This rank's part of the draft in `folder` for `target`, sharing its embedding and head where there is none.
+
+    A whole draft beside a target whose vocabulary is sharded gets whole ones of its own, read again.
 
     Raises:
         ConfigError: the folder holds no draft that is served here, or one that does not fit `target`.
     """
     checkpoint = Checkpoint(folder)
     spec: DraftSpec = read_draft(folder, checkpoint.shapes, target.arch)
-    draft = DRAFTS[spec.family](spec, checkpoint, dtype, device, exchange, max_position)
-    draft.set_embed_and_head(*target.get_embed_and_head())
+    draft = DRAFTS[spec.family](spec, checkpoint, dtype, device, exchange, sharding, max_position)
+    embed, head = target.get_embed_and_head()
+    if embed.part != sharding.vocab and not (spec.own_embed and spec.own_head):
+        embed, head = read_embed_and_head(target.folder, target.arch, dtype, device)
+    draft.set_embed_and_head(embed, head)
     return draft

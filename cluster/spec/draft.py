@@ -23,12 +23,18 @@ from cluster.spec.verify import Accepted
 class Draft(Protocol):
     """What the step asks of a draft, whatever it is made of."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
-        """Trees for the R decoding requests; `noise` `[R, S + 2, V]` is keyed to positions seq_len + 1 onwards."""
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+        """Trees of `shape` for the R decoding requests; `noise` `[R, S + 2, V]` is keyed to seq_len + 1 onwards."""
         ...
 
     def extend(
-        self, batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], noise: Tensor | None
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        first: Tensor,
+        features: list[Tensor],
+        noise: Tensor | None,
+        shape: TreeShape,
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; carriers of the B requests for the next step.
 
@@ -41,12 +47,18 @@ class Draft(Protocol):
 class NoDraft:
     """Plain decoding as a tree of one node."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
         """Trees that are only their root."""
         return chain(carried.bonus[:, None])
 
     def extend(
-        self, batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], noise: Tensor | None
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        first: Tensor,
+        features: list[Tensor],
+        noise: Tensor | None,
+        shape: TreeShape,
     ) -> EagleDraftInput:
         """Carry the bonus only."""
         bonus = torch.cat([accepted.bonus, first])
@@ -56,12 +68,15 @@ class NoDraft:
 
 
 class EagleDraft:
-    """An EAGLE-3 draft: one runner, run S - 1 times per step, and once over the committed rows."""
+    """An EAGLE-3 draft: one runner, run S - 1 times per step, and once over the committed rows.
 
-    def __init__(self, draft_runner_list: list[DraftRunner], shape: TreeShape) -> None:
+    S and N may differ from step to step (the plan's tier), K may not: carriers hold K proposals.
+    """
+
+    def __init__(self, draft_runner_list: list[DraftRunner], topk: int) -> None:
         """One runner in the list; slots are shared with the target, pools are the runners' own."""
         (self._runner,) = draft_runner_list
-        self._shape = shape
+        self._topk = topk
         self._target_ids = self._runner.model.target_ids
 
     def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,12 +88,14 @@ class EagleDraft:
         if noise is not None:
             noise = noise.index_select(-1, self._target_ids)
         ranked = scores(logits, sampling, noise)
-        likely = ranked.log_softmax(-1, dtype=at_least_float32(ranked.dtype)).topk(self._shape.topk, -1)
+        likely = ranked.log_softmax(-1, dtype=at_least_float32(ranked.dtype)).topk(self._topk, -1)
         return likely.values, self._target_ids[likely.indices]
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
-        return self._chain(batch, carried, noise) if self._shape.topk == 1 else self._tree(batch, carried, noise)
+        if shape.num_steps == 0:
+            return chain(carried.bonus[:, None])
+        return (self._chain if shape.topk == 1 else self._tree)(batch, carried, noise, shape)
 
     def _forward(
         self, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bias: Tensor, noise: Tensor | None
@@ -98,20 +115,20 @@ class EagleDraft:
         likely, proposed = self.propose(logits, batch.sampling.narrow(0, r), level_noise)
         return likely, proposed, after.view(r, k, after.shape[-1])
 
-    def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
+    def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
         """The tree of topk 1: every level has one row, which sees all before it."""
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
-        seen = hidden.new_zeros(1, 1, self._shape.num_steps)
+        seen = hidden.new_zeros(1, 1, shape.num_steps)
         path = [carried.bonus[:, None], tokens]
-        for level in range(1, self._shape.num_steps):
+        for level in range(1, shape.num_steps):
             _, proposed, hidden = self._forward(batch, level, tokens, hidden, seen[:, :, :level], noise)
             tokens = proposed[:, 0]
             path.append(tokens)
         return chain(torch.cat(path, 1))
 
-    def _tree(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
+    def _tree(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
         """EAGLE-2's dynamic tree: each level keeps the K best rows by cumulative score, the end the N - 1 best."""
-        r, k, steps = batch.decodes, self._shape.topk, self._shape.num_steps
+        r, k, steps = batch.decodes, shape.topk, shape.num_steps
         device = carried.bonus.device
         tokens, score = carried.topk_index, clean(carried.topk_p)
         hidden = carried.hidden[:, None].expand(r, k, -1)
@@ -139,14 +156,20 @@ class EagleDraft:
             parents=torch.cat([level[2] for level in levels], 1),
             depths=torch.tensor(depths, device=device),
         )
-        return best_tree(candidates, carried.bonus, self._shape.num_draft_tokens)
+        return best_tree(candidates, carried.bonus, shape.num_draft_tokens)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], noise: Tensor | None
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        first: Tensor,
+        features: list[Tensor],
+        noise: Tensor | None,
+        shape: TreeShape,
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
-        given = extend_input(batch, accepted, first, features, self._shape)
-        plan = extend_plan(batch, self._shape, given.hidden.dtype)
+        given = extend_input(batch, accepted, first, features, shape)
+        plan = extend_plan(batch, shape, given.hidden.dtype)
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, plan)
         logits = self._runner.logits(normed.index_select(0, given.select))

@@ -38,19 +38,19 @@ class Stepped:
 class Step:
     """One rank's step, bound to its target, draft and request tables."""
 
-    def __init__(self, target: TargetRunner, draft: Draft, shape: TreeShape, carried: EagleDraftInput) -> None:
+    def __init__(self, target: TargetRunner, draft: Draft, carried: EagleDraftInput) -> None:
         """`carried` holds the carriers of every request row."""
-        self._target, self._draft, self._shape, self._carried = target, draft, shape, carried
+        self._target, self._draft, self._carried = target, draft, carried
         self._vocab = target.model.arch.vocab_size
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Stepped:
+    def run(self, batch: Batch, shape: TreeShape) -> Stepped:
         """Commit at least one token for each of the R requests, and the first one for each finished prompt."""
-        r, s, n = batch.decodes, self._shape.num_steps, self._shape.num_draft_tokens
+        r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
         clock = [time.perf_counter()]
         decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
-        noise, final_noise = self._noise(batch)
-        tree = self._draft.draft(batch, self._carried.take(batch.decode_rows), noise)
+        noise, final_noise = self._noise(batch, s)
+        tree = self._draft.draft(batch, self._carried.take(batch.decode_rows), noise, shape)
         clock.append(time.perf_counter())
 
         hidden, aux, logits = self._forward(batch, tree)
@@ -58,7 +58,7 @@ class Step:
         first_noise = None if final_noise is None else final_noise[:, :1]
         first = scores(logits[r * n :, None], final, first_noise).argmax(-1)[:, 0]
         accepted = accept(tree, chosen, s)
-        if self._shape.topk > 1:
+        if shape.topk > 1:
             compact(self._target.pool, batch.reach.window, accepted.path)
         clock.append(time.perf_counter())
 
@@ -66,7 +66,7 @@ class Step:
         if noise is not None and final_noise is not None:
             own = noise[torch.arange(r, device=noise.device), accepted.accept_len.clamp(max=noise.shape[1] - 1)]
             next_noise = torch.cat([own, final_noise[:, 1]])
-        carried = self._draft.extend(batch, accepted, first, aux or [hidden], next_noise)
+        carried = self._draft.extend(batch, accepted, first, aux or [hidden], next_noise, shape)
         self._carried.put(batch.rows, carried)
         logprobs = None
         if batch.logprobs:
@@ -77,11 +77,11 @@ class Step:
         seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
         return Stepped(accepted.tokens, accepted.accept_len, first, logprobs, seconds)
 
-    def _noise(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    def _noise(self, batch: Batch, num_steps: int) -> tuple[Tensor | None, Tensor | None]:
         """Gumbel noise for positions seq_len + 1 .. seq_len + S + 2, and for the two after each finished prompt."""
         if not batch.sampling.noisy:
             return None, None
-        ahead = torch.arange(1, self._shape.num_steps + 3, device=batch.rows.device)
+        ahead = torch.arange(1, num_steps + 3, device=batch.rows.device)
         seeds, dtype = batch.sampling.seeds, self._carried.hidden.dtype
         decode = gumbel(seeds[: batch.decodes], batch.seq_lens[:, None] + ahead, self._vocab, dtype)
         lens = batch.prompt.final_lens[:, None] + ahead[:2] - 1
@@ -89,7 +89,7 @@ class Step:
 
     def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
-        r, n, prompt = batch.decodes, self._shape.num_draft_tokens, batch.prompt
+        r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
         own = window_group(batch.reach, bias_of(tree.ancestors, self._carried.hidden.dtype), slice(0, r * n))
         write = torch.cat([batch.reach.window[:, :n].reshape(-1), prompt.write])
         tokens = torch.cat([tree.tokens.reshape(-1), prompt.token_ids])

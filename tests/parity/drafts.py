@@ -51,8 +51,9 @@ class OracleDraft(_Knowing):
         super().__init__(truth, rate)
         self._shape, self._vocab, self._hidden = shape, vocab, hidden
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
-        n, r = self._shape.num_draft_tokens, batch.decodes
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+        self._shape = shape
+        n, r = shape.num_draft_tokens, batch.decodes
         tokens = torch.zeros(r, n, dtype=torch.int64)
         parents, depths = torch.zeros_like(tokens), torch.zeros_like(tokens)
         tokens[:, 0] = carried.bonus
@@ -81,7 +82,13 @@ class OracleDraft(_Knowing):
             tokens[j], parents[j], depths[j] = token, parent, depth + 1
 
     def extend(
-        self, batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], noise: Tensor | None
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        first: Tensor,
+        features: list[Tensor],
+        noise: Tensor | None,
+        shape: TreeShape,
     ) -> EagleDraftInput:
         bonus = torch.cat([accepted.bonus, first])
         k = self._shape.topk
@@ -99,8 +106,8 @@ class CorrectedDraft(_Knowing):
         super().__init__(truth, rate)
         self._inner = inner
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
-        tree = self._inner.draft(batch, carried, noise)
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+        tree = self._inner.draft(batch, carried, noise, shape)
         tokens = tree.tokens.clone()
         for i in range(batch.decodes):
             rest = self._text(int(batch.rows[i]))[int(batch.seq_lens[i]) + 1 :]
@@ -119,13 +126,19 @@ class CorrectedDraft(_Knowing):
         return DraftTree(tokens, tree.parents, tree.depths, tree.ancestors)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], noise: Tensor | None
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        first: Tensor,
+        features: list[Tensor],
+        noise: Tensor | None,
+        shape: TreeShape,
     ) -> EagleDraftInput:
-        return self._inner.extend(batch, accepted, first, features, noise)
+        return self._inner.extend(batch, accepted, first, features, noise, shape)
 
 
 def correct(engine: Engine, truth: Texts, rate: float) -> None:
     """Put a `CorrectedDraft` around the engine's own draft."""
-    draft = CorrectedDraft(engine._p.step._draft, truth, rate)
+    draft = CorrectedDraft(engine._p.lockstep.step._draft, truth, rate)
     draft.tie(engine)
-    engine._p.step._draft = draft
+    engine._p.lockstep.step._draft = draft

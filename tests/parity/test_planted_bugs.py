@@ -228,7 +228,7 @@ def _(patch: Patch) -> None:
 @bug("one token too few is committed")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, plan, did, lens: true(self, plan, did, [max(1, n - 1) for n in lens])
+        return lambda self, plan, did, lens, shape: true(self, plan, did, [max(1, n - 1) for n in lens], shape)
 
     changed(patch, Engine, "_commit", make)
 
@@ -282,7 +282,7 @@ def _(patch: Patch) -> None:
 
 @bug("sampling parameters land on the neighbouring row")
 def _(patch: Patch) -> None:
-    changed(patch, SamplingTable, "put", lambda true: lambda self, row, *rest: true(self, row ^ 1, *rest))
+    changed(patch, SamplingTable, "put", lambda true: lambda self, s: true(self, s._replace(row=s.row ^ 1)))
 
 
 @bug("rope pairs are interleaved")

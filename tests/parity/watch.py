@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch
+from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
 from cluster.forward.sampler import gumbel, scores
 from cluster.request import Request
@@ -39,14 +40,14 @@ class Watch:
 
     def attach(self, engine: Engine, trees: bool = True) -> None:
         """Watch the engine's pools, and every tree that it drafts."""
-        inner = engine._p.step._draft
-        self._pools = (engine._p.step._target.pool, inner._runner.pool)
+        inner = engine._p.lockstep.step._draft
+        self._pools = (engine._p.lockstep.step._target.pool, inner._runner.pool)
         if not trees:
             return
 
         class Watched:
-            def draft(_, batch: Batch, carried: EagleDraftInput, noise: Tensor | None) -> DraftTree:
-                tree = inner.draft(batch, carried, noise)
+            def draft(_, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+                tree = inner.draft(batch, carried, noise, shape)
                 by_row = {s.lease.row: s.request for s in engine._p.scheduler.running if s.lease is not None}
                 for i, row in enumerate(batch.decode_rows.tolist()):
                     self._look(engine, by_row[row], batch, carried, tree, i)
@@ -54,7 +55,7 @@ class Watch:
 
             extend = staticmethod(inner.extend)
 
-        engine._p.step._draft = Watched()
+        engine._p.lockstep.step._draft = Watched()
 
     def __call__(self, engine: Engine, _: StepResult) -> None:
         """Compare the committed KV of every running request in both pools."""

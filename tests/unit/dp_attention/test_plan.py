@@ -1,74 +1,144 @@
-"""The plan is a pure function of the gathered table, and the coordinator compares headers before anything moves."""
+"""The plan is one pure function of the gathered facts; headers are compared before anything else moves."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from cluster.dp_attention.coordinator import Coordinator, OutOfStepError
-from cluster.dp_attention.plan import Facts, make_plan
-from cluster.mesh import Mesh
+from cluster.batch import Order, PromptChunk
+from cluster.config import PLAIN, TreeShape, tiers
+from cluster.dp_attention.coordinator import Coordinator
+from cluster.dp_attention.padding import padded
+from cluster.dp_attention.plan import Call, Facts, Ops, PlanRule, script
+from cluster.mesh import Mesh, OutOfStepError
+
+SHAPE = TreeShape(num_steps=3, topk=2, num_draft_tokens=6)
+TARGET = Ops(("embed", "reduce", "gather", "scatter"), ("head",))
+DRAFT = Ops(("gather", "scatter"), ())
+
+
+def facts(decodes: int = 0, prompt_rows: int = 0, finals: int = 0, num_steps: int = 3) -> Facts:
+    return Facts(0, 5, 0, 0, decodes, prompt_rows, finals, num_steps=num_steps, requests=decodes + prompt_rows)
+
+
+def rule(padding: str = "auto", attn_tp: int = 1, waste: float = 0.0) -> PlanRule:
+    return PlanRule(attn_tp, padding, waste)  # type: ignore[arg-type]
+
+
+def test_the_tier_is_the_minimum_of_the_votes() -> None:
+    table = [facts(2, num_steps=3), facts(1, num_steps=1), facts(0, num_steps=2)]
+    assert rule().plan(table, SHAPE).num_steps == 1
+
+
+def test_padding_gives_every_group_the_rows_of_the_largest() -> None:
+    table = [facts(2, 7, 1), facts(0, 0), facts(5, 3)]
+    exact, full = (rule(name).plan(table, SHAPE) for name in ("exact", "padded"))
+    assert not exact.padded and exact.planned_decodes == (2, 0, 5) and exact.planned_prompt_rows == (7, 0, 3)
+    assert full.padded and full.planned_decodes == (5, 5, 5) and full.planned_prompt_rows == (7, 7, 7)
+
+
+@pytest.mark.parametrize(("waste", "uneven"), [(0.0, False), (0.49, False), (0.5, True)])
+def test_auto_pads_while_the_share_of_idle_rows_is_within_the_limit(waste: float, uneven: bool) -> None:
+    assert rule(waste=waste).plan([facts(4), facts(0)], SHAPE).padded is uneven
+    assert rule(waste=waste).plan([facts(4, 9), facts(4, 9)], SHAPE).padded, "equal ranks need no idle rows"
+
+
+def test_a_group_counts_once_whatever_its_followers_say() -> None:
+    table = [facts(3, 4, 1), facts(num_steps=0), facts(1), facts(num_steps=0)]
+    plan = rule("exact", attn_tp=2).plan(table, SHAPE)
+    assert plan.decodes == (3, 1) and plan.prompt_rows == (4, 0) and plan.finals == (1, 0) and plan.num_steps == 3
+
+
+def test_quiet_and_leaving_are_for_everybody() -> None:
+    nobody = [facts(), facts()]
+    assert rule().plan(nobody, SHAPE).quiet and not rule().plan(nobody, SHAPE).leaving
+    waits = [facts(), facts()._replace(requests=1)]
+    assert not rule().plan(waits, SHAPE).quiet, "a request that only waits is work"
+    assert rule().plan([facts()._replace(leaving=1), facts(2)], SHAPE).leaving
+
+
+def test_the_digest_tells_any_two_plans_apart() -> None:
+    tables = [[facts(a, b), facts(c)] for a, b, c in product(range(4), repeat=3)]
+    assert len({rule("exact").plan(table, SHAPE).digest for table in tables}) == 64
+
+
+def test_the_script_of_a_step() -> None:
+    plan = rule("exact").plan([facts(2, 7, 1), facts(1)], SHAPE)
+    level = [Call("draft", op, (4, 2)) for op in DRAFT.forward]
+    target = [Call("target", op, (19, 6)) for op in TARGET.forward] + [Call("target", "head", (13, 6))]
+    extend = [Call("extend", op, (15, 4)) for op in DRAFT.forward]
+    assert script(plan, SHAPE, TARGET, DRAFT) == level * 2 + target + extend
+    assert script(plan, PLAIN, TARGET, None) == [
+        *(Call("target", op, (9, 1)) for op in TARGET.forward),
+        Call("target", "head", (3, 1)),
+    ]
+
+
+def test_a_shallower_tier_has_a_shorter_script() -> None:
+    plan = rule("exact").plan([facts(2)], SHAPE)
+    lengths = [len(script(plan, shape, TARGET, DRAFT)) for shape in tiers(SHAPE)]
+    assert lengths == [7, 7, 9, 11], "plain steps extend too, so that the draft's memory stays whole"
+
+
+def test_tiers_keep_the_width_and_never_outgrow_what_their_levels_propose() -> None:
+    assert [(t.num_steps, t.topk, t.num_draft_tokens) for t in tiers(SHAPE)] == [
+        (0, 2, 1),
+        (1, 2, 3),
+        (2, 2, 6),
+        (3, 2, 6),
+    ]
+    assert tiers(PLAIN) == (PLAIN,)
+
+
+def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
+    plan = rule("padded").plan([facts(2, 5), facts(3, 8)], SHAPE)
+    chunk = PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4))
+    order = Order(decodes=((0, 9), (2, 4)), chunks=(chunk,))
+    made = padded(order, plan, 0, idle_row=7)
+    assert made.decodes == ((0, 9), (2, 4), (7, 0))
+    assert made.chunks[-1] == chunk and [c.row for c in made.chunks] == [7, 7, 7, 1]
+    assert sum(c.stop - c.start for c in made.chunks) == 8 and not any(c.final for c in made.chunks[:3])
+    assert padded(order, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is order
 
 
 class FakeMesh(Mesh):
-    """A world in which the other ranks' rows are given."""
+    """A mesh whose other rank says what the test wants."""
 
-    def __init__(self, rank: int, others: list[tuple[int, ...]]) -> None:
-        super().__init__(rank, len(others) + 1)
-        object.__setattr__(self, "others", others)
+    def __init__(self, change: dict[str, int]) -> None:
+        super().__init__()
+        self.change = change
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
-        rows: list[tuple[int, ...]] = list(self.others)  # type: ignore[attr-defined]
-        return [*rows[: self.rank], row, *rows[self.rank :]]
+        return [row, Facts(*row)._replace(**self.change)]
 
 
-def test_the_plan_follows_from_the_table_alone() -> None:
-    rows = [Facts(1, 7, 99, *sizes) for sizes in product((0, 3), (0, 5), (1, 4))]
-    plan = make_plan(rows)
-    assert plan == make_plan(list(rows))
-    assert plan.digest == make_plan(tuple(rows)).digest
-    assert plan.decodes == tuple(f.decodes for f in rows)
-    assert (plan.padded_decodes, plan.padded_prompt_rows, plan.num_steps, plan.step) == (3, 5, 1, 7)
+@pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls"])
+def test_a_header_that_differs_names_rank_step_and_field(name: str) -> None:
+    coordinator = Coordinator(FakeMesh({name: 99}), rule(), tiers(SHAPE))
+    with pytest.raises(OutOfStepError, match=rf"rank 1 is at {name} 99, rank 0 at 0 \(step 0, phase agree\)") as caught:
+        coordinator.agree(coordinator.header())
+    assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, 0, "agree")
 
 
-def test_every_number_of_the_plan_is_in_its_digest() -> None:
-    base = [Facts(0, 2, 5, 3, 4, 5), Facts(0, 2, 5, 1, 0, 3)]
-    digests = {make_plan(base).digest}
-    for changed in (
-        [Facts(0, 3, 5, 3, 4, 5), Facts(0, 3, 5, 1, 0, 3)],
-        [Facts(0, 2, 5, 2, 4, 5), base[1]],
-        [Facts(0, 2, 5, 3, 5, 5), base[1]],
-        [base[0], Facts(0, 2, 5, 1, 0, 2)],
-        [base[1], base[0]],
-    ):
-        digests.add(make_plan(changed).digest)
-    assert len(digests) == 6
+def test_steps_go_on_while_headers_agree() -> None:
+    coordinator = Coordinator(FakeMesh({"decodes": 3}), rule(), tiers(SHAPE))
+    plans = [coordinator.agree(coordinator.header()) for _ in range(4)]
+    assert [plan.step for plan in plans] == [0, 1, 2, 3] and plans[0].decodes == (0, 3)
 
 
-def test_an_idle_rank_is_a_rank_with_no_rows() -> None:
-    plan = make_plan([Facts(0, 0, 0, 0, 0, 3), Facts(0, 0, 0, 0, 0, 3)])
-    assert (plan.padded_decodes, plan.padded_prompt_rows) == (0, 0)
+def test_a_stale_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE))
+    first = coordinator.agree(coordinator.header())
+    monkeypatch.setattr(PlanRule, "plan", lambda *_: first)
+    with pytest.raises(OutOfStepError, match="the plan is for step 0, this is step 1"):
+        coordinator.agree(coordinator.header())
 
 
-def test_a_world_of_one_steps_on() -> None:
-    coordinator = Coordinator(Mesh())
-    plans = [coordinator.agree(2, n, 3) for n in range(3)]
-    assert [plan.step for plan in plans] == [0, 1, 2]
-    assert [plan.prompt_rows for plan in plans] == [(0,), (1,), (2,)]
-
-
-def test_two_ranks_make_the_same_plan() -> None:
-    mine, theirs = Facts(0, 0, 0, 2, 9, 5), Facts(0, 0, 0, 4, 0, 3)
-    first = Coordinator(FakeMesh(0, [theirs])).agree(2, 9, 5)
-    second = Coordinator(FakeMesh(1, [mine])).agree(4, 0, 3)
-    assert first == second
-    assert first.decodes == (2, 4)
-    assert first.num_steps == 3
-
-
-@pytest.mark.parametrize(
-    ("facts", "field"),
-    [(Facts(8, 0, 0, 1, 1, 1), "epoch"), (Facts(0, 4, 0, 1, 1, 1), "step"), (Facts(0, 0, 3, 1, 1, 1), "digest")],
-)
-def test_a_rank_out_of_step_is_named(facts: Facts, field: str) -> None:
-    with pytest.raises(OutOfStepError, match=f"rank 1 is at {field}"):
-        Coordinator(FakeMesh(0, [facts])).agree(1, 1, 1)
+def test_confirming_compares_what_was_made_of_the_facts() -> None:
+    coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE))
+    plan = coordinator.agree(coordinator.header())
+    for row, name in (((plan.digest + 1, 7), "plan"), ((plan.digest, 8), "results")):
+        mesh = FakeMesh({})
+        mesh.all_gather_row = lambda own, row=row: [own, row]  # type: ignore[method-assign, misc]
+        with pytest.raises(OutOfStepError, match=f"rank 1 is at {name}"):
+            Coordinator(mesh, replace(rule(), attn_tp=2), tiers(SHAPE)).confirm(plan, 7)

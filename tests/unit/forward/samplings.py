@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from cluster.batch import SamplingBatch
+from cluster.batch import Sampling, SamplingBatch
 from cluster.forward.sampler import SamplingTable
 from cluster.request import SamplingParams
 
@@ -15,7 +15,7 @@ def sampling_of(
     """The same parameters for every request, as the engine's own table gives them."""
     params = SamplingParams(**options)  # type: ignore[arg-type]
     table = SamplingTable(1, dtype, torch.device("cpu"))
-    table.put(0, params, 0)
+    table.put(Sampling(0, params.temperature, params.top_k, params.top_p, params.min_p, 0))
     noisy = params.temperature > 0
     filtered = noisy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     batch = table.take(torch.zeros(requests, dtype=torch.int64), noisy, filtered)

@@ -143,7 +143,7 @@ class Tables:
         sampling = sampling_of(r, seeds, **options)
         noise = gumbel(seeds, torch.arange(5, 9).expand(r, -1), VOCAB, torch.float64)
         draft = EagleDraft.__new__(EagleDraft)
-        draft._shape, draft._target_ids = shape, torch.arange(VOCAB)
+        draft._topk, draft._target_ids = topk, torch.arange(VOCAB)
         first_p, first = draft.propose(self.drafted[torch.zeros(r, 1, dtype=torch.int64)], sampling, noise[:, :1])
         second_p, second = draft.propose(self.drafted[first[:, 0]], sampling, noise[:, 1:2])
         score = clean(first_p[:, 0])

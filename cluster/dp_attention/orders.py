@@ -1,0 +1,69 @@
+"""How an order travels from the leader of an attention group to its followers: as one row of integers.
+
+The followers' slot and sampling tables follow the leader's by what changed, so a step costs a few hundred words.
+"""
+
+import struct
+from collections.abc import Iterator
+
+import torch
+
+from cluster.batch import Order, PromptChunk, Sampling, SlotWrite
+from cluster.mesh import Axis
+
+
+def pack(order: Order) -> list[int]:
+    """`order` as 64-bit integers."""
+    words = [int(order.noisy), int(order.filtered), int(order.logprobs), len(order.decodes)]
+    for pair in order.decodes:
+        words += pair
+    words.append(len(order.chunks))
+    for chunk in order.chunks:
+        words += (chunk.row, chunk.start, chunk.stop, int(chunk.final), *chunk.tokens)
+    words.append(len(order.samplings))
+    for s in order.samplings:
+        words += (s.row, _bits(s.temperature), s.top_k, _bits(s.top_p), _bits(s.min_p), s.seed)
+    words.append(len(order.writes))
+    for write in order.writes:
+        words += write
+    return words
+
+
+def unpack(words: list[int]) -> Order:
+    """The order that `pack` made `words` of."""
+    w = iter(words)
+    noisy, filtered, logprobs = bool(next(w)), bool(next(w)), bool(next(w))
+    return Order(
+        noisy=noisy,
+        filtered=filtered,
+        logprobs=logprobs,
+        decodes=tuple((next(w), next(w)) for _ in range(next(w))),
+        chunks=tuple(_chunk(w) for _ in range(next(w))),
+        samplings=tuple(
+            Sampling(next(w), _float(next(w)), next(w), _float(next(w)), _float(next(w)), next(w))
+            for _ in range(next(w))
+        ),
+        writes=tuple(SlotWrite(next(w), next(w), next(w)) for _ in range(next(w))),
+    )
+
+
+def shared(words: list[int], count: int, axis: Axis) -> list[int]:
+    """The leader's `count` words, on every rank of the group."""
+    row = torch.tensor(words, dtype=torch.int64) if axis.rank == 0 else torch.empty(count, dtype=torch.int64)
+    got: list[int] = axis.broadcast(row).tolist()
+    return got
+
+
+def _chunk(w: Iterator[int]) -> PromptChunk:
+    row, start, stop, final = next(w), next(w), next(w), bool(next(w))
+    return PromptChunk(row, start, stop, final, tuple(next(w) for _ in range(stop - start + (not final))))
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def _float(bits: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value

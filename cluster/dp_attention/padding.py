@@ -1,0 +1,25 @@
+"""Padding: an order at the planned rows. Idle rows are real rows on the sink page, so that no phase has a special case.
+
+An idle request sits in the slot table's last row, all of it in the sink; its carriers, at that row of the carried
+table, were made by `EagleDraftInput.create_idle_input`, so their widths are those of `hidden_size_for`.
+"""
+
+from cluster.batch import Order, PromptChunk
+from cluster.dp_attention.plan import StepPlan
+
+
+def padded(order: Order, plan: StepPlan, group: int, idle_row: int) -> Order:
+    """`order` of attention group `group` with the idle requests and idle prompt rows that the plan asks for.
+
+    Idle requests come after the real ones; idle prompt rows, a chunk each so that they attend to nothing else, before
+    the real ones, which are in order of length.
+    """
+    requests = plan.planned_decodes[group] - plan.decodes[group]
+    rows = plan.planned_prompt_rows[group] - plan.prompt_rows[group]
+    if requests == 0 and rows == 0:
+        return order
+    idle = PromptChunk(idle_row, 0, 1, False, (0, 0))
+    return order._replace(
+        decodes=order.decodes + ((idle_row, 0),) * requests,
+        chunks=(idle,) * rows + order.chunks,
+    )

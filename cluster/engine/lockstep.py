@@ -1,0 +1,102 @@
+"""What every rank does in a step, whether it leads its attention group or follows: agree, share, pad, run.
+
+No branch here asks whether this rank is idle: without requests it runs the same lines with no rows, or padded ones.
+"""
+
+import time
+import zlib
+from dataclasses import dataclass
+
+from cluster.batch import Order
+from cluster.config import TreeShape
+from cluster.dp_attention.coordinator import Coordinator
+from cluster.dp_attention.exchange import Exchange
+from cluster.dp_attention.orders import pack, shared, unpack
+from cluster.dp_attention.padding import padded
+from cluster.dp_attention.plan import Ops, StepPlan, script
+from cluster.engine.assemble import Assembler
+from cluster.mesh import GangError, Mesh
+from cluster.spec.step import Step, Stepped
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that this rank took with its gang. `stepped` is None in a quiet one, when nobody had anything to do.
+
+    `shape` is the tree of the step's tier; `waited` the seconds spent in collectives, `agreed` those of the agreement.
+    """
+
+    plan: StepPlan
+    shape: TreeShape
+    stepped: Stepped | None
+    waited: float
+    agreed: float
+
+
+@dataclass(slots=True)
+class Lockstep:
+    """One rank's side of the gang. `shapes` are the trees by tier; the ops are what the models call of the exchange."""
+
+    mesh: Mesh
+    coordinator: Coordinator
+    exchange: Exchange
+    assembler: Assembler
+    step: Step
+    shapes: tuple[TreeShape, ...]
+    target_ops: Ops
+    draft_ops: Ops | None
+    debug: bool = False
+    left: bool = False
+    leaving: bool = False
+    _results: int = 0
+
+    def run(self, order: Order, requests: int, num_steps: int) -> Ran:
+        """One step of the gang. `order` is this group's work as its leader has it, empty on a follower; `requests` are
+        this rank's waiting and running ones, `num_steps` its vote for the tier.
+
+        Raises:
+            OutOfStepError: ranks disagree, or this rank was about to leave the script.
+            PeerLostError: a peer is gone.
+        """
+        began = time.perf_counter()
+        words = pack(order) if self.mesh.attn.size > 1 and self.mesh.leads else []
+        facts = self.coordinator.header()._replace(
+            decodes=len(order.decodes),
+            prompt_rows=sum(chunk.stop - chunk.start for chunk in order.chunks),
+            finals=sum(chunk.final for chunk in order.chunks),
+            order_words=len(words),
+            num_steps=num_steps,
+            requests=requests,
+            leaving=int(self.leaving),
+        )
+        try:
+            plan = self.coordinator.agree(facts)
+            if self.debug:
+                self.coordinator.confirm(plan, self._results)
+            agreed = time.perf_counter() - began
+            self.left = plan.leaving
+            shape = self.shapes[plan.num_steps]
+            stepped = None if plan.quiet or plan.leaving else self._run(order, words, plan, shape)
+        except GangError:
+            raise
+        except RuntimeError as error:
+            if self.mesh.world.size == 1 or "gloo" not in str(error):
+                raise
+            raise self.mesh.explain(error) from error
+        return Ran(plan, shape, stepped, self.mesh.world.clock.take(), agreed)
+
+    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> Stepped:
+        mesh = self.mesh
+        if mesh.attn.size > 1:
+            words = shared(words, plan.order_words[mesh.dp_rank], mesh.attn_facts)
+            if not mesh.leads:
+                order = unpack(words)
+                self.assembler.follow(order)
+        order = padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
+        batch = self.assembler.batch(order)
+        self.exchange.begin(plan.step, script(plan, shape, self.target_ops, self.draft_ops))
+        stepped = self.step.run(batch, shape)
+        self.exchange.end()
+        if self.debug:
+            self._results = zlib.crc32(repr((stepped.tokens.tolist(), stepped.accept_len.tolist())).encode())
+        return stepped

@@ -1,0 +1,143 @@
+"""One rank of a gang: what a leader and a follower of an attention group have in common towards their loop."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.batch import Order
+from cluster.engine.lockstep import Lockstep, Ran
+from cluster.metrics import EngineMetrics, StepStats
+from cluster.request import Request, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave: outputs of the requests that got tokens, and the step in numbers.
+
+    `forward_seconds` were spent inside model forwards, waiting for peers included.
+    """
+
+    outputs: tuple[RequestOutput, ...]
+    stats: StepStats
+    forward_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Load and progress of one rank."""
+
+    steps: int
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    pages_free: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    accept_length: float = 0.0
+    padded_rows: int = 0
+
+
+class Rank:
+    """A rank's place in its gang. One thread owns it; `ring`, `close` and `position` are for any thread."""
+
+    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: dict[str, Any]) -> None:
+        self.metrics = metrics
+        self._lockstep, self._info = lockstep, info
+        self._rung = threading.Event()
+        self._quiet = True
+        self._slept_at = -1
+        self._steps = self._padded_rows = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether this rank itself has something to do."""
+        return False
+
+    @property
+    def quiet(self) -> bool:
+        """Whether, as of the last step, no rank of the gang had anything to do."""
+        return self._quiet and not self.has_work
+
+    @property
+    def left(self) -> bool:
+        """Whether the gang has ended by agreement."""
+        return self._lockstep.left
+
+    @property
+    def position(self) -> tuple[int, str]:
+        """The step and phase in which this rank is now."""
+        return self._lockstep.mesh.position
+
+    def leave(self) -> None:
+        """Tell all ranks with the next step that the gang ends."""
+        self._lockstep.leaving = True
+
+    def sleep(self) -> None:
+        """Wait, without using the CPU, until a rank rings; a ring after the last step counts."""
+        mesh, step = self._lockstep.mesh, self._lockstep.coordinator.step
+        if mesh.world.size == 1:
+            self._rung.wait()
+            self._rung.clear()
+        else:
+            mesh.sleep(step)
+            mesh.forget(self._slept_at)
+            self._slept_at = step
+
+    def ring(self) -> None:
+        """Wake every rank of the gang that sleeps."""
+        mesh = self._lockstep.mesh
+        if mesh.world.size == 1:
+            self._rung.set()
+        else:
+            mesh.ring(self._lockstep.coordinator.step)
+
+    def close(self, reason: str = "") -> None:
+        """Leave the gang at once; peers read `reason` and their steps raise."""
+        self._lockstep.mesh.close(reason)
+
+    def info(self) -> dict[str, Any]:
+        """The resolved settings, JSON-ready, with what was chosen automatically."""
+        return self._info
+
+    def _ran(self, ran: Ran) -> None:
+        self._quiet = ran.plan.quiet
+        self._steps += 1
+        self._padded_rows += self._idle_rows(ran)
+
+    def _idle_rows(self, ran: Ran) -> int:
+        """Rows of the target phase that this rank computed only to fill the plan."""
+        group, plan = self._lockstep.mesh.dp_rank, ran.plan
+        requests = plan.planned_decodes[group] - plan.decodes[group]
+        rows = plan.planned_prompt_rows[group] - plan.prompt_rows[group]
+        return requests * ran.shape.num_draft_tokens + rows
+
+
+class Follower(Rank):
+    """A rank that gets its batches from the leader of its attention group, over the process group."""
+
+    def submit(self, request: Request) -> None:
+        """Refuse: requests go to leaders.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"request {request.request_id!r} was sent to a rank that follows; send it to its leader")
+
+    def abort(self, request_id: str) -> None:
+        """Nothing to abort here."""
+
+    def step(self) -> StepResult:
+        """Run the leader's batch on this rank's shards."""
+        lockstep = self._lockstep
+        ran = lockstep.run(Order(), 0, len(lockstep.shapes) - 1)
+        self._ran(ran)
+        seconds = {"agree": ran.agreed, **(ran.stepped.seconds if ran.stepped else {})}
+        stats = StepStats(
+            phase_seconds=seconds, waited_seconds=ran.waited, padded_rows=self._idle_rows(ran), rank=lockstep.mesh.rank
+        )
+        self.metrics.observe_step(stats)
+        return StepResult((), stats)
+
+    def status(self) -> EngineStatus:
+        """Progress now; load is the leader's."""
+        return EngineStatus(self._steps, padded_rows=self._padded_rows)

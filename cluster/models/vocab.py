@@ -1,0 +1,71 @@
+"""Embedding and head, whole or one shard of the vocabulary.
+
+A vocabulary of V ids over n ranks is cut into n equal parts of v = ceil(V / n) ids; the last one is filled with zeros.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cluster.mesh import Part
+from cluster.models.layer import Loader, TokenExchange, project
+
+ALL = Part()
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """`weight` `[v, H]` are the rows of ids `start` to `start + v - 1`."""
+
+    weight: Tensor
+    start: int = 0
+    part: Part = ALL
+
+    def __call__(self, ids: Tensor, exchange: TokenExchange) -> Tensor:
+        """Token ids `[T]` -> rows `[T, H]`."""
+        return exchange.embed(ids, self._lookup)
+
+    def _lookup(self, ids: Tensor) -> Tensor:
+        if self.part.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.start
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        return F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill_(foreign[:, None], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """`weight` `[H, v]` are this shard's columns of a head over `vocab` ids."""
+
+    weight: Tensor
+    vocab: int
+
+    def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
+        """Rows `[T, H]` -> logits `[T, V]`."""
+        return exchange.head(rows, self._project)[:, : self.vocab]
+
+    def _project(self, rows: Tensor) -> Tensor:
+        return project(rows, self.weight)
+
+
+def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embedding:
+    """This rank's shard of the embedding `name` `[V, H]`."""
+    part = load.sharding.vocab
+    each = -(-vocab // part.size)
+    start, stop = min(vocab, part.rank * each), min(vocab, (part.rank + 1) * each)
+    weight = load.take(name, vocab, hidden, rows=None if part.size == 1 else (start, stop))
+    if stop - start < each:
+        weight = torch.cat([weight, weight.new_zeros(each - (stop - start), hidden)])
+    return Embedding(weight, start, part)
+
+
+def load_head(load: Loader, name: str, vocab: int, hidden: int) -> Head:
+    """This rank's shard of the head `name` `[V, H]`."""
+    return tied_head(load_embedding(load, name, vocab, hidden), vocab)
+
+
+def tied_head(embedding: Embedding, vocab: int) -> Head:
+    """The head that shares its weights with `embedding`, turned input-major."""
+    return Head(embedding.weight.t().contiguous(), vocab)
