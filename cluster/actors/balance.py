@@ -51,10 +51,12 @@ class RankLoad:
 @dataclass(slots=True)
 class _Open:
     """One request on its rank. `queued` counts prompt tokens to compute, `expected` the new tokens it may give and
-    `most` those it is allowed; `steps` had been taken when `work` was estimated, `since` were taken after.
+    `most` those it is allowed; `steps` had been taken when `work` was estimated, `since` were taken after. `arrived` is
+    its prompt when it first came, `tokens` since its last move.
     """
 
     rank: int
+    arrived: tuple[int, ...]
     tokens: tuple[int, ...]
     chain: tuple[int, ...]
     queued: int
@@ -130,11 +132,13 @@ class Balancer:
         pinned = request.routed_dp_rank
         if pinned is not None and not 0 <= pinned < self.dp_size:
             raise ValueError(f"routed_dp_rank: must lie in [0, {self.dp_size - 1}], got {pinned}")
-        self.ended(request.request_id)
         tokens = request.prompt_token_ids
+        earlier = self._open.get(request.request_id)
+        arrived = tokens if earlier is None else earlier.arrived
+        self.ended(request.request_id)
         chain = chain_of(tokens, self.page_size)
         most = max(1, request.params.max_tokens - request.resumed_tokens)
-        opened = _Open(0, tokens, chain, 0, min(max(1.0, expected_new), most), most)
+        opened = _Open(0, arrived, tokens, chain, 0, min(max(1.0, expected_new), most), most)
         opened.work = self._work_of(opened)
         queued = [len(tokens) - self.page_size * rank.index.held(chain) for rank in self._ranks]
         opened.rank = self._best(opened, queued) if pinned is None else pinned
@@ -177,15 +181,15 @@ class Balancer:
             held[part] += work - old[part]
 
     def ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
-        """It is over, however it ended. A rank keeps what it computed: the prompt, and `token_ids` generated after it
-        where the caller knows them, are indexed.
+        """It is over, however it ended. A rank keeps what it computed: the prompt is indexed and, where the caller knows
+        them, `token_ids`: all that the request was given since it first came, on whatever rank.
         """
         opened = self._open.pop(request_id, None)
         if opened is None:
             return
         self._count(opened, -1)
         if not opened.queued:
-            chain = chain_of((*opened.tokens, *token_ids), self.page_size) if token_ids else opened.chain
+            chain = chain_of((*opened.arrived, *token_ids), self.page_size) if token_ids else opened.chain
             self._ranks[opened.rank].index.add(chain)
 
     def restarted(self) -> None:

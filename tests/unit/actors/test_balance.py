@@ -185,6 +185,12 @@ def test_a_restart_empties_the_caches_and_queues_what_is_open() -> None:
     assert balancer.choose(moved, 8.0) == 1
     assert balancer.load(0) == RankLoad()
     assert (balancer.load(1).requests, balancer.load(1).tokens, balancer.load(1).queued_tokens) == (1, 46, 46)
+    balancer.started("a")
+    balancer.progressed("a", 10, 3)
+    balancer.ended("a", tuple(range(41, 41 + 15)))  # the 5 from before the move among them
+    assert balancer.load(1).pages == (41 + 15 - 1) // PAGE
+    balancer.choose(request("again", 57), 8.0)
+    assert balancer.load(1).queued_tokens == 57 - 13 * PAGE
 
 
 def test_calls_about_requests_that_are_not_open_change_nothing() -> None:
