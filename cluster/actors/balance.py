@@ -181,8 +181,8 @@ class Balancer:
             held[part] += work - old[part]
 
     def ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
-        """It is over, however it ended. A rank keeps what it computed: the prompt is indexed and, where the caller knows
-        them, `token_ids`: all that the request was given since it first came, on whatever rank.
+        """It is over, however it ended. A rank keeps what it computed: its prompt is indexed and, where the caller
+        knows them, `token_ids`: all that the request was given since it first came, on whatever rank.
         """
         opened = self._open.pop(request_id, None)
         if opened is None:
