@@ -1,205 +1,252 @@
-"""A gang: the shards of one engine, started together, watched together, ended together.
+"""A gang: the ranks of one engine, started together, watched together, restarted as one, ended together.
 
 The replica that made a gang owns it. Should the replica die without a word, Ray ends the shards (their owner is gone)
 and the placement group (its creator is gone), so nothing is left behind either way.
 """
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any, Protocol
 
-import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
-from cluster.actors.messages import Heartbeat
-from cluster.actors.placement import Layout, Placement, reserve
-from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
-from cluster.config import ConfigError, EngineConfig
+from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangError, GangSpec, Life
+from cluster.actors.messages import Heartbeat, Loss
+from cluster.actors.placement import Placement, PlacementError, reserve
+from cluster.actors.verdict import Verdict, judge
+from cluster.config import ConfigError
+
+__all__ = ["NAMESPACE", "Gang", "GangError", "GangSpec", "Owner"]
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "aerie"
-CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
-GIVE_UP = 3.0  # a stall of this many watchdog limits is for good
-OUTPUTS_AHEAD = 4  # stream items that may lie unread at the replica before a shard collects several steps in one
+GRACE_S = 1.0  # after the first sign of a loss: how long to wait for the sign that names the guilty rank
+FRUITLESS = 6  # lives in a row that ended young and gave nothing: a further one would not either
+RETRY_S = 0.5  # between two attempts to begin a life
+ATTEMPT_SHARE = 3.0  # an attempt may take so many times as long as the first start
+ATTEMPT_FLOOR_S = 15.0
+LOSSES_SHOWN = 32
 
 
-class GangError(RuntimeError):
-    """A shard could not be started; the message names the rank."""
+class Owner(Protocol):
+    """Who is told how a gang fares; called on the event loop that watches it."""
 
+    def on_down(self, loss: Loss) -> None:
+        """A life is over; no item of it counts any more."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class GangSpec:
-    """What to start: the engine's config, where its ranks go, and the name under which its shards are found."""
+    def on_up(self) -> None:
+        """The gang serves again, and knows of no request."""
+        ...
 
-    config: EngineConfig
-    layout: Layout
-    name: str
-    factory: str = FACTORY
-    load_timeout_s: float = 3600.0
+    def on_lost(self, reason: str) -> None:
+        """The gang will not come back."""
+        ...
 
 
 class Gang:
-    """The handles of the shards, by rank, and what is known of their health."""
+    """The present life of the gang, and the losses that ended those before it."""
 
-    def __init__(self, spec: GangSpec) -> None:
+    def __init__(self, spec: GangSpec, on_loss: Callable[[Loss], None] | None = None) -> None:
+        """`on_loss` hears of every loss twice: when it is noticed and, if the gang comes back, when it serves again."""
         self.spec = spec
-        self.shards: list[Any] = []
-        self.infos: list[dict[str, Any]] = []
-        self.beats: list[Heartbeat | None] = []
+        self.losses: list[Loss] = []
+        self.lost = ""  # why the gang will not come back
+        self.epoch = 0
+        self.sample: bytes | None = None  # what the replica last left at rank 0; a new rank 0 is given it as well
+        self._on_loss = on_loss
+        self._life: Life | None = None
+        self._infos: list[dict[str, Any]] = []
         self._placement: Placement | None = None
-        self._answered: list[float] = []  # when each rank last answered, on our clock
-        self._asking: list[asyncio.Task[None] | None] = []
-        self._failed = ""
-        self._context = contextvars.Context()
+        self._restarting = ""
+        self._start_s = 0.0
 
     @property
     def world(self) -> int:
         """How many ranks."""
-        return self.spec.layout.world
+        return self.spec.world
+
+    @property
+    def life(self) -> Life | None:
+        """The life that serves; None before the start, during a restart and after the end."""
+        return None if self._restarting else self._life
+
+    @property
+    def shards(self) -> list[Any]:
+        """The handles of the shards by rank; none while the gang does not serve."""
+        return self.life.shards if self.life else []
+
+    @property
+    def infos(self) -> list[dict[str, Any]]:
+        """What the ranks of the latest life said about their config."""
+        return self._infos
+
+    @property
+    def beats(self) -> list[Heartbeat | None]:
+        """The last heartbeat of every rank of the life that serves."""
+        return self.life.beats if self.life else []
 
     async def start(self) -> None:
         """Reserve the bundles, create the shards and load them side by side.
 
         Raises:
             PlacementError: no room.
-            ConfigError: the engine refused its config or a checkpoint.
+            ConfigError: the engine refused its config or a checkpoint, or there is not one bundle per rank.
             GangError: a shard died or failed while loading.
         """
+        if self.world != self.spec.config.tp_size:
+            raise ConfigError(
+                f"tp_size {self.spec.config.tp_size} needs as many bundles, and placement_group_config has {self.world}"
+            )
         try:
             self._placement = await reserve(self.spec.layout, self.spec.name)
-            self.shards = [self._create(rank) for rank in range(self.world)]
-            loads = [_named(rank, shard.load.remote(self.spec.config)) for rank, shard in enumerate(self.shards)]
-            self.infos = await asyncio.wait_for(asyncio.gather(*loads), self.spec.load_timeout_s)
+            began = time.monotonic()
+            await self._begin(self.spec.load_timeout_s)
         except BaseException:
             self.kill()
             raise
-        self._context = contextvars.copy_context()
-        self.beats = [None] * self.world
-        self._answered = [time.monotonic()] * self.world
-        self._asking = [None] * self.world
+        self._start_s = time.monotonic() - began
 
-    def _create(self, rank: int) -> Any:
+    async def _begin(self, timeout_s: float) -> None:
+        """A life from its creation to its first heartbeats."""
         assert self._placement is not None
-        options = self._placement.options(rank)
-        neighbours = self._placement.nodes.count(self._placement.nodes[rank])
-        remote: Any = ray.remote  # its overloads know no concurrency groups
-        actor = remote(**ACTOR_OPTIONS)(ShardActor)
-        return actor.options(name=f"{self.spec.name}#{rank}", namespace=NAMESPACE, **options).remote(
-            rank, self.world, neighbours, self.spec.factory
-        )
-
-    def open_stream(self, rank: int) -> Any:
-        """The stream of a rank's step items; it raises RayActorError when the shard dies."""
-        outputs = self.shards[rank].outputs
-        return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
+        life = self._life = Life(self.spec, self._placement, self.epoch)
+        await life.begin(timeout_s)
+        self._infos = life.infos
+        if self.sample is not None:
+            with suppress(RayError):
+                await life.shards[0].keep_serving_sample.remote(self.sample)
 
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Ask every rank for its heartbeat; those that answer within the time are brought up to date."""
-        for rank in range(len(self.beats)):
-            task = self._asking[rank]
-            if task is None or task.done():  # at most one question open per rank, however long it hangs
-                # in the owner's context, not the caller's: Serve cancels what the task of a request has called
-                self._asking[rank] = asyncio.create_task(self._ask(rank), context=self._context)
-        waiting = [task for task in self._asking if task is not None]
-        if waiting:
-            await asyncio.wait(waiting, timeout=timeout_s)
-
-    async def _ask(self, rank: int) -> None:
-        try:
-            self.beats[rank] = await self.shards[rank].heartbeat.remote()
-            self._answered[rank] = time.monotonic()
-        except RayActorError as error:
-            self.mark_dead(rank, error)
-
-    def mark_dead(self, rank: int, error: Exception) -> str:
-        """A shard is gone; the gang is unhealthy from now on. Returns the reason."""
-        if not self._failed:
-            first = str(error).strip().splitlines()
-            self._failed = f"rank {rank}: the shard died ({first[0] if first else type(error).__name__})"
-            logger.error("gang %s: %s", self.spec.name, self._failed)
-        return self._failed
+        if self.life:
+            await self.life.pulse(timeout_s)
 
     def trouble(self) -> str:
         """Why the gang is unhealthy now, naming the rank; empty when it is well. A rank that stalls may come back."""
-        return self._trouble(self.spec.config.watchdog_timeout_s)
+        if self.lost or self._restarting:
+            return self.lost or self._restarting
+        verdict = self._verdict(self.life) if self.life else None
+        return "" if verdict is None else str(verdict)
 
-    def _trouble(self, limit: float) -> str:
-        if self._failed:
-            return self._failed
-        now = time.monotonic()
-        for rank, beat in enumerate(self.beats):
-            if beat is not None and beat.failed:
-                return beat.failed
-            asking = self._asking[rank]
-            silence = now - self._answered[rank] if asking is not None and not asking.done() else 0.0
-            if silence > limit:
-                return f"rank {rank}: no heartbeat for {silence:.1f} s (the limit is {limit:g} s)"
-            if beat is not None and beat.busy and beat.age_s > limit:
-                return f"rank {rank}: busy without a step for {beat.age_s:.1f} s (the limit is {limit:g} s)"
-        return ""
+    def facts(self) -> dict[str, Any]:
+        """The lives so far, JSON-ready."""
+        return {"epoch": self.epoch, "restarts": [asdict(loss) for loss in self.losses[-LOSSES_SHOWN:]]}
 
-    async def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Keep the pulse until the gang is lost, report that once, and end.
+    def _verdict(self, life: Life) -> Verdict | None:
+        return judge(life.signs(), self.spec.config.watchdog_timeout_s)
 
-        Lost is a dead shard, a failed step, or a stall of `GIVE_UP` times the watchdog's limit.
-        """
+    async def watch(self, owner: Owner) -> None:
+        """Watch the gang and restart it whenever it loses a rank, until it cannot be brought back."""
+        fruitless = 0
+        try:
+            while self._life is not None:
+                life, served_from = self._life, time.monotonic()
+                loss, noticed = await self._loss(life)
+                self._restarting = f"{loss} (restarting)"
+                self.losses.append(loss)
+                logger.error("gang %s, life %d: %s", self.spec.name, life.epoch, loss)
+                owner.on_down(loss)
+                self._tell(loss)
+                old = time.monotonic() - served_from > self.spec.config.restart_timeout_s
+                fruitless = 0 if life.last_item or old else fruitless + 1
+                if fruitless >= FRUITLESS:
+                    self.lost = f"{loss} (given up: {fruitless} lives in a row gave no token)"
+                else:
+                    await self._restart(loss, noticed)
+                if self.lost:
+                    break
+                self._restarting = ""
+                owner.on_up()
+        except Exception as error:
+            logger.exception("gang %s: the watch failed", self.spec.name)
+            self.lost = f"the watch over the gang failed: {type(error).__name__}: {error}"
+        logger.error("gang %s is lost: %s", self.spec.name, self.lost)
+        owner.on_lost(self.lost)
+        self.kill()
+
+    async def _loss(self, life: Life) -> tuple[Loss, float]:
+        """Wait for the end of a life; who is to blame for it, and when, on our clock, that it is over was noticed."""
         limit = self.spec.config.watchdog_timeout_s
-        period = min(1.0, limit / 4)
-        said = ""
+        period, said = min(1.0, limit / 4), ""
         while True:
-            await self.pulse(timeout_s=period)
-            if reason := self._trouble(limit * GIVE_UP):
-                logger.error("gang %s is lost: %s", self.spec.name, reason)
-                on_lost(reason)
-                return
-            reason = self.trouble()
-            if bool(reason) != bool(said):
-                logger.warning("gang %s: %s", self.spec.name, reason or "well again")
-            said = reason
-            await asyncio.sleep(period)
+            life.ask()
+            asked = time.monotonic()
+            await _within(period, life.alarm)
+            late = time.monotonic() - asked - period
+            if late > period:
+                life.forgive(late)
+                continue
+            verdict = self._verdict(life)
+            if verdict is not None and verdict.final:
+                break
+            if (verdict is None) == bool(said):
+                said = "" if verdict is None else str(verdict)
+                logger.warning("gang %s: %s", self.spec.name, said or "well again")
+        noticed = time.monotonic()
+        while not verdict.certain and (left := noticed + GRACE_S - time.monotonic()) > 0:
+            life.alarm.clear()
+            await _within(left, life.alarm)
+            verdict = self._verdict(life) or verdict
+        silence = noticed - life.last_sign(verdict.rank)
+        where = (verdict.rank, verdict.kind, verdict.step, verdict.phase, verdict.reason)
+        return Loss(*where, epoch=life.epoch, at=time.time(), noticed_s=max(0.0, silence)), noticed
+
+    async def _restart(self, loss: Loss, noticed: float) -> None:
+        """Begin new lives in the same placement group until one serves; `lost` is set when the time is up."""
+        until = noticed + self.spec.config.restart_timeout_s
+        attempts, why = 0, ""
+        while (left := until - time.monotonic()) > 0:
+            attempts += 1
+            if self._life is not None:
+                self._life.kill()
+            self.epoch += 1
+            try:
+                if self._placement is not None:
+                    self._placement = await self._placement.renew(left)
+                limit = max(ATTEMPT_FLOOR_S, ATTEMPT_SHARE * self._start_s)
+                await asyncio.wait_for(self._begin(min(limit, until - time.monotonic())), until - time.monotonic())
+            except (ConfigError, GangError, PlacementError, RayError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+                self._restarting = f"{loss} (restarting; attempt {attempts} failed: {why})"
+                logger.error("gang %s: attempt %d to restart failed: %s", self.spec.name, attempts, why)
+                await asyncio.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
+                continue
+            back = replace(loss, restored_s=time.monotonic() - noticed, attempts=attempts)
+            self.losses[-1] = back
+            logger.warning("gang %s: serves again after %.1f s, life %d", self.spec.name, back.restored_s, self.epoch)
+            self._tell(back)
+            return
+        self.lost = (
+            f"{loss} (not back within restart_timeout_s {self.spec.config.restart_timeout_s:g}: {attempts} attempt(s), "
+            f"the last failed: {why})"
+        )
+
+    def _tell(self, loss: Loss) -> None:
+        if self._on_loss is not None:
+            self._on_loss(loss)
 
     async def stop(self, timeout_s: float = 3.0) -> None:
         """End the loops after their step, then the shards and the placement group."""
-        stops = [shard.stop.remote() for shard in self.shards]
-        if stops:
-            waits = [asyncio.ensure_future(_settled(ref)) for ref in stops]
-            await asyncio.wait(waits, timeout=timeout_s)
+        if self.life:
+            await self.life.stop(timeout_s)
         self.kill()
 
     def kill(self) -> None:
         """End everything now. Safe to call twice."""
-        for task in self._asking:
-            if task is not None:
-                task.cancel()
-        for shard in self.shards:
-            ray.kill(shard, no_restart=True)
-        self.shards, self.beats = [], []
+        if self._life is not None:
+            self._life.kill()
+            self._life = None
         if self._placement is not None:
             self._placement.remove()
             self._placement = None
 
 
-async def _named(rank: int, ref: Any) -> Any:
-    """Await a load; a refusal of the config comes through as itself, everything else names the rank."""
-    try:
-        return await ref
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, ConfigError):
-            raise ConfigError(str(cause)) from None
-        raise GangError(f"rank {rank} could not load: {type(cause).__name__}: {cause}") from error
-    except RayActorError as error:
-        raise GangError(f"rank {rank} died while loading: {error}") from error
-
-
-async def _settled(ref: Any) -> None:
-    """Await an answer, whatever it is."""
-    try:
-        await ref
-    except (RayActorError, RayTaskError):
-        return
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    """Wait for an event, but not longer than that."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)

@@ -1,6 +1,7 @@
 """The step loop of one rank: one thread owns the engine, everyone else leaves notes in its inbox.
 
-Knows no Ray and no tensors. An idle loop sleeps on a condition; a submit or an abort wakes it.
+Knows no Ray and no tensors. The ranks of a gang step together, with work of their own or without; when none has any
+they all sleep, and a submit to one of them wakes them all.
 """
 
 import logging
@@ -12,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, Protocol
 
-from cluster.actors.messages import Commands, Heartbeat, StepItem
+from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
 from cluster.request import Request, RequestOutput
 
 logger = logging.getLogger(__name__)
+
+# What the engine's own errors mean. By name: the module that defines them loads torch, and a replica reads this one.
+KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
 
 
 class Samples(Protocol):
@@ -36,7 +40,7 @@ class StepOutputs(Protocol):
 
 
 class StepEngine(Protocol):
-    """What the loop needs of `cluster.engine.Engine`. Not thread-safe: the loop thread alone calls it."""
+    """What the loop needs of `cluster.engine.Engine`. Only the loop thread calls it, except where it says otherwise."""
 
     @property
     def metrics(self) -> Samples:
@@ -45,7 +49,22 @@ class StepEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether this rank has anything to do."""
+        ...
+
+    @property
+    def quiet(self) -> bool:
+        """After a step: no rank of the gang has work. Alone: not `has_work`."""
+        ...
+
+    @property
+    def left(self) -> bool:
+        """After a step: the gang has ended, because some rank called `leave`."""
+        ...
+
+    @property
+    def position(self) -> tuple[int, str]:
+        """(step, phase) where this rank is now. Any thread."""
         ...
 
     def submit(self, request: Request) -> None:
@@ -57,7 +76,23 @@ class StepEngine(Protocol):
         ...
 
     def step(self) -> StepOutputs:
-        """Run one step."""
+        """Run one step with the other ranks; a peer that is gone or out of step is an error with rank, step, phase."""
+        ...
+
+    def sleep(self) -> None:
+        """When quiet: wait without using the CPU until a rank rings. A ring just before counts."""
+        ...
+
+    def ring(self) -> None:
+        """Wake every rank that sleeps. Any thread."""
+        ...
+
+    def leave(self) -> None:
+        """Have the next step end the gang on every rank."""
+        ...
+
+    def close(self, reason: str = "") -> None:
+        """Cut this rank off, so that its peers' steps raise, and tell them why. Any thread."""
         ...
 
     def status(self) -> Any:
@@ -72,23 +107,26 @@ class StepEngine(Protocol):
 class EngineLoop:
     """Runs an engine in its own thread and keeps its pulse.
 
-    A step that raises ends the loop for good: every request of the rank ends with finish_reason "error", later submits
-    do so at once, and `heartbeat().failed` tells why. Whoever owns the gang decides what happens then.
+    A step that raises ends the loop for good and cuts the engine off, so that the other ranks end as well; `failure`
+    tells why. Requests are not told: whoever owns their streams submits them again elsewhere or gives them up.
     """
 
-    def __init__(self, engine: StepEngine, rank: int = 0) -> None:
+    def __init__(self, engine: StepEngine, rank: int = 0, world: int = 1) -> None:
         self.engine = engine
         self.rank = rank
-        self._wake = threading.Condition()
+        self.world = world
+        self.failure: Failure | None = None
+        self._wake = threading.Lock()
         self._inbox: deque[Commands] = deque()
         self._outbox: deque[StepItem] = deque()
         self._filled = threading.Condition()
-        self._active: set[str] = set()  # requests that have not ended; the loop thread's own
+        self._over = threading.Event()
+        self._asleep = self._rung = False
         self._busy = False
         self._stopping = False
-        self._failed = ""
         self._steps = 0
         self._progress = time.monotonic()
+        self._position = engine.position
         self._status = _plain(engine.status())
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
 
@@ -97,118 +135,157 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End after the step in progress; False when it did not end in time."""
+        """End this loop and those of all other ranks after a step; False when it did not end in time."""
         with self._wake:
             self._stopping = True
-            self._wake.notify_all()
+            ring = self._must_ring()
+        if ring:
+            self.engine.ring()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        with self._filled:
-            self._filled.notify_all()
         return not self._thread.is_alive()
 
     @property
-    def stopping(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopping
+    def over(self) -> bool:
+        """Whether the loop has ended; items may still lie in the outbox."""
+        return self._over.is_set()
+
+    def wait(self) -> Failure | None:
+        """Block until the loop has ended; why, unless it was asked to."""
+        self._over.wait()
+        return self.failure
 
     def put(self, commands: Commands) -> None:
-        """Leave submits and aborts for the next step, and wake the loop."""
+        """Leave submits and aborts for the next step, and wake the gang for submits. A loop that is over drops them."""
         with self._wake:
             self._inbox.append(commands)
-            if not self._busy:  # the pulse of an idle rank starts to count now
-                self._busy = True
-                self._progress = time.monotonic()
-            self._wake.notify()
+            if commands.submits and not self._busy:  # the pulse of a sleeping rank starts to count now
+                self._busy, self._progress = True, time.monotonic()
+            ring = bool(commands.submits) and self._must_ring()
+        if ring:
+            self.engine.ring()
 
     def drain(self, timeout_s: float | None = None) -> list[StepItem]:
         """The items of all steps since the last call, waiting for one if there are none.
 
-        An empty list means that the wait timed out or that the loop is stopping.
+        An empty list means that the wait timed out or that the loop is over.
         """
         with self._filled:
-            if not self._outbox and not self._stopping:
-                self._filled.wait_for(lambda: bool(self._outbox) or self._stopping, timeout_s)
+            if not self._outbox and not self.over:
+                self._filled.wait_for(lambda: bool(self._outbox) or self.over, timeout_s)
             items = list(self._outbox)
             self._outbox.clear()
         return items
 
     def heartbeat(self) -> Heartbeat:
         """The pulse now; never waits for a step."""
+        position = self.engine.position
         with self._wake:
-            busy = self._busy and not self._failed
+            if position != self._position:  # slow, but not stuck
+                self._position, self._progress = position, time.monotonic()
+            busy = self._busy and not self.over
             age = time.monotonic() - self._progress if busy else 0.0
-            return Heartbeat(self.rank, self._steps, busy, age, self._failed, self._status)
+            return Heartbeat(self.rank, self._steps, busy, age, *position, self.failure, self._status)
+
+    def _must_ring(self) -> bool:
+        """Whether the caller, who holds the lock, has to ring for a loop that sleeps; true once per sleep."""
+        ring = self._asleep and not self._rung
+        self._rung |= ring
+        return ring
 
     def _run(self) -> None:
         try:
-            while (batch := self._next_commands()) is not None:
-                refused = self._apply(batch)
-                outputs: tuple[RequestOutput, ...] = ()
-                if self.engine.has_work:
-                    outputs = tuple(self.engine.step().outputs)
-                    self._active.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
-                    self._steps += 1
-                self._publish(outputs, refused)
+            while not self.engine.left:
+                self._turn()
         except Exception as error:
-            logger.exception("rank %d: a step failed after %d steps", self.rank, self._steps)
+            logger.exception("rank %d: the loop failed after %d steps", self.rank, self._steps)
             self._fail(error)
+        finally:
+            with self._filled:
+                self._over.set()
+                self._filled.notify_all()
 
-    def _next_commands(self) -> list[Commands] | None:
-        """Everything in the inbox, sleeping while there is neither that nor work; None when stopping."""
-        status = _plain(self.engine.status())
-        has_work = self.engine.has_work
+    def _turn(self) -> None:
+        """Sleep while there is nothing to do anywhere, take what came, and step."""
+        self._note()
+        if self.engine.quiet:
+            self._sleep()
         with self._wake:
-            self._status = status
-            self._progress = time.monotonic()
-            while not (self._inbox or has_work or self._stopping):
-                self._busy = False
-                self._wake.wait()
-            if self._stopping:
-                return None
-            self._busy = True
+            stopping = self._stopping
             batch = list(self._inbox)
             self._inbox.clear()
-            return batch
+        refused = self._apply(batch)
+        if stopping:
+            self.engine.leave()
+        outputs: tuple[RequestOutput, ...] = ()
+        if self.world > 1 or stopping or self.engine.has_work:
+            outputs = tuple(self.engine.step().outputs)
+            self._steps += 1
+        self._publish(outputs, refused)
+
+    def _note(self) -> None:
+        """A turn is over: that is progress, and the counters are new."""
+        status = _plain(self.engine.status())
+        with self._wake:
+            self._status, self._progress = status, time.monotonic()
+
+    def _sleep(self) -> None:
+        """Sleep until a rank rings. Every rank passes here after a quiet step; who has something to do rings first."""
+        with self._wake:
+            self._asleep = True
+            self._busy = self._rung = self._stopping or any(commands.submits for commands in self._inbox)
+            ring = self._rung
+        if ring:
+            self.engine.ring()
+        self.engine.sleep()
+        with self._wake:
+            self._asleep = False
+            if not self._busy:
+                self._busy, self._progress = True, time.monotonic()
 
     def _apply(self, batch: list[Commands]) -> tuple[tuple[str, str], ...]:
         """Hand the inbox to the engine; what it would not take comes back as (request id, message)."""
         refused = []
         for commands in batch:
             for request in commands.submits:
-                self._active.add(request.request_id)
                 try:
                     self.engine.submit(request)
                 except ValueError as error:
-                    self._active.discard(request.request_id)
                     refused.append((request.request_id, str(error)))
             for request_id in commands.aborts:
-                self._active.discard(request_id)
                 self.engine.abort(request_id)
         return tuple(refused)
 
-    def _publish(self, outputs: tuple[RequestOutput, ...], refused: tuple[tuple[str, str], ...] = ()) -> None:
+    def _publish(self, outputs: tuple[RequestOutput, ...], refused: tuple[tuple[str, str], ...]) -> None:
         if outputs or refused:
             with self._filled:
                 self._outbox.append(StepItem(self.rank, self._steps, outputs, refused))
                 self._filled.notify()
 
     def _fail(self, error: Exception) -> None:
-        """End every request with the error, and go on ending those that still arrive until stopped."""
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"rank {self.rank}: {type(error).__name__}: {error} ({where.name}, line {where.lineno})"
-        with self._wake:
-            self._failed = reason
-        ended = sorted(self._active)
-        while True:
-            self._publish(tuple(RequestOutput(name, (), finish_reason="error", error=reason) for name in ended))
-            with self._wake:
-                while not (self._inbox or self._stopping):
-                    self._wake.wait()
-                if self._stopping:
-                    return
-                ended = [request.request_id for commands in self._inbox for request in commands.submits]
-                self._inbox.clear()
+        """Note why, and let the peers know."""
+        self.failure = failure_of(error, self.rank, self.engine.position)
+        try:
+            self.engine.close(self.failure.reason)
+        except Exception:
+            logger.exception("rank %d: could not cut the engine off", self.rank)
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """What an error says about the gang: a lost peer, ranks out of step, or a fault of this rank's own."""
+    return next((KINDS[base.__name__] for base in type(error).__mro__ if base.__name__ in KINDS), "failed")
+
+
+def failure_of(error: Exception, by: int, position: tuple[int, str]) -> Failure:
+    """The failure that an error of rank `by` amounts to; its own position stands in for what the error does not say."""
+    kind = kind_of(error)
+    step, phase = position
+    if kind != "failed":
+        step, phase = getattr(error, "step", step), getattr(error, "phase", phase)
+        return Failure(by, kind, getattr(error, "rank", None), step, phase, str(error))
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    reason = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+    return Failure(by, kind, by, step, phase, reason)
 
 
 def _plain(status: Any) -> dict[str, Any]:

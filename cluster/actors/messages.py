@@ -2,9 +2,12 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from cluster.request import Request, RequestOutput
+
+FailureKind = Literal["lost", "out_of_step", "failed"]
+LossKind = Literal["died", "frozen", "failed", "out_of_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +33,76 @@ class Commands:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the loop of rank `by` ended without being asked to.
+
+    `kind` "lost": a peer is gone; "out_of_step": the ranks disagree; "failed": a step of this rank raised. `rank` is
+    the guilty one as far as `by` knows, `step` and `phase` are where it was noticed.
+    """
+
+    by: int
+    kind: FailureKind
+    rank: int | None
+    step: int
+    phase: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The pulse of one rank, read from its own clock.
 
-    `age_s` is the time since the rank last made progress while it had work, and 0.0 when it is idle; `failed` is the
-    reason that its loop ended, or empty; `status` holds the counters of the engine after its last step.
+    `step` and `phase` are where the rank is now. `age_s` is the time since it last ended a step or entered another
+    phase while it had something to do, and 0.0 when it sleeps; `failure` tells why its loop ended, if it did; `status`
+    holds the counters of the engine after its last step.
     """
 
     rank: int
     steps: int
     busy: bool
     age_s: float
-    failed: str = ""
+    step: int = 0
+    phase: str = ""
+    failure: Failure | None = None
     status: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> str:
+        """The reason that the loop ended, or empty."""
+        return "" if self.failure is None else self.failure.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The end of one life of a gang: which rank is to blame, how, and where it was.
+
+    `epoch` is the life that ended, `at` the Unix time when that was noticed. Seconds: `noticed_s` since the gang's last
+    sign of life with that rank in it, `restored_s` from then until the gang served again, after `attempts` starts (None
+    while it does not).
+    """
+
+    rank: int
+    kind: LossKind
+    step: int
+    phase: str
+    reason: str
+    epoch: int
+    at: float
+    noticed_s: float
+    restored_s: float | None = None
+    attempts: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.kind} at step {self.step}, phase {self.phase}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class GangStatus:
     """The health and load of a gang, as its replica sees it.
 
-    `healthy` is False as soon as a shard is dead or busy without a step for `watchdog_timeout_s`; `reason` then names
-    the rank. `info` is JSON-ready: the resolved config of rank 0 and per-rank counters.
+    `healthy` is False as soon as a rank is dead, failed, or gives no sign of progress for `watchdog_timeout_s`, and
+    until the gang serves again; `reason` then names rank, step and phase. `info` is JSON-ready: the resolved config of
+    rank 0, per-rank counters, `epoch` and `restarts` (every `Loss` so far).
     """
 
     healthy: bool
@@ -62,6 +114,17 @@ class GangStatus:
 
 class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
     """Admission refused: the queue holds `max_queued_tokens`. Answered as 503 with Retry-After at once."""
+
+
+class LoadError(RuntimeError):
+    """A shard could not load. `kind` is "lost" when a peer was the reason, else "failed"."""
+
+    def __init__(self, message: str, kind: FailureKind) -> None:
+        super().__init__(message, kind)  # both, so that it survives the way to the replica
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class EngineClient(Protocol):

@@ -34,7 +34,12 @@ async def deployment_samples(gang: Gang) -> list[bytes]:
 
 
 async def publish(gang: Gang, sample: bytes) -> None:
-    """Leave the replica's own sample at its rank 0, for the other replicas to read."""
+    """Leave the replica's own sample at its rank 0, for the other replicas to read; while the gang restarts, at the
+    next rank 0.
+    """
+    gang.sample = sample
+    if not gang.shards:
+        return
     try:
         await gang.shards[0].keep_serving_sample.remote(sample)
     except RayError:

@@ -54,6 +54,16 @@ class Placement:
             "scheduling_strategy": strategy,
         }
 
+    async def renew(self, timeout_s: float) -> "Placement":
+        """The same group as it is now: Ray moves the bundles of a node that died to another.
+
+        Raises:
+            PlacementError: there is no room for them within the time.
+        """
+        if not await asyncio.to_thread(self.group.wait, timeout_s):
+            raise PlacementError(_missing(self.layout, timeout_s))
+        return _placed(self.group, self.layout)
+
     def remove(self) -> None:
         """Give the bundles back; Ray ends what still runs on them."""
         remove_placement_group(self.group)
@@ -69,12 +79,17 @@ async def reserve(layout: Layout, name: str) -> Placement:
     try:
         ready = await asyncio.to_thread(group.wait, layout.timeout_s)
         if not ready:
-            raise PlacementError(_missing(layout))
-        node_of = placement_group_table(group)["bundles_to_node_id"]
-        order = rank_order(node_of, ray.get_runtime_context().get_node_id())
+            raise PlacementError(_missing(layout, layout.timeout_s))
+        return _placed(group, layout)
     except BaseException:
         remove_placement_group(group)
         raise
+
+
+def _placed(group: PlacementGroup, layout: Layout) -> Placement:
+    """Ranks given to the bundles of a group that is ready."""
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    order = rank_order(node_of, ray.get_runtime_context().get_node_id())
     return Placement(group, order, tuple(node_of[bundle] for bundle in order), layout)
 
 
@@ -89,7 +104,7 @@ def rank_order(node_of: Mapping[int, str], own_node: str) -> tuple[int, ...]:
     return tuple(sorted(node_of, key=lambda i: (node_of[i] != own_node, -count[node_of[i]], node_of[i], i)))
 
 
-def _missing(layout: Layout) -> str:
+def _missing(layout: Layout, waited_s: float) -> str:
     """Say which resources fall short, comparing the whole demand with what the cluster has and has free."""
     demand: dict[str, float] = {}
     for bundle in layout.bundles:
@@ -104,7 +119,7 @@ def _missing(layout: Layout) -> str:
     ]
     reason = "; ".join(short) or f"each is there, but not in the shape that strategy {layout.strategy} asks for"
     return (
-        f"no room for {layout.world} rank(s) after {layout.timeout_s:g} s ({reason}); "
+        f"no room for {layout.world} rank(s) after {waited_s:g} s ({reason}); "
         "add nodes, free resources, or change placement_group_config"
     )
 

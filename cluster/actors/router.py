@@ -1,20 +1,25 @@
 """Requests in, outputs back: the client side of a gang, living on the event loop of its replica.
 
 One actor call carries all the submits and aborts that gathered while the call before was on its way; one stream per
-rank brings step items back and is dealt out to a queue per request. Admission is decided here, before a shard hears of
-a request.
+leader brings step items back and is dealt out to a queue per request. Admission is decided here, before a shard hears
+of a request. While the gang restarts, streams and new requests wait here; then all are submitted, those that were
+already given tokens with these tokens.
 """
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
+from cluster.actors.balance import Balancer
 from cluster.actors.gang import Gang
-from cluster.actors.messages import Commands, GangStatus, Overloaded, StepItem
+from cluster.actors.life import Life, first_line
+from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem
 from cluster.actors.peers import deployment_samples
+from cluster.actors.streams import Recovery, Refusal, Stream, end_culprits, with_seed
 from cluster.request import Request, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -23,58 +28,91 @@ FIRST_GUESS = 128.0  # expected new tokens of a request before any has ended
 MEMORY = 0.05  # weight of the latest ended request in the running mean
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """In a request's queue: the engine would not take it."""
-
-    message: str
-
-
 @dataclass(slots=True)
-class Stream:
-    """One request that is open here."""
+class Line:
+    """What gathers for one leader until the next actor call."""
 
-    request: Request
-    rank: int
-    expected: float
-    queue: asyncio.Queue[RequestOutput | Refusal] = field(default_factory=asyncio.Queue)
-    tokens: int = 0
-    started: bool = False
-    ended: bool = False
+    submits: list[Request] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self) -> Commands:
+        """All of it; the line is empty then."""
+        commands = Commands(tuple(self.submits), tuple(self.aborts))
+        self.submits.clear()
+        self.aborts.clear()
+        self.filled.clear()
+        return commands
 
 
 class Router:
-    """Implements `EngineClient` for one gang."""
+    """Implements `EngineClient` for one gang, and `Owner`: it is told when the gang goes down and comes back."""
 
     def __init__(self, gang: Gang) -> None:
+        config = gang.spec.config
         self._gang = gang
         self._streams: dict[str, Stream] = {}
-        self._load = [0.0] * gang.world  # expected tokens of the open requests of each rank
+        self._balancer = Balancer.of(config)
         self._queued = 0.0  # expected tokens of the requests that have not given any
         self._mean_new = FIRST_GUESS
-        self._submits: list[list[Request]] = [[] for _ in range(gang.world)]
-        self._aborts: list[list[str]] = [[] for _ in range(gang.world)]
-        self._filled = [asyncio.Event() for _ in range(gang.world)]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._seeds = random.Random(config.random_seed)
+        self._life: Life | None = None  # the life that requests go to; None while they wait
+        self._lines: dict[int, Line] = {}  # by leader
+        self._recovery = Recovery()
+        self._serving: list[asyncio.Task[None]] = []
+        self._watch: asyncio.Task[None] | None = None
         self._down = ""
 
+    @property
+    def lost(self) -> str:
+        """Why the gang will not come back; empty while it serves or restarts."""
+        return self._gang.lost
+
     def start(self) -> None:
-        """Begin to read the shards' streams and to watch the gang; call on the replica's event loop.
+        """Begin to read the leaders' streams and to watch the gang; call on the replica's event loop.
 
         No actor call may be made from a request's own task: when its client leaves, Serve cancels everything that the
         task has called, and a call that carries commands carries those of other requests too.
         """
-        for rank in range(self._gang.world):
-            self._tasks.append(asyncio.create_task(self._read(rank), name=f"outputs-{rank}"))
-            self._tasks.append(asyncio.create_task(self._send(rank), name=f"commands-{rank}"))
-        self._tasks.append(asyncio.create_task(self._gang.watch(self._fail_all), name="gang-watch"))
+        self.on_up()
+        self._watch = asyncio.create_task(self._gang.watch(self), name="gang-watch")
 
     async def close(self) -> None:
         """End the open streams with an error and stop reading; the gang itself is left to its owner."""
-        self._fail_all("the server is shutting down")
-        for task in self._tasks:
+        self._end_all("the server is shutting down")
+        tasks = [*self._serving, *([self._watch] if self._watch else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def on_up(self) -> None:
+        """The gang serves, from a first life or a new one: give it every stream that is open."""
+        life = self._gang.life
+        assert life is not None
+        self._life = life
+        self._lines = {rank: Line() for rank in life.spec.leaders}
+        self._balancer.restarted()
+        for rank in self._lines:
+            self._serving.append(asyncio.create_task(self._read(life, rank), name=f"outputs-{rank}"))
+            self._serving.append(asyncio.create_task(self._send(life, rank), name=f"commands-{rank}"))
+        for stream in self._recovery.begin([s for s in self._streams.values() if not s.ended]):
+            self._submit(stream)
+
+    def on_down(self, loss: Loss) -> None:
+        """The life is over: nothing of it is dealt out any more, and the streams wait."""
+        self._life = None
+        for task in self._serving:
+            task.cancel()
+        self._serving = []
+        nodes = int(self._gang.infos[0].get("speculative_num_draft_tokens", 1)) - 1
+        open_streams = [stream for stream in self._streams.values() if not stream.ended]
+        for stream in open_streams:
+            stream.lose(nodes)
+        end_culprits(open_streams, loss)
+
+    def on_lost(self, reason: str) -> None:
+        """The gang will not come back: every stream ends with the reason."""
+        self._end_all(reason)
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
@@ -98,9 +136,20 @@ class Router:
         if not self._down:
             await self._gang.pulse()
         reason = self._down or self._gang.trouble()
-        beats = [beat for beat in self._gang.beats if beat is not None]
         info = dict(self._gang.infos[0]) if self._gang.infos else {}
-        info["ranks"] = [{"rank": beat.rank, "steps": beat.steps, "busy": beat.busy, **beat.status} for beat in beats]
+        info |= self._gang.facts()
+        info["ranks"] = [
+            {
+                "rank": beat.rank,
+                "steps": beat.steps,
+                "busy": beat.busy,
+                "step": beat.step,
+                "phase": beat.phase,
+                **beat.status,
+            }
+            for beat in self._gang.beats
+            if beat is not None
+        ]
         started = sum(stream.started for stream in self._streams.values())
         return GangStatus(not reason, reason, round(self._queued), started, info)
 
@@ -108,37 +157,53 @@ class Router:
         """Registry samples of all ranks of the deployment and of the other replicas; see `EngineClient.metrics`."""
         return await deployment_samples(self._gang)
 
-    def _expected(self, request: Request) -> float:
-        """Prompt tokens and the likely number of new ones."""
-        return len(request.prompt_token_ids) + min(float(request.params.max_tokens), self._mean_new)
+    def _new_tokens(self, request: Request) -> float:
+        """The likely number of new ones."""
+        return min(float(request.params.max_tokens), self._mean_new)
 
     def _admit(self, request: Request) -> Stream:
-        expected = self._expected(request)
+        expected = len(request.prompt_token_ids) + self._new_tokens(request)
         limit = self._gang.spec.config.max_queued_tokens
         if self._queued and self._queued + expected > limit:
             raise Overloaded(f"the queue holds {self._queued:.0f} tokens (max_queued_tokens is {limit})")
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
-        rank = min(range(len(self._load)), key=self._load.__getitem__)
-        stream = Stream(request, rank, expected)
+        stream = Stream(with_seed(request, self._seeds), expected)
+        self._choose(stream, stream.request)  # refuses a routed_dp_rank that does not exist
         self._streams[request.request_id] = stream
-        self._load[rank] += expected
         self._queued += expected
-        self._submits[rank].append(request)
-        self._filled[rank].set()
+        if self._life is not None:
+            self._submit(stream)
         return stream
+
+    def _choose(self, stream: Stream, request: Request) -> None:
+        leaders = self._gang.spec.leaders
+        stream.rank = leaders[self._balancer.choose(request, self._new_tokens(request))]
+
+    def _submit(self, stream: Stream) -> None:
+        """Give a stream's request to the present life."""
+        again = stream.submissions > 0
+        request = stream.submission()
+        if again:  # the caches are gone, and others may be open now
+            self._choose(stream, request)
+        line = self._lines[stream.rank]
+        line.submits.append(request)
+        line.filled.set()
 
     def _forget(self, stream: Stream) -> None:
         """The stream is over for its reader; unless it had ended, the shard is told to drop it."""
-        if self._streams.pop(stream.request.request_id, None) is None:
+        if self._streams.pop(stream.name, None) is None:
             return
-        self._load[stream.rank] = max(0.0, self._load[stream.rank] - stream.expected)
+        self._balancer.ended(stream.name, stream.dealt)
         self._leave_queue(stream)
-        if not stream.ended and not self._down:
-            self._aborts[stream.rank].append(stream.request.request_id)
-            self._filled[stream.rank].set()
+        if not stream.ended:
+            stream.ended = True
+            if stream.submitted and self._life is not None:
+                line = self._lines[stream.rank]
+                line.aborts.append(stream.name)
+                line.filled.set()
+            self._settle(stream)
         if not self._streams:  # sums of floats drift; an empty gang is a good moment to say so
-            self._load = [0.0] * len(self._load)
             self._queued = 0.0
 
     def _leave_queue(self, stream: Stream) -> None:
@@ -146,51 +211,67 @@ class Router:
             stream.started = True
             self._queued = max(0.0, self._queued - stream.expected)
 
-    async def _send(self, rank: int) -> None:
-        """Pass on what gathered for a rank, one call at a time."""
+    def _settle(self, stream: Stream) -> None:
+        """A stream has a token of this life or is over: it may be another's turn to come back."""
+        if self._life is not None:
+            for following in self._recovery.settled(stream.name):
+                self._submit(following)
+
+    async def _send(self, life: Life, rank: int) -> None:
+        """Pass on what gathered for a leader, one call at a time."""
+        line = self._lines[rank]
         while True:
-            await self._filled[rank].wait()
-            self._filled[rank].clear()
-            commands = Commands(tuple(self._submits[rank]), tuple(self._aborts[rank]))
-            self._submits[rank].clear()
-            self._aborts[rank].clear()
+            await line.filled.wait()
             try:
-                await self._gang.shards[rank].put.remote(commands)
+                await life.shards[rank].put.remote(line.take())
+            except RayActorError as error:
+                life.mark_dead(rank, error)
+                return
             except RayError as error:
-                self._fail_all(self._gang.mark_dead(rank, error))
+                life.mark_failed(rank, f"it took no commands: {first_line(error)}")
                 return
 
-    async def _read(self, rank: int) -> None:
-        """Deal a rank's step items out to the streams until its shard ends."""
+    async def _read(self, life: Life, rank: int) -> None:
+        """Deal a leader's step items out to the streams until its shard ends."""
         try:
-            async for ref in self._gang.open_stream(rank):
+            async for ref in life.open_stream(rank):
                 for item in await ref:
+                    life.mark_alive()
                     self._deal(item)
-            self._fail_all(f"rank {rank}: the shard stopped")
+        except RayActorError as error:
+            life.mark_dead(rank, error)
         except RayError as error:
-            self._fail_all(self._gang.mark_dead(rank, error))
+            life.mark_failed(rank, f"its outputs cannot be read: {first_line(error)}")
 
     def _deal(self, item: StepItem) -> None:
         for request_id, message in item.refused:
-            if stream := self._streams.get(request_id):
-                stream.ended = True
-                stream.queue.put_nowait(Refusal(message))
-        for output in item.outputs:
-            if stream := self._streams.get(output.request_id):
-                self._leave_queue(stream)
-                stream.tokens += len(output.token_ids)
-                if output.finish_reason is not None:
+            if (stream := self._streams.get(request_id)) and not stream.ended:
+                if stream.dealt:
+                    stream.end(f"the engine would not resume it: {message}")
+                else:
                     stream.ended = True
-                    if output.finish_reason in ("stop", "length"):
-                        self._mean_new += MEMORY * (stream.tokens - self._mean_new)
-                stream.queue.put_nowait(output)
+                    stream.queue.put_nowait(Refusal(message))
+                self._settle(stream)
+        for output in item.outputs:
+            if (stream := self._streams.get(output.request_id)) and not stream.ended:
+                self._take(stream, output)
 
-    def _fail_all(self, reason: str) -> None:
-        """The gang is done for: every open stream ends with the reason, and so does every later one."""
-        if self._down:
-            return
-        self._down = reason
-        for request_id, stream in self._streams.items():
-            if not stream.ended:
-                stream.ended = True
-                stream.queue.put_nowait(RequestOutput(request_id, (), finish_reason="error", error=reason))
+    def _take(self, stream: Stream, output: RequestOutput) -> None:
+        first = not stream.fruitful
+        if first:
+            self._balancer.started(stream.name, output.cached_tokens)
+        self._balancer.progressed(stream.name, len(output.token_ids), 0 if first else 1)
+        if not stream.started:
+            self._leave_queue(stream)
+            stream.cached_tokens = output.cached_tokens
+        stream.queue.put_nowait(stream.take(output))
+        if output.finish_reason in ("stop", "length"):
+            self._mean_new += MEMORY * (len(stream.dealt) - self._mean_new)
+        if first or stream.ended:
+            self._settle(stream)
+
+    def _end_all(self, reason: str) -> None:
+        """Every open stream ends with the reason, and so does every later one."""
+        self._down = self._down or reason
+        for stream in self._streams.values():
+            stream.end(self._down)

@@ -5,22 +5,27 @@ inside a step; commands wait in the loop's inbox, and one streaming generator ca
 """
 
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 
-from cluster.actors.loop import EngineLoop, StepEngine
-from cluster.actors.messages import Commands, Heartbeat, StepItem
-from cluster.config import EngineConfig
+from cluster.actors.loop import EngineLoop, StepEngine, kind_of
+from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
+from cluster.actors.network import choose_interface, node_address
+from cluster.config import ConfigError, EngineConfig
 
-FACTORY = "cluster.engine:build_engine"
+logger = logging.getLogger(__name__)
+
+FACTORY = "cluster.engine:build_rank"
+MESH = "cluster.mesh"  # where a factory's module has no `open_store` and `Rendezvous` of its own; loads torch
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2},
+    "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "end": 1},
 }
 SWITCH_INTERVAL_S = 0.001  # a thread that carries items out waits this long for the step thread's interpreter lock
 
@@ -28,33 +33,55 @@ SWITCH_INTERVAL_S = 0.001  # a thread that carries items out waits this long for
 class ShardActor:
     """One rank of a gang. The constructor is light; `load` does the work, so that all ranks load side by side.
 
-    `commands` and `outputs` have a thread each: commands keep their order, and the outputs stream stays open.
+    `commands`, `outputs` and `end` have a thread each: commands keep their order, and the other two stay open.
     """
 
-    def __init__(self, rank: int, world: int, neighbours: int = 1, factory: str = FACTORY) -> None:
+    def __init__(self, rank: int, world: int, neighbours: int = 1, factory: str = FACTORY, epoch: int = 0) -> None:
         self._rank = rank
         self._world = world
         self._neighbours = neighbours  # ranks on this node, this one included: they share its cores
         self._factory = factory
+        self._epoch = epoch
+        self._store: Any = None
         self._loop: EngineLoop | None = None
         self._info: dict[str, Any] = {}
         self._serving: bytes | None = None
 
     @ray.method(concurrency_group="control")
-    def load(self, config: EngineConfig) -> dict[str, Any]:
-        """Load the models, start stepping, and return the resolved config.
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0: open the store in which the ranks meet; its host and port."""
+        host = node_address()
+        self._store = self._beside_factory("open_store")(host)
+        return host, self._store.port
+
+    @ray.method(concurrency_group="control")
+    def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> dict[str, Any]:
+        """Load the models, meet the other ranks, start stepping, and return the resolved config.
+
+        `meeting` is the host and port of rank 0's store; None for a rank alone.
 
         Raises:
             ConfigError: the config or a checkpoint cannot be served; the message names the setting.
+            LoadError: anything else that went wrong.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         threads = config.num_threads or max(
             1, (len(os.sched_getaffinity(0)) - 1) // self._neighbours
         )  # one core for REST
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to the actor's CPUs; torch reads it when imported
-        engine = _resolve(self._factory)(config.model_copy(update={"num_threads": threads}))
-        self._info = engine.info() | {"world": self._world, "pid": os.getpid()}
-        self._loop = EngineLoop(engine, self._rank)
+        interface = choose_interface(node_address())
+        own = config.model_copy(update={"num_threads": threads})
+        try:
+            rendezvous = None if meeting is None else self._beside_factory("Rendezvous")(*meeting, self._epoch)
+            build = self._beside_factory(self._factory.partition(":")[2])
+            engine: StepEngine = build(own, self._rank, rendezvous, self._store)
+        except ConfigError:
+            raise
+        except Exception as error:
+            logger.exception("rank %d could not load", self._rank)
+            raise LoadError(f"{type(error).__name__}: {error}", kind_of(error)) from None
+        self._info = engine.info() | {"world": self._world, "pid": os.getpid(), "interface": interface}
+        self._loop = EngineLoop(engine, self._rank, self._world)
         self._loop.start()
         return self._info
 
@@ -67,9 +94,14 @@ class ShardActor:
     def outputs(self) -> Iterator[tuple[StepItem, ...]]:
         """Stream what the steps gave: one entry per step, several at once when the reader was slower."""
         loop = self._running
-        while not loop.stopping:
-            if items := loop.drain():
+        while (items := loop.drain()) or not loop.over:
+            if items:
                 yield tuple(items)
+
+    @ray.method(concurrency_group="end")
+    def end(self) -> Failure | None:
+        """Wait for the end of the loop; why it ended, unless it was stopped."""
+        return self._running.wait()
 
     @ray.method(concurrency_group="control")
     def heartbeat(self) -> Heartbeat:
@@ -94,7 +126,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def stop(self) -> bool:
-        """End the loop after its step; True when it ended in time."""
+        """End the loops of all ranks after a step; True when this one's ended in time."""
         return self._loop is None or self._loop.stop()
 
     @property
@@ -103,9 +135,7 @@ class ShardActor:
             raise RuntimeError(f"rank {self._rank} has no engine yet; call load first")
         return self._loop
 
-
-def _resolve(factory: str) -> Callable[[EngineConfig], StepEngine]:
-    """The function behind `package.module:name`."""
-    module, _, name = factory.partition(":")
-    found: Callable[[EngineConfig], StepEngine] = getattr(importlib.import_module(module), name)
-    return found
+    def _beside_factory(self, name: str) -> Any:
+        """What the factory's module calls `name`, or else `cluster.mesh`."""
+        module = importlib.import_module(self._factory.partition(":")[0])
+        return getattr(module, name) if hasattr(module, name) else getattr(importlib.import_module(MESH), name)

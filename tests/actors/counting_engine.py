@@ -1,19 +1,34 @@
 """An engine without tensors, in the shape of `cluster.engine.Engine`: it counts, so every stream can be checked.
 
-A request with prompt (.., p) gets the tokens p+1, p+2, ..., two per step. Some prompts ask for trouble: token id
-`POISON` makes the step raise, `TOO_LONG` is refused at submit, `SLOW` makes each step take 20 ms.
+A request with prompt (.., p) gets the tokens p+1, p+2, ..., two per step. Several ranks step together. A prompt may
+begin with a word that asks for trouble, on the rank that it was sent to or, with `(TROUBLE, ON + rank, ..)`, on that
+one: see the constants.
 """
 
+import os
+import signal
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.metrics import EngineMetrics, StepStats
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, RequestOutput, SpeculationCounts
+from tests.actors.fake_link import Link, OutOfStepError, PeerLostError, Rendezvous, Store
 
-POISON, TOO_LONG, SLOW, STUCK = 900_001, 900_002, 900_003, 900_004
+__all__ = ["PeerLostError", "Rendezvous", "build", "open_store"]
+
+POISON = 900_001  # the step raises
+TOO_LONG = 900_002  # refused at submit
+SLOW = 900_003  # each step takes 20 ms
+STUCK = 900_004  # each step takes 1.5 s, in one phase
+CRASH = 900_005  # the process dies in the step
+ASTRAY = 900_006  # the rank is found out of step
+CRAWL = 900_007  # each phase takes 0.4 s
+NOISY = 900_008  # no trouble: the tokens depend on the seed as well
+ON = 910_000
 PER_STEP = 2
+PHASES = ("plan", "draft", "target", "extend")
 
 
 @dataclass(frozen=True)
@@ -29,16 +44,27 @@ class Result:
 
 
 class CountingEngine:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, link: Link | None = None) -> None:
         self.config = config
+        self.rank = rank
         self.metrics = EngineMetrics(model_name="counting")
         self.requests: dict[str, list[Any]] = {}
         self.steps = 0
         self.aborted = 0
+        self.left = False
+        self.position = (0, "start")
+        self._link = link
+        self._bell = link or _alone()
+        self._quiet = True
+        self._leaving = False
 
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def quiet(self) -> bool:
+        return self._quiet if self._link is not None else not self.has_work
 
     def check(self, request: Request) -> None:
         if TOO_LONG in request.prompt_token_ids:
@@ -46,42 +72,118 @@ class CountingEngine:
 
     def submit(self, request: Request) -> None:
         self.check(request)
-        self.requests[request.request_id] = [request, 0]
+        assert self._link is None or request.params.seed is not None, "a stream without a seed cannot be resumed"
+        self.requests[request.request_id] = [request, request.resumed_tokens, 0]
 
     def abort(self, request_id: str) -> None:
         self.aborted += self.requests.pop(request_id, None) is not None
 
+    def sleep(self) -> None:
+        self._bell.sleep(self.steps)
+
+    def ring(self) -> None:
+        self._bell.ring(self.steps)
+
+    def leave(self) -> None:
+        self._leaving = True
+
+    def close(self, reason: str = "") -> None:
+        self._bell.close()
+
     def step(self) -> Result:
-        prompts = [request.prompt_token_ids for request, _ in self.requests.values()]
-        if any(POISON in prompt for prompt in prompts):
-            raise RuntimeError("poisoned")
-        if any(STUCK in prompt for prompt in prompts):
-            time.sleep(1.5)
-        time.sleep(0.02 if any(SLOW in prompt for prompt in prompts) else 0.001)
+        troubles = [_trouble(request, self.rank) for request, _, _ in self.requests.values()]
+        every = []
+        for phase in PHASES:
+            self.position = (self.steps, phase)
+            if phase == "target":
+                self._suffer({kind for kind, rank in troubles if rank == self.rank})
+            if self._link is not None:
+                row = {"work": self.has_work, "leave": self._leaving, "troubles": troubles}
+                every = self._link.exchange(row, self.steps, phase)
+                if phase == "plan":
+                    troubles = [tuple(trouble) for row in every for trouble in row["troubles"]]
+            if any(kind == CRAWL and rank == self.rank for kind, rank in troubles):
+                time.sleep(0.4)
         self.steps += 1
+        outputs = self._outputs()
+        self.metrics.observe_step(StepStats(committed_tokens=sum(len(o.token_ids) for o in outputs)))
+        if self._link is not None:  # one row more, as what is left after the step counts
+            after = self._link.exchange({"work": self.has_work}, self.steps, "commit")
+            self._quiet = not any(row["work"] for row in after)
+            self.left = any(row["leave"] for row in every)
+        else:
+            self.left = self._leaving
+        return Result(outputs)
+
+    def _suffer(self, kinds: set[int]) -> None:
+        if POISON in kinds:
+            raise RuntimeError("poisoned")
+        if ASTRAY in kinds:
+            raise OutOfStepError(f"rank {self.rank} has another plan", self.rank, *self.position)
+        if CRASH in kinds:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if STUCK in kinds:
+            time.sleep(1.5)
+        time.sleep(0.02 if SLOW in kinds else 0.001)
+
+    def _outputs(self) -> list[RequestOutput]:
         outputs = []
         for name, state in list(self.requests.items()):
-            request, done = state
+            request, done, trees = state
             count = min(PER_STEP, request.params.max_tokens - done)
-            first = request.prompt_token_ids[-1] + done + 1
+            prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.resumed_tokens]
+            tokens = tuple(token_at(request, prompt[-1], at) for at in range(done, done + count))
             ended = done + count == request.params.max_tokens
-            state[1] += count
-            outputs.append(
-                RequestOutput(name, tuple(range(first, first + count)), finish_reason="length" if ended else None)
-            )
+            state[1:] = done + count, trees + 1
+            counts = SpeculationCounts(trees, 3 * trees, (0, trees)) if ended and trees else None
+            finish = "length" if ended else None
+            outputs.append(RequestOutput(name, tokens, finish_reason=finish, speculation=counts))
             if ended:
                 del self.requests[name]
-        self.metrics.observe_step(StepStats(committed_tokens=sum(len(o.token_ids) for o in outputs)))
-        return Result(outputs)
+        return outputs
 
     def status(self) -> Status:
         return Status(self.steps, len(self.requests), self.aborted)
 
     def info(self) -> dict[str, Any]:
-        return {"model": self.config.model_path, "context_length": 4096, "vocab_size": 1_000_000}
+        return {
+            "model": self.config.model_path,
+            "context_length": 4096,
+            "vocab_size": 1_000_000,
+            "speculative_num_draft_tokens": 4,
+        }
 
 
-def build(config: EngineConfig) -> CountingEngine:
+def token_at(request: Request, last: int, at: int) -> int:
+    """The token number `at` of a request whose prompt ends with `last`."""
+    if request.prompt_token_ids[0] != NOISY:
+        return last + at + 1
+    assert request.params.seed is not None
+    return (request.params.seed * 31 + last * 17 + at * at) % 800_000
+
+
+def _trouble(request: Request, rank: int) -> tuple[int, int]:
+    """(kind, the rank that has it)."""
+    kind, *rest = request.prompt_token_ids
+    return kind, rest[0] - ON if rest and rest[0] >= ON else rank
+
+
+def _alone() -> Link:
+    return Link(0, 1, Rendezvous("", 0), Store("127.0.0.1"))
+
+
+def open_store(host: str) -> Store:
+    return Store(host)
+
+
+def build(
+    config: EngineConfig, rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None
+) -> CountingEngine:
     if "missing" in config.model_path:
         raise ConfigError(f"model_path {config.model_path!r} does not exist; give the folder of a checkpoint")
-    return CountingEngine(config)
+    if config.model_path == f"bad-on-{rank}":
+        raise ConfigError(f"rank {rank}: the checkpoint differs")
+    if config.model_path == f"dies-on-{rank}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    link = None if rendezvous is None else Link(rank, config.tp_size, rendezvous, store)
+    return CountingEngine(config, rank, link)

@@ -1,68 +1,21 @@
 import asyncio
-import os
-import signal
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
-from ray.util import list_named_actors
-from ray.util.placement_group import placement_group_table
 
 from cluster.actors.gang import Gang, GangError, GangSpec
 from cluster.actors.messages import Overloaded
-from cluster.actors.peers import deployment_samples, gang_name, publish
-from cluster.actors.placement import Layout, PlacementError, layout_of
+from cluster.actors.peers import deployment_samples, publish
+from cluster.actors.placement import Layout, PlacementError
 from cluster.actors.router import Router
 from cluster.config import ConfigError, EngineConfig
 from cluster.metrics import ServingMetrics, merge
-from cluster.request import Request, RequestOutput, SamplingParams
-from tests.actors.counting_engine import POISON, SLOW, STUCK, TOO_LONG
+from tests.actors.counting_engine import SLOW, STUCK, TOO_LONG
+from tests.actors.gangs import ask, left_behind, read, spec, with_gang
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
-
-
-def spec(name: str, factory: str = "tests.actors.counting_engine:build", world: int = 1, **settings: Any) -> GangSpec:
-    config = EngineConfig(**{"model_path": "counting", **settings})
-    return GangSpec(config, layout_of(world, bundle_per_worker={"CPU": 0.5}), gang_name("test", name), factory)
-
-
-def ask(name: str, *prompt: int, max_tokens: int = 6) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens))
-
-
-async def read(router: Router, request: Request) -> tuple[list[int], RequestOutput]:
-    outputs = [output async for output in router.generate(request)]
-    return [token for output in outputs for token in output.token_ids], outputs[-1]
-
-
-def with_gang(gang_spec: GangSpec, body: Callable[[Gang, Router], Coroutine[Any, Any, None]]) -> None:
-    async def whole() -> None:
-        gang = Gang(gang_spec)
-        await gang.start()
-        router = Router(gang)
-        router.start()
-        try:
-            await body(gang, router)
-        finally:
-            await router.close()
-            await gang.stop()
-
-    asyncio.run(whole())
-
-
-def left_behind(name: str) -> list[str]:
-    """Live shards and placement groups of a gang, after a little patience."""
-    until = time.monotonic() + 5
-    while True:
-        actors = [e["name"] for e in list_named_actors(all_namespaces=True) if f"/{name}#" in e["name"]]
-        groups = [g["state"] for g in placement_group_table().values() if g["name"].endswith(f"/{name}")]
-        left = [*actors, *(state for state in groups if state != "REMOVED")]
-        if not left or time.monotonic() > until:
-            return left
-        time.sleep(0.1)
 
 
 def test_requests_stream_side_by_side_and_nothing_is_left():
@@ -74,7 +27,8 @@ def test_requests_stream_side_by_side_and_nothing_is_left():
         status = await router.status()
         assert status.healthy and status.running == 0 and status.queued_tokens == 0
         assert status.info["context_length"] == 4096
-        assert status.info["ranks"][0]["running"] == 0
+        assert status.info["ranks"][0]["running"] == 0 and status.info["ranks"][0]["phase"]
+        assert (status.info["epoch"], status.info["restarts"]) == (0, [])
         page = merge(await router.metrics()).decode()
         assert f'aerie_generated_tokens_total{{model_name="counting",rank="0"}} {sum(range(1, 21))}.0' in page
 
@@ -127,70 +81,37 @@ def test_what_cannot_be_served_raises_and_what_is_too_much_is_refused_at_once():
     with_gang(spec("refused", max_queued_tokens=1000), body)
 
 
-def test_a_killed_shard_ends_its_streams_and_is_named():
-    async def body(gang: Gang, router: Router) -> None:
-        task = asyncio.create_task(read(router, ask("long", SLOW, 1, max_tokens=100_000)))
-        await asyncio.sleep(0.3)
-        os.kill(gang.infos[0]["pid"], signal.SIGKILL)
-        _, last = await asyncio.wait_for(task, 5)
-        assert last.finish_reason == "error" and last.error is not None and "rank 0" in last.error
-        status = await router.status()
-        assert not status.healthy and "rank 0" in status.reason
-        _, last = await read(router, ask("later", 1))
-        assert last.finish_reason == "error"
-
-    with_gang(spec("killed"), body)
-    assert left_behind("killed") == []
-
-
-def test_a_failed_step_ends_the_streams_with_its_reason():
-    async def body(gang: Gang, router: Router) -> None:
-        task = asyncio.create_task(read(router, ask("bystander", SLOW, 1, max_tokens=100_000)))
-        await asyncio.sleep(0.2)
-        _, last = await read(router, ask("poison", POISON))
-        assert last.error is not None and "poisoned" in last.error
-        assert (await asyncio.wait_for(task, 2))[1].error == last.error
-        status = await router.status()
-        assert not status.healthy and "poisoned" in status.reason
-
-    with_gang(spec("failed-step"), body)
-
-
 def test_a_stall_is_seen_within_the_watchdog_and_forgiven_when_it_ends():
     async def body(gang: Gang, router: Router) -> None:
         task = asyncio.create_task(read(router, ask("stuck", STUCK, 1, max_tokens=2)))
         await asyncio.sleep(1.1)
         status = await router.status()
-        assert not status.healthy and status.reason.startswith("rank 0: busy without a step")
+        assert not status.healthy and status.reason.startswith(
+            "rank 0 frozen at step 0, phase target: busy without a step"
+        )
         assert (await task)[0] == [2, 3]
         assert (await router.status()).healthy
 
     with_gang(spec("stalled", watchdog_timeout_s=0.7), body)
 
 
-def test_a_frozen_shard_is_unhealthy_and_then_lost():
-    async def body(gang: Gang, router: Router) -> None:
-        task = asyncio.create_task(read(router, ask("long", SLOW, 1, max_tokens=100_000)))
-        await asyncio.sleep(0.3)
-        os.kill(gang.infos[0]["pid"], signal.SIGSTOP)
-        try:
-            asked = time.monotonic()
-            _, last = await asyncio.wait_for(task, 10)
-            assert last.finish_reason == "error" and 1.4 < time.monotonic() - asked < 4
-            assert "rank 0" in (await router.status()).reason
-        finally:
-            os.kill(gang.infos[0]["pid"], signal.SIGKILL)
-
-    with_gang(spec("frozen", watchdog_timeout_s=0.5), body)
-    assert left_behind("frozen") == []
-
-
-def test_a_refused_config_comes_through_as_itself():
-    with pytest.raises(ConfigError, match="model_path 'missing'"):
-        with_gang(spec("refused-config", model_path="missing"), None)  # type: ignore[arg-type]
-    with pytest.raises(GangError, match="rank 0 could not load"):
-        with_gang(spec("no-factory", factory="tests.actors.counting_engine:nothing"), None)  # type: ignore[arg-type]
-    assert left_behind("refused-config") == []
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "said"),
+    [
+        ("refused", {"model_path": "missing"}, ConfigError, "model_path 'missing'"),
+        ("refused-of-two", {"model_path": "missing", "world": 2}, ConfigError, "model_path 'missing'"),
+        ("one-of-two", {"model_path": "bad-on-1", "world": 2}, ConfigError, "rank 1: the checkpoint differs"),
+        ("dies", {"model_path": "dies-on-1", "world": 2}, GangError, "rank 1 died while loading"),
+        ("no-factory", {"factory": "tests.actors.counting_engine:nothing"}, GangError, "rank 0 could not load"),
+        ("too-few", {"world": 2, "tp_size": 4}, ConfigError, "tp_size 4 needs as many bundles, .* has 2"),
+    ],
+)
+def test_a_gang_that_cannot_start_says_why_at_once_and_leaves_nothing(name, settings, error, said):
+    asked = time.monotonic()
+    with pytest.raises(error, match=said):
+        with_gang(spec(name, **settings), None)  # type: ignore[arg-type]
+    assert time.monotonic() - asked < 20  # most of it is two processes starting
+    assert left_behind(name) == []
 
 
 def test_no_room_says_what_is_missing():

@@ -1,4 +1,6 @@
+import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -6,7 +8,18 @@ from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands, StepItem
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, SamplingParams
-from tests.actors.counting_engine import POISON, SLOW, STUCK, TOO_LONG, CountingEngine
+from tests.actors.counting_engine import (
+    ASTRAY,
+    CRAWL,
+    POISON,
+    SLOW,
+    STUCK,
+    TOO_LONG,
+    CountingEngine,
+    Rendezvous,
+    build,
+    open_store,
+)
 
 
 def ask(name: str, *prompt: int, max_tokens: int = 6) -> Request:
@@ -78,27 +91,47 @@ def test_a_refusal_alone_is_an_item_too(loop):
     assert item.refused and not item.outputs
 
 
-def test_a_step_that_raises_ends_every_request_and_all_later_ones(loop):
+def test_a_step_that_raises_ends_the_loop_and_says_who_where_and_why(loop):
     loop.put(Commands(submits=(ask("a", SLOW, 1, max_tokens=1000),)))
     assert loop.drain(timeout_s=2)
+    steps = loop.heartbeat().steps
     loop.put(Commands(submits=(ask("b", POISON),)))
-    _, final = collect(loop, "a", "b")
-    assert {output.finish_reason for output in final.values()} == {"error"}
+    failure = loop.wait()
+    assert failure is not None
+    assert (failure.by, failure.rank, failure.kind, failure.phase) == (3, 3, "failed", "target")
+    assert failure.step >= steps
+    assert failure.reason.startswith("RuntimeError: poisoned (")
     beat = loop.heartbeat()
-    assert beat.failed.startswith("rank 3: RuntimeError: poisoned") and not beat.busy
+    assert beat.failure == failure and not beat.busy
+    assert (beat.step, beat.phase) == (failure.step, "target")
     loop.put(Commands(submits=(ask("c", 1),)))
-    _, final = collect(loop, "c")
-    assert final["c"].error == beat.failed
+    items = loop.drain()
+    assert all(output.finish_reason is None for item in items for output in item.outputs)
+    assert loop.over and loop.drain(timeout_s=5) == []
 
 
 def test_the_pulse_of_a_stuck_step_ages(loop):
     time.sleep(0.3)  # an idle time that must not count
     loop.put(Commands(submits=(ask("a", STUCK, 1, max_tokens=2),)))
+    time.sleep(0.1)
+    loop.heartbeat()  # sees it enter a phase
     time.sleep(0.2)
     assert 0.1 < loop.heartbeat().age_s < 0.29
     time.sleep(0.2)
     assert loop.heartbeat().age_s > 0.35 and loop.heartbeat().busy
     collect(loop, "a", within_s=15)
+
+
+def test_a_slow_step_that_goes_from_phase_to_phase_is_no_stuck_one(loop):
+    loop.put(Commands(submits=(ask("a", CRAWL, 1, max_tokens=2),)))
+    ages, phases = [], []
+    while not (items := loop.drain(timeout_s=0.05)):
+        beat = loop.heartbeat()
+        ages.append(beat.age_s)
+        phases.append(beat.phase)
+    assert items[0].outputs[0].token_ids == (2, 3)
+    assert len(ages) > 20 and max(ages) < 0.8  # of 1.6 s
+    assert set(phases) >= {"plan", "draft", "target", "extend"}
 
 
 def test_stop_ends_a_waiting_reader_and_a_busy_loop():
@@ -107,4 +140,85 @@ def test_stop_ends_a_waiting_reader_and_a_busy_loop():
     loop.put(Commands(submits=(ask("a", SLOW, 1, max_tokens=10_000),)))
     assert loop.drain(timeout_s=2)
     assert loop.stop(timeout_s=2)
-    assert loop.stopping and loop.drain(timeout_s=5) is not None
+    assert loop.over and loop.wait() is None and loop.drain(timeout_s=5) is not None
+
+
+@pytest.fixture
+def gang():
+    """The loops of three ranks in this process."""
+    store = open_store("127.0.0.1")
+    where = Rendezvous("127.0.0.1", store.port)
+    config = EngineConfig(model_path="fake", tp_size=3)
+    with ThreadPoolExecutor(3) as pool:
+        engines = list(pool.map(lambda rank: build(config, rank, where, None if rank else store), range(3)))
+    loops = [EngineLoop(engine, rank, 3) for rank, engine in enumerate(engines)]
+    for loop in loops:
+        loop.start()
+    yield loops
+    assert all(loop.stop() for loop in loops)
+
+
+def seeded(name: str, *prompt: int, max_tokens: int = 6) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1))
+
+
+def asleep(loops: list[EngineLoop]) -> bool:
+    until = time.monotonic() + 5
+    while any(loop.heartbeat().busy for loop in loops) and time.monotonic() < until:
+        time.sleep(0.005)
+    return not any(loop.heartbeat().busy for loop in loops)
+
+
+def test_ranks_without_work_step_with_those_that_have_some_and_all_sleep_after(gang):
+    gang[1].put(Commands(submits=(seeded("a", 10, max_tokens=40),)))
+    collect(gang[1], "a")
+    assert asleep(gang)
+    steps = [loop.heartbeat().steps for loop in gang]
+    assert len(set(steps)) == 1 and steps[0] >= 20
+    spent = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - spent < 0.05
+    assert [loop.heartbeat().steps for loop in gang] == steps
+
+
+def test_no_ring_is_lost(gang):
+    """Submits at every moment around falling asleep, from whichever rank; a lost one would leave its reader waiting."""
+    dice = random.Random(1)
+    for turn in range(300):
+        ranks = dice.sample(range(3), dice.randint(1, 3))
+        for rank in ranks:
+            time.sleep(dice.random() * 0.004)
+            gang[rank].put(Commands(submits=(seeded(f"{turn}", rank, max_tokens=2),)))
+        for rank in ranks:
+            collect(gang[rank], f"{turn}")
+    assert asleep(gang)
+
+
+def test_one_rank_that_is_stopped_ends_all(gang):
+    gang[0].put(Commands(submits=(seeded("a", SLOW, 1, max_tokens=10_000),)))
+    assert gang[0].drain(timeout_s=2)
+    assert gang[2].stop(timeout_s=2)
+    assert [loop.wait() for loop in gang] == [None] * 3
+
+
+def test_a_sleeping_gang_is_stopped_from_one_rank(gang):
+    assert asleep(gang)
+    assert gang[1].stop(timeout_s=2)
+    assert [loop.wait() for loop in gang] == [None] * 3
+
+
+def test_a_rank_that_fails_is_named_by_its_peers(gang):
+    gang[0].put(Commands(submits=(seeded("a", SLOW, 1, max_tokens=10_000),)))
+    assert gang[0].drain(timeout_s=2)
+    asked = time.monotonic()
+    gang[2].put(Commands(submits=(seeded("b", POISON, 1),)))
+    failures = [loop.wait() for loop in gang]
+    assert time.monotonic() - asked < 1.0
+    assert [(f.by, f.rank, f.kind) for f in failures] == [(0, 2, "lost"), (1, 2, "lost"), (2, 2, "failed")]
+    assert {f.phase for f in failures} == {"target"} and len({f.step for f in failures}) == 1
+
+
+def test_a_rank_out_of_step_is_reported_as_that(gang):
+    gang[1].put(Commands(submits=(seeded("b", ASTRAY, 1),)))
+    failure = gang[1].wait()
+    assert failure is not None and (failure.kind, failure.rank) == ("out_of_step", 1)

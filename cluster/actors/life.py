@@ -1,0 +1,253 @@
+"""One life of a gang: its shards from their creation to their end. A gang that loses a rank gets a new life."""
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from cluster.actors.messages import Failure, Heartbeat, LoadError
+from cluster.actors.placement import Layout, Placement
+from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
+from cluster.actors.verdict import Signs
+from cluster.config import ConfigError, EngineConfig
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "aerie"
+CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
+REASON_TIMEOUT_S = 0.5  # after the first shard that could not load: how long to wait for one that knows better why
+OUTPUTS_AHEAD = 4  # stream items that may lie unread at the replica before a shard collects several steps in one
+
+
+class GangError(RuntimeError):
+    """A shard could not be started; the message names the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class GangSpec:
+    """What to start: the engine's config, where its ranks go, and the name under which its shards are found."""
+
+    config: EngineConfig
+    layout: Layout
+    name: str
+    factory: str = FACTORY
+    load_timeout_s: float = 3600.0
+
+    @property
+    def world(self) -> int:
+        """How many ranks."""
+        return self.layout.world
+
+    @property
+    def leaders(self) -> range:
+        """The ranks that take requests and give outputs, by dp rank: the first of each attention-TP group."""
+        return range(0, self.world, self.world // self.config.attn_dp_size)
+
+
+class Life:
+    """The handles of the shards, by rank, and every sign of how they are."""
+
+    def __init__(self, spec: GangSpec, placement: Placement, epoch: int) -> None:
+        self.spec = spec
+        self.epoch = epoch
+        self.shards: list[Any] = []
+        self.infos: list[dict[str, Any]] = []
+        self.beats: list[Heartbeat | None] = [None] * spec.world
+        self.alarm = asyncio.Event()  # set by every sign that this life is over
+        self.last_item = 0.0  # when a step item last came from any rank; 0.0 before the first
+        self._placement = placement
+        self._deaths = [""] * spec.world
+        self._failures: list[Failure | None] = [None] * spec.world
+        self._answered: list[float] = []  # when each rank last answered, on our clock
+        self._asking: list[asyncio.Task[None] | None] = [None] * spec.world
+        self._following: list[asyncio.Task[None]] = []
+        self._context = contextvars.Context()
+
+    async def begin(self, timeout_s: float) -> None:
+        """Create the shards and load them side by side; what was created is left to `kill`.
+
+        Raises:
+            ConfigError: the engine refused its config or a checkpoint.
+            GangError: a shard died or failed while loading, or took longer than `timeout_s`.
+        """
+        until = time.monotonic() + timeout_s
+        self.shards = [self._create(rank) for rank in range(self.spec.world)]
+        meeting = None
+        if self.spec.world > 1:
+            meeting = (await _loaded([_named(0, self.shards[0].open_store.remote())], timeout_s))[0]
+        loads = [_named(rank, shard.load.remote(self.spec.config, meeting)) for rank, shard in enumerate(self.shards)]
+        self.infos = await _loaded(loads, until - time.monotonic())
+        self._context = contextvars.copy_context()
+        self._answered = [time.monotonic()] * self.spec.world
+        self._following = [asyncio.create_task(self._follow(rank)) for rank in range(self.spec.world)]
+
+    def _create(self, rank: int) -> Any:
+        options = self._placement.options(rank)
+        neighbours = self._placement.nodes.count(self._placement.nodes[rank])
+        remote: Any = ray.remote  # its overloads know no concurrency groups
+        actor = remote(**ACTOR_OPTIONS)(ShardActor)
+        name = f"{self.spec.name}#{rank}.{self.epoch}"
+        return actor.options(name=name, namespace=NAMESPACE, **options).remote(
+            rank, self.spec.world, neighbours, self.spec.factory, self.epoch
+        )
+
+    def open_stream(self, rank: int) -> Any:
+        """The stream of a leader's step items; it raises RayActorError when the shard dies."""
+        outputs = self.shards[rank].outputs
+        return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
+
+    async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Ask every rank for its heartbeat; those that answer within the time are brought up to date."""
+        if waiting := self.ask():
+            await asyncio.wait(waiting, timeout=timeout_s)
+
+    def ask(self) -> list[asyncio.Task[None]]:
+        """Ask the ranks that no question is open to; the open questions, however old."""
+        if not self._following:
+            return []
+        for rank, task in enumerate(self._asking):
+            if task is None or task.done():
+                # in the owner's context, not the caller's: Serve cancels what the task of a request has called
+                self._asking[rank] = asyncio.create_task(self._ask(rank), context=self._context)
+        return [task for task in self._asking if task is not None]
+
+    async def _ask(self, rank: int) -> None:
+        try:
+            self.beats[rank] = await self.shards[rank].heartbeat.remote()
+            self._answered[rank] = time.monotonic()
+        except RayActorError as error:
+            self.mark_dead(rank, error)
+        except RayError as error:
+            self.mark_failed(rank, f"its heartbeat failed: {first_line(error)}")
+
+    async def _follow(self, rank: int) -> None:
+        """Learn of a rank's end when it happens: its process's from Ray, its loop's from itself."""
+        try:
+            failure: Failure | None = await self.shards[rank].end.remote()
+        except RayActorError as error:
+            self.mark_dead(rank, error)
+        except RayError as error:
+            self.mark_failed(rank, f"it could not be followed: {first_line(error)}")
+        else:
+            if failure is None:
+                self.mark_failed(rank, "its loop ended")
+            else:
+                self._failures[rank] = failure
+                self.alarm.set()
+
+    def mark_dead(self, rank: int, error: Exception) -> None:
+        """Ray says that a shard is gone."""
+        self._deaths[rank] = self._deaths[rank] or f"the process died ({first_line(error)})"
+        self.alarm.set()
+
+    def mark_failed(self, rank: int, reason: str) -> None:
+        """A shard no longer does its work, unless it has said why itself."""
+        if self._failures[rank] is None:
+            beat = self.beats[rank]
+            where = (0, "start") if beat is None else (beat.step, beat.phase)
+            self._failures[rank] = Failure(rank, "failed", rank, *where, reason)
+        self.alarm.set()
+
+    def mark_alive(self) -> None:
+        """A step item came: the ranks step together, so all of them were alive."""
+        self.last_item = time.monotonic()
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself stood still for so long: no rank could have been heard meanwhile."""
+        self._answered = [at + seconds for at in self._answered]
+
+    def last_sign(self, rank: int) -> float:
+        """When a rank was last known to be alive, on our clock."""
+        return max(self._answered[rank], self.last_item) if self._answered else time.monotonic()
+
+    def signs(self) -> list[Signs]:
+        """What is known of every rank now."""
+        now = time.monotonic()
+        found = []
+        for rank, asking in enumerate(self._asking):
+            silence = now - self._answered[rank] if asking is not None and not asking.done() else 0.0
+            found.append(Signs(self.beats[rank], max(0.0, silence), self._deaths[rank], self._failures[rank]))
+        return found
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the loops together after their step."""
+        self._unfollow()
+        if stops := [asyncio.ensure_future(_settled(shard.stop.remote())) for shard in self.shards]:
+            _, late = await asyncio.wait(stops, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    def kill(self) -> None:
+        """End the shards now. Safe to call twice."""
+        self._unfollow()
+        for shard in self.shards:
+            ray.kill(shard, no_restart=True)
+        self.shards = []
+
+    def _unfollow(self) -> None:
+        for task in (*self._asking, *self._following):
+            if task is not None:
+                task.cancel()
+        self._asking = [None] * self.spec.world
+        self._following = []
+
+
+async def _loaded(loads: Sequence[Any], timeout_s: float) -> list[Any]:
+    """What all ranks answered.
+
+    Raises:
+        ConfigError, GangError: the error that says most about why they could not, soon after the first one did.
+    """
+    tasks = [asyncio.ensure_future(load) for load in loads]
+    done, late = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+    errors = [error for task in done if (error := task.exception()) is not None]
+    if errors and late:  # peers may notice sooner than the one to blame has said why
+        more, late = await asyncio.wait(late, timeout=REASON_TIMEOUT_S)
+        errors += [error for task in more if (error := task.exception()) is not None]
+    for task in late:
+        task.cancel()
+    if errors:
+        raise min(errors, key=_says_little)
+    if late:
+        ranks = ", ".join(str(rank) for rank, task in enumerate(tasks) if task in late)
+        raise GangError(f"rank {ranks} did not load within {timeout_s:.0f} s")
+    return [task.result() for task in tasks]
+
+
+def _says_little(error: BaseException) -> int:
+    return 0 if isinstance(error, ConfigError) else 2 if isinstance(error.__cause__, LoadError) else 1
+
+
+async def _named(rank: int, ref: Any) -> Any:
+    """Await a load; a refusal of the config comes through as itself, everything else names the rank."""
+    try:
+        return await ref
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, ConfigError):
+            raise ConfigError(str(cause)) from None
+        if isinstance(cause, LoadError) and cause.kind != "failed":
+            raise GangError(f"rank {rank} could not load: {cause}") from cause
+        raise GangError(f"rank {rank} could not load: {cause}") from None
+    except RayActorError as error:
+        raise GangError(f"rank {rank} died while loading: {first_line(error)}") from None
+
+
+async def _settled(ref: Any) -> None:
+    """Await an answer, whatever it is."""
+    try:
+        await ref
+    except RayError:
+        return
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,104 @@
+"""Who is to blame: from the signs of all ranks of a gang to one verdict. Plain functions of what is known; no clock.
+
+When one rank is gone, all the others soon say that they lost a peer, or stand still. They are messengers. Blame goes,
+in this order, to a rank that Ray says is dead, a rank whose own step raised, a rank out of step, the rank that the
+messengers name, a rank that does not answer, a rank that answers but does not move.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.actors.messages import Failure, Heartbeat, LossKind
+
+SILENT_FOR_GOOD = 2.0  # a rank that has not answered for so many watchdog limits is frozen for good
+STUCK_FOR_GOOD = 3.0  # so is one that answers, but has neither ended a step nor entered a phase for so many
+SUSPICIOUS = 0.5  # part of the limit after which an unanswered rank, not one that waits for it, is blamed for a stall
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What is known of one rank: its last heartbeat, for how long a question to it has been open, Ray's notice of its
+    death, its own report of why its loop ended.
+    """
+
+    beat: Heartbeat | None = None
+    silence_s: float = 0.0
+    death: str = ""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a gang is unhealthy. `final`: this life of it is over. `certain`: no later sign is likely to change it."""
+
+    rank: int
+    kind: LossKind
+    step: int
+    phase: str
+    reason: str
+    final: bool = True
+    certain: bool = True
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.kind} at step {self.step}, phase {self.phase}: {self.reason}"
+
+
+def judge(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
+    """The verdict on a gang by its ranks' signs, in rank order; `limit_s` is the watchdog's. None: all is well."""
+    dead = [rank for rank, sign in enumerate(signs) if sign.death]
+    reports = [sign.failure for sign in signs if sign.failure is not None]
+    if dead:
+        named = Counter(r.rank for r in reports if r.rank in dead)
+        rank = named.most_common(1)[0][0] if named else dead[0]
+        assert rank is not None
+        return Verdict(rank, "died", *_where(signs, rank), signs[rank].death, certain=bool(named) or len(signs) == 1)
+    if reports:
+        return _reported(signs, reports, limit_s)
+    return _still(signs, limit_s)
+
+
+def _reported(signs: Sequence[Signs], reports: list[Failure], limit_s: float) -> Verdict:
+    """Ranks have said why they ended, and none is known to be dead."""
+    all_in = len(reports) == len(signs)
+    for kind in ("failed", "out_of_step"):
+        for report in reports:
+            if report.kind == kind:
+                blamed = [r.rank for r in reports if r.kind == kind and r.rank is not None]
+                rank = Counter(blamed).most_common(1)[0][0] if blamed else report.by
+                first = next((r for r in reports if r.kind == kind and r.rank == rank), report)
+                return Verdict(rank, kind, first.step, first.phase, first.reason, certain=all_in)
+    named = Counter(r.rank for r in reports if r.rank is not None)
+    quiet = [rank for rank, sign in enumerate(signs) if sign.failure is None]
+    rank = named.most_common(1)[0][0] if named else (quiet or [reports[0].by])[0]
+    frozen = signs[rank].failure is None and signs[rank].silence_s > SUSPICIOUS * limit_s
+    return Verdict(
+        rank, "frozen" if frozen else "failed", *_where(signs, rank), reports[0].reason, certain=frozen or all_in
+    )
+
+
+def _still(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
+    """Nobody is dead and nobody has said anything: is somebody silent or stuck?"""
+    silence, silent = max((sign.silence_s, -rank) for rank, sign in enumerate(signs))
+    stuck = [rank for rank, s in enumerate(signs) if s.beat is not None and s.beat.busy and s.beat.age_s > limit_s]
+    if silence > limit_s or (stuck and silence > SUSPICIOUS * limit_s):
+        reason = f"no heartbeat for {silence:.1f} s (the limit is {limit_s:g} s)"
+        return Verdict(-silent, "frozen", *_where(signs, -silent), reason, final=silence > SILENT_FOR_GOOD * limit_s)
+    if not stuck:
+        return None
+    beats = [(beat.step, rank, beat) for rank in stuck if (beat := signs[rank].beat) is not None]
+    _, rank, beat = min(beats, key=lambda entry: entry[:2])  # who is a step behind keeps the others waiting
+    reason = f"busy without a step for {beat.age_s:.1f} s (the limit is {limit_s:g} s)"
+    final = beat.age_s > STUCK_FOR_GOOD * limit_s
+    return Verdict(rank, "frozen", beat.step, beat.phase, reason, final=final)
+
+
+def _where(signs: Sequence[Signs], rank: int) -> tuple[int, str]:
+    """Where a rank is that cannot say so: where its peers missed it, or else where anybody was last seen."""
+    for sign in signs:
+        if sign.failure is not None and sign.failure.rank in (rank, None):
+            return sign.failure.step, sign.failure.phase
+    beats = [sign.beat for sign in signs if sign.beat is not None]
+    own = signs[rank].beat
+    latest = max(beats, key=lambda beat: (beat.step, beat is own), default=None)
+    return (0, "start") if latest is None else (latest.step, latest.phase)
