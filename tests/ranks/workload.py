@@ -1,0 +1,51 @@
+"""Seeded workloads: who asks what of which rank, and when. The same seed gives the same actions."""
+
+from random import Random
+from typing import Any
+
+from tests.ranks.gang import Action
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 12, "top_p": 0.9},
+)
+
+
+def workload(
+    seed: int,
+    dp_size: int,
+    requests: int,
+    *,
+    vocab: int,
+    horizon: int,
+    longest: int = 40,
+    most_tokens: int = 16,
+    idle: tuple[int, ...] = (),
+    aborts: float = 0.0,
+    skew: float = 3.0,
+) -> list[Action]:
+    """`requests` requests over `horizon` steps; ranks in `idle` get none, the others unevenly by `skew`.
+
+    A share of them shares a prefix, a share is aborted some steps after it came.
+    """
+    random = Random(seed)
+    ranks = [rank for rank in range(dp_size) if rank not in idle]
+    weights = [skew**-i for i in range(len(ranks))]
+    prefixes = [[random.randrange(vocab) for _ in range(longest // 2)] for _ in range(3)]
+    actions = []
+    for number in range(requests):
+        step, rank = random.randrange(horizon), random.choices(ranks, weights)[0]
+        prompt = [random.randrange(vocab) for _ in range(random.randint(1, longest // 2))]
+        if random.random() < 0.4:
+            prompt = random.choice(prefixes) + prompt
+        params = random.choice(SAMPLINGS) | {
+            "seed": random.getrandbits(40),
+            "max_tokens": random.randint(1, most_tokens),
+            "ignore_eos": True,
+        }
+        name = f"r{number}"
+        actions.append(Action(step, rank, "submit", {"request_id": name, "prompt_token_ids": prompt, "params": params}))
+        if random.random() < aborts:
+            actions.append(Action(step + random.randint(0, 8), rank, "abort", {"request_id": name}))
+    return sorted(actions, key=lambda action: action.step)
