@@ -122,7 +122,7 @@ class Engine(Rank):
         scheduled = time.perf_counter()
         ran = p.lockstep.run(order, len(self._sequences), self._vote(len(schedule.decodes)))
         done = time.perf_counter()
-        self._ran(ran)
+        self._ran(ran, done - started)
         self._mixed = any(ran.plan.decodes)
         outputs, lens, seconds = self._over, [], {"schedule": scheduled - started, "agree": ran.agreed}
         self._over = []
@@ -153,6 +153,7 @@ class Engine(Rank):
             pages_cached=cache.cached,
             accept_length=self._tree_tokens / self._trees if self._trees else 0.0,
             padded_rows=self._padded_rows,
+            own_seconds=self._own_seconds,
         )
 
     def check_pages(self) -> None:

@@ -1,6 +1,7 @@
 """One rank of a gang: what a leader and a follower of an attention group have in common towards their loop."""
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Load and progress of one rank."""
+    """Load and progress of one rank. `own_seconds` of its steps it did not wait in collectives."""
 
     steps: int
     running: int = 0
@@ -35,6 +36,7 @@ class EngineStatus:
     pages_cached: int = 0
     accept_length: float = 0.0
     padded_rows: int = 0
+    own_seconds: float = 0.0
 
 
 class Rank:
@@ -47,6 +49,7 @@ class Rank:
         self._quiet = True
         self._slept_at = -1
         self._steps = self._padded_rows = 0
+        self._own_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -99,8 +102,10 @@ class Rank:
         """The resolved settings, JSON-ready, with what was chosen automatically."""
         return self._info
 
-    def _ran(self, ran: Ran) -> None:
+    def _ran(self, ran: Ran, seconds: float) -> None:
+        """Note a step that took `seconds`."""
         self._quiet = ran.plan.quiet
+        self._own_seconds += seconds - ran.waited
         self._steps += 1
         self._padded_rows += self._idle_rows(ran)
 
@@ -128,9 +133,9 @@ class Follower(Rank):
 
     def step(self) -> StepResult:
         """Run the leader's batch on this rank's shards."""
-        lockstep = self._lockstep
+        lockstep, started = self._lockstep, time.perf_counter()
         ran = lockstep.run(Order(), 0, len(lockstep.shapes) - 1)
-        self._ran(ran)
+        self._ran(ran, time.perf_counter() - started)
         seconds = {"agree": ran.agreed, **(ran.stepped.seconds if ran.stepped else {})}
         stats = StepStats(
             phase_seconds=seconds, waited_seconds=ran.waited, padded_rows=self._idle_rows(ran), rank=lockstep.mesh.rank
@@ -140,4 +145,4 @@ class Follower(Rank):
 
     def status(self) -> EngineStatus:
         """Progress now; load is the leader's."""
-        return EngineStatus(self._steps, padded_rows=self._padded_rows)
+        return EngineStatus(self._steps, padded_rows=self._padded_rows, own_seconds=self._own_seconds)
