@@ -54,27 +54,26 @@ def judge(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
         assert rank is not None
         return Verdict(rank, "died", *_where(signs, rank), signs[rank].death, certain=bool(named) or len(signs) == 1)
     if reports:
-        return _reported(signs, reports, limit_s)
+        return _reported(signs, reports)
     return _still(signs, limit_s)
 
 
-def _reported(signs: Sequence[Signs], reports: list[Failure], limit_s: float) -> Verdict:
+def _reported(signs: Sequence[Signs], reports: list[Failure]) -> Verdict:
     """Ranks have said why they ended, and none is known to be dead."""
     all_in = len(reports) == len(signs)
-    for kind in ("failed", "out_of_step"):
-        for report in reports:
-            if report.kind == kind:
-                blamed = [r.rank for r in reports if r.kind == kind and r.rank is not None]
-                rank = Counter(blamed).most_common(1)[0][0] if blamed else report.by
-                first = next((r for r in reports if r.kind == kind and r.rank == rank), report)
-                return Verdict(rank, kind, first.step, first.phase, first.reason, certain=all_in)
+    own: tuple[LossKind, ...] = ("failed", "out_of_step")
+    for kind in own:
+        if told := [r for r in reports if r.kind == kind]:
+            blamed = [r.rank for r in told if r.rank is not None]
+            rank = Counter(blamed).most_common(1)[0][0] if blamed else told[0].by
+            first = next((r for r in told if r.rank == rank), told[0])
+            return Verdict(rank, kind, first.step, first.phase, first.reason, certain=all_in)
     named = Counter(r.rank for r in reports if r.rank is not None)
     quiet = [rank for rank, sign in enumerate(signs) if sign.failure is None]
     rank = named.most_common(1)[0][0] if named else (quiet or [reports[0].by])[0]
-    frozen = signs[rank].failure is None and signs[rank].silence_s > SUSPICIOUS * limit_s
-    return Verdict(
-        rank, "frozen" if frozen else "failed", *_where(signs, rank), reports[0].reason, certain=frozen or all_in
-    )
+    # A frozen process keeps its connections. Where a whole node died, Ray may take long to say so.
+    kind = "failed" if signs[rank].failure is not None else "died"
+    return Verdict(rank, kind, *_where(signs, rank), reports[0].reason, certain=all_in)
 
 
 def _still(signs: Sequence[Signs], limit_s: float) -> Verdict | None:

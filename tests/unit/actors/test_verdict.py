@@ -66,11 +66,14 @@ def test_most_ranks_say_who_is_out_of_step() -> None:
 
 def test_messengers_alone_name_a_rank_but_a_notice_of_its_death_may_follow() -> None:
     verdict = judge([lost(0, 1), Signs(beat(1))], LIMIT)
-    assert verdict is not None and (verdict.rank, verdict.final, verdict.certain) == (1, True, False)
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind, verdict.final, verdict.certain) == (1, "died", True, False)
     nameless = judge([lost(0, None), Signs(beat(1)), lost(2, None)], LIMIT)
     assert nameless is not None and nameless.rank == 1
-    frozen = judge([lost(0, 1), Signs(beat(1), silence_s=2.0)], LIMIT)
-    assert frozen is not None and (frozen.kind, frozen.certain) == ("frozen", True)
+    both = judge([lost(0, 1), lost(1, 0)], LIMIT)
+    assert both is not None and (both.kind, both.certain) == ("failed", True)
+    cut = judge([lost(0, 1), Signs(beat(1), silence_s=2.0)], LIMIT)
+    assert cut is not None and cut.kind == "died"  # a frozen one would keep its connections
 
 
 @pytest.mark.parametrize(("silence", "final"), [(3.1, False), (5.9, False), (6.1, True)])

@@ -1,0 +1,109 @@
+"""A cluster of three Ray nodes on this machine, in a process of its own; prints what it found as JSON.
+
+`python -m tests.actors.many_nodes` is what test_many_nodes.py runs.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from cluster.actors.gang import Gang, GangSpec
+from cluster.actors.local import MIB, prepare_environment
+from cluster.actors.peers import gang_name
+from cluster.actors.placement import Layout, reserve
+from cluster.actors.router import Router
+from cluster.config import EngineConfig
+from tests.actors.counting_engine import SLOW
+from tests.actors.gangs import ask, left_behind, read
+
+NODES = ("a", "b", "c")
+CPUS = 4
+
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class Replica:
+    """Stands where a Serve replica would, on the node whose resource it asks for."""
+
+    async def nodes(self, count: int, strategy: Any, cpus: float = 1.0) -> list[str]:
+        """The node ids of the ranks, in rank order."""
+        placement = await reserve(Layout(({"CPU": cpus},) * count, strategy, 20.0), f"test/{strategy}-{count}-{cpus}")
+        placement.remove()
+        return list(placement.nodes)
+
+    async def start(self) -> dict[str, Any]:
+        config = EngineConfig(model_path="counting", tp_size=2, attn_dp_size=2)
+        layout = Layout(({"CPU": 1.0},) * 2, "STRICT_SPREAD", 20.0)
+        self.gang = Gang(GangSpec(config, layout, gang_name("test", "wide"), "tests.actors.counting_engine:build"))
+        await self.gang.start()
+        self.router = Router(self.gang)
+        self.router.start()
+        placement = self.gang._placement
+        assert placement is not None
+        interfaces = [info["interface"] for info in self.gang.infos]
+        return {"nodes": list(placement.nodes), "interfaces": interfaces}
+
+    async def count(self, tokens: int) -> list[int]:
+        return (await read(self.router, ask("wide", SLOW, 1, max_tokens=tokens)))[0]
+
+    async def after(self) -> dict[str, Any]:
+        placement = self.gang._placement
+        assert placement is not None
+        return {"nodes": list(placement.nodes), **self.gang.facts()}
+
+    async def stop(self) -> None:
+        await self.router.close()
+        await self.gang.stop()
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    prepare_environment(Path(tempfile.mkdtemp(prefix="aerie-nodes-")))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * MIB})
+    try:
+        made = {}
+        for name in NODES:
+            made[name] = cluster.add_node(num_cpus=CPUS, resources={name: 1}, object_store_memory=80 * MIB)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False)
+        names = {made[name].node_id: name for name in NODES}
+        replica = Replica.options(resources={"b": 0.1}).remote()
+        asked = {
+            "pack": replica.nodes.remote(2, "PACK"),
+            "pack over two": replica.nodes.remote(6, "PACK"),
+            "strict pack": replica.nodes.remote(4, "STRICT_PACK"),
+            "spread": replica.nodes.remote(6, "SPREAD"),
+            "strict spread": replica.nodes.remote(3, "STRICT_SPREAD"),
+        }
+        for what, ref in asked.items():
+            found[what] = "".join(names[node] for node in ray.get(ref))
+        gang = ray.get(replica.start.remote())
+        found["gang"] = "".join(names[node] for node in gang["nodes"])
+        found["interfaces"] = gang["interfaces"]
+        other = found["gang"][1]
+        counting = replica.count.remote(600)
+        time.sleep(1.0)
+        cluster.remove_node(made[other], allow_graceful=False)
+        found["tokens"] = ray.get(counting, timeout=90)
+        after = ray.get(replica.after.remote())
+        found["lost node"] = other
+        found["gang after"] = "".join(names[node] for node in after["nodes"])
+        found["restarts"] = after["restarts"]
+        ray.get(replica.stop.remote())
+        found["left"] = left_behind("wide")
+        print("FOUND " + json.dumps(found))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    main()

@@ -1,0 +1,52 @@
+"""Ranks over several nodes: those of a node are neighbours, the replica's node is first, and a node may die."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What the cluster of `many_nodes` showed: nodes are letters in rank order, and the replica is on b."""
+    checkout = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-m", "tests.actors.many_nodes"]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=240)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(lines[-1].removeprefix("FOUND "))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes_used"),
+    [("pack", {1}), ("pack over two", {2}), ("strict pack", {1}), ("spread", {2, 3}), ("strict spread", {3})],
+)
+def test_ranks_of_a_node_are_neighbours_and_the_replicas_node_comes_first(
+    found: Any, strategy: str, nodes_used: set[int]
+) -> None:
+    nodes = found[strategy]
+    groups = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
+    assert len({node for node, _ in groups}) == len(groups), f"a node's ranks are apart: {nodes}"
+    assert len(groups) in nodes_used
+    sizes = [count for node, count in groups if node != "b"]
+    assert sizes == sorted(sizes, reverse=True), "the nodes after the replica's go by how many ranks they have"
+    assert "b" not in nodes or nodes[0] == "b", nodes
+
+
+def test_a_gang_over_two_nodes_serves_and_survives_the_death_of_one(found: Any) -> None:
+    assert found["gang"][0] == "b" and found["gang"][1] == found["lost node"] != "b"
+    assert found["interfaces"] == ["lo", "lo"]  # the nodes' address is 127.0.0.1
+    assert found["tokens"] == list(range(2, 602))
+    assert found["gang after"][0] == "b" and found["gang after"][1] not in ("b", found["lost node"])
+    (loss,) = found["restarts"]
+    assert loss["rank"] == 1 and loss["kind"] in ("died", "frozen")  # its last moments without a raylet may be long
+    assert loss["restored_s"] < 60
+    assert found["left"] == []
