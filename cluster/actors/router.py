@@ -9,7 +9,7 @@ already given tokens with these tokens.
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from ray.exceptions import RayActorError, RayError
@@ -48,11 +48,13 @@ class Line:
 class Router:
     """Implements `EngineClient` for one gang, and `Owner`: it is told when the gang goes down and comes back."""
 
-    def __init__(self, gang: Gang) -> None:
+    def __init__(self, gang: Gang, on_resumed: Callable[[], None] | None = None) -> None:
+        """`on_resumed` is called for every stream that a new life of the gang is given."""
         config = gang.spec.config
+        self._on_resumed = on_resumed
         self._gang = gang
         self._streams: dict[str, Stream] = {}
-        self._balancer = Balancer.of(config)
+        self._balancer = Balancer.of(config, gang.infos[0].get("kv_pages") if gang.infos else None)
         self._queued = 0.0  # expected tokens of the requests that have not given any
         self._mean_new = FIRST_GUESS
         self._seeds = random.Random(config.random_seed)
@@ -186,6 +188,8 @@ class Router:
         request = stream.submission()
         if again:  # the caches are gone, and others may be open now
             self._choose(stream, request)
+            if self._on_resumed is not None:
+                self._on_resumed()
         line = self._lines[stream.rank]
         line.submits.append(request)
         line.filled.set()

@@ -134,11 +134,6 @@ class Recovery:
                 return [stream]
         return []
 
-    def drop(self, stream: Stream) -> None:
-        """A stream is over before its turn came."""
-        if stream in self._waiting:
-            self._waiting.remove(stream)
-
 
 def end_culprits(streams: list[Stream], loss: Loss) -> None:
     """End the streams that were resumed too often without a token in between."""

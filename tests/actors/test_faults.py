@@ -124,6 +124,7 @@ def test_a_gang_of_one_comes_back_too_and_new_requests_wait_for_it() -> None:
     with_gang(spec("killed-alone"), body)
 
 
+@pytest.mark.slow
 def test_it_may_happen_twice_and_a_client_may_leave_meanwhile() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 6, max_tokens=500)
@@ -157,7 +158,7 @@ def test_a_sleeping_gang_that_loses_a_rank_comes_back() -> None:
     with_gang(spec("killed-asleep", world=2), body)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_frozen_rank_is_named_within_the_limit_and_replaced(rank: int) -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 4, max_tokens=400)
@@ -192,6 +193,18 @@ def test_a_rank_that_freezes_for_a_moment_is_forgiven() -> None:
     with_gang(spec("moment", world=2, watchdog_timeout_s=1.5), body)
 
 
+def test_a_replica_that_stood_still_does_not_blame_its_ranks() -> None:
+    async def body(gang: Gang, router: Router) -> None:
+        crowd = Crowd(router, 4, max_tokens=200)
+        await crowd.flowing()
+        gang.life.ask()  # type: ignore[union-attr]
+        time.sleep(2.0)  # this process hears nobody for longer than a frozen rank is given
+        await crowd.check()
+        assert gang.losses == []
+
+    with_gang(spec("stood-still", world=2, watchdog_timeout_s=0.8), body)
+
+
 def test_a_slow_rank_is_not_killed() -> None:
     async def body(gang: Gang, router: Router) -> None:
         tokens, _ = await asyncio.wait_for(read(router, ask("slow", CRAWL, ON + 1, 5, max_tokens=12)), 30)
@@ -215,6 +228,7 @@ def test_a_step_that_fails_on_one_rank_is_told_from_its_messengers(trouble: int,
     with_gang(spec(f"fails-{kind}", world=2), body)
 
 
+@pytest.mark.slow
 def test_a_request_that_ends_the_gang_again_and_again_ends_and_the_others_go_on() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 6, max_tokens=600)
@@ -268,6 +282,7 @@ def test_closing_while_the_gang_restarts_leaves_nothing() -> None:
     assert not any(psutil.pid_exists(pid) for pid in started)
 
 
+@pytest.mark.slow
 def test_followers_get_no_requests_and_are_watched() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 6, max_tokens=300)
