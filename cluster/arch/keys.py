@@ -1,0 +1,90 @@
+"""Reading a checkpoint's `config.json`: keys with errors that name file and key."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.config import ConfigError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """One JSON object of a checkpoint folder.
+
+    Raises:
+        ConfigError: the folder or file is missing, or does not hold a JSON object.
+    """
+    path = Path(folder) / name
+    if not Path(folder).is_dir():
+        raise ConfigError(f"model folder {folder!r} does not exist; give a local folder with config.json")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{name} is missing in {folder!r}; give the folder of a checkpoint") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{name} in {folder!r} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name} in {folder!r} must hold a JSON object")
+    return data
+
+
+class Keys:
+    """A config's keys with errors that name file and key."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self.data, self.where = data, where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"config.json of {self.where!r}: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A positive number."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ConfigError(f"config.json of {self.where!r}: {key} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json of {self.where!r}: {key} must be true or false, got {value!r}")
+        return value
+
+    def section(self, key: str) -> "Keys":
+        """An object; an empty one where there is none."""
+        value = self.data.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json of {self.where!r}: {key} must be an object, got {value!r}")
+        return Keys(value, self.where)
+
+    def numbers(self, key: str) -> list[int] | None:
+        """A list of integers, or None."""
+        value = self.data.get(key)
+        if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
+            return value
+        raise ConfigError(f"config.json of {self.where!r}: {key} must be a list of integers, got {value!r}")
+
+
+def family_of(keys: Keys, known: tuple[str, ...], what: str) -> str:
+    """The first of `architectures` that is known."""
+    names = keys.data.get("architectures") or []
+    for name in names:
+        if name in known:
+            return str(name)
+    raise ConfigError(f"config.json of {keys.where!r}: architectures {names} is no {what} served here; known: {known}")
+
+
+def dtype_of(data: Mapping[str, Any]) -> str:
+    """The name of the dtype that the weights are stored in."""
+    name = data.get("dtype") or data.get("torch_dtype") or "bfloat16"
+    return str(name).removeprefix("torch.")
