@@ -22,8 +22,7 @@ FOREIGN: Mapping[str, str] = {
     "callback_config": "there are no initialisation hooks",
     "experimental_configs": "there are none",
     "accelerator_config": "use accelerator_type and placement_group_config",
-    "ingress_cls_config": "the replica itself is the ingress",
-    "ingress_deployment_config": "the replica itself is the ingress; use deployment_config",
+    "ingress_cls_config": "the ingress is Aerie's own",
 }
 DEPLOYMENT_OPTIONS = (
     "num_replicas",
@@ -93,11 +92,7 @@ class LLMConfig(ServingSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key in self.deployment_config:
-            if key not in DEPLOYMENT_OPTIONS:
-                hint = "; use placement_group_config" if key.startswith("placement_group") else ""
-                hint = hint or nearest(key, list(DEPLOYMENT_OPTIONS))
-                raise ConfigError(f"unknown setting 'deployment_config.{key}'{hint}")
+        _check_options("deployment_config", self.deployment_config)
         self.engine_config()
         self.layout()
         return self
@@ -142,7 +137,8 @@ class AppSettings(ServingSettings):
     """The `args` of the application: what stands under `applications[].args` in a Serve config."""
 
     llm_configs: list[LLMConfig]
-    ingress: Literal["direct"] = "direct"
+    ingress: Literal["direct", "resilient"] = "direct"
+    ingress_deployment_config: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -162,12 +158,25 @@ class AppSettings(ServingSettings):
                 f"llm_configs must have exactly one entry, got {len(self.llm_configs)}; "
                 "deploy further models as further applications"
             )
+        _check_options("ingress_deployment_config", self.ingress_deployment_config)
+        if self.ingress_deployment_config and self.ingress == "direct":
+            raise ConfigError(
+                "ingress_deployment_config needs ingress: resilient; with ingress: direct the replica that owns the "
+                "gang is the ingress, and deployment_config is its"
+            )
         return self
 
     @property
     def llm(self) -> LLMConfig:
         """The one model."""
         return self.llm_configs[0]
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    for key in options:
+        if key not in DEPLOYMENT_OPTIONS:
+            hint = "; use placement_group_config" if key.startswith("placement_group") else ""
+            raise ConfigError(f"unknown setting '{name}.{key}'{hint or nearest(key, list(DEPLOYMENT_OPTIONS))}")
 
 
 def parse(args: Mapping[str, Any]) -> AppSettings:
