@@ -125,7 +125,7 @@ def assemble(
     positions = context + shape.num_steps + 2
     wide = config.vocab_parallel == "world"
     apart = mesh.world.size == 1
-    held_to_script = Exchange(mesh, wide)
+    held_to_script = Exchange(mesh, dtype, wide)
     exchange: TokenExchange = NoExchange() if apart else held_to_script
     vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part
     sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
@@ -165,15 +165,15 @@ def assemble(
     sampling = SamplingTable(rows + 1, dtype, device)
     shapes = tiers(shape)
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
+    target_ops = Ops() if apart else Ops(*target.ops)
+    draft_ops = None if model is None else Ops() if apart or not shared else Ops(*model.ops)
     lockstep = Lockstep(
         mesh=mesh,
-        coordinator=Coordinator(mesh, rule, shapes),
+        coordinator=Coordinator(mesh, rule, shapes, target_ops, draft_ops),
         exchange=held_to_script,
         assembler=Assembler(cache.table, sampling, shape.window, dtype),
         step=Step(target_runner, draft, carried),
         shapes=shapes,
-        target_ops=Ops() if apart else Ops(*target.ops),
-        draft_ops=None if model is None else Ops() if apart or not shared else Ops(*model.ops),
         debug=config.debug_lockstep,
     )
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
