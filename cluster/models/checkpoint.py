@@ -1,6 +1,5 @@
 """Strict reading of safetensors folders: every tensor is taken exactly once, or named in an error."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,24 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cluster.arch.stored import normal_name, weight_files
 from cluster.config import ConfigError
 
-RENAMES = (
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"^midlayer\."), "layers.0."),
-    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
-    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
-    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
-)
 Span = tuple[int, int]
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
-
-
-def normal_name(name: str) -> str:
-    """A name without dialect: no `model.` prefix, `midlayer` as `layers.0`, legacy aux norms as `fc_norm.i`."""
-    for pattern, replacement in RENAMES:
-        name = pattern.sub(replacement, name)
-    return name
 
 
 class Checkpoint:
@@ -40,13 +26,11 @@ class Checkpoint:
         Raises:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
         """
-        if not Path(folder).is_dir():
-            raise ConfigError(f"model folder {folder!r} does not exist; give a local folder of safetensors")
         self.folder = folder
         self._files: dict[str, tuple[Path, str]] = {}
         self._taken: set[str] = set()
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in self._paths():
+        for path in weight_files(folder):
             with _opened(path) as file:
                 for raw in list(file.keys()):
                     name = normal_name(raw)
@@ -54,21 +38,6 @@ class Checkpoint:
                         raise ConfigError(f"tensor {raw!r} appears twice in {folder!r}")
                     self._files[name] = (path, raw)
                     self.shapes[name] = tuple(file.get_slice(raw).get_shape())
-
-    def _paths(self) -> Iterator[Path]:
-        root, index = Path(self.folder), Path(self.folder) / "model.safetensors.index.json"
-        if not index.is_file():
-            yield root / "model.safetensors"
-            return
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted({str(name) for name in weight_map.values()})
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
-            raise ConfigError(f"{index.name} in {self.folder!r} is no weight index; write it again") from None
-        for name in names:
-            if Path(name).name != name:
-                raise ConfigError(f"{index.name} in {self.folder!r} names {name!r} outside the folder")
-            yield root / name
 
     def take(
         self, name: str, shape: tuple[int, ...] | None = None, rows: Span | None = None, columns: Span | None = None
