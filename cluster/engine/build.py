@@ -17,6 +17,7 @@ from cluster.dp_attention.plan import Ops, PlanRule
 from cluster.engine.assemble import Assembler
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
+from cluster.engine.pace import pace_of
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
@@ -187,7 +188,7 @@ def assemble(
             shape=shape,
             context_length=context,
             cache=cache,
-            scheduler=Scheduler(config, cache, shape.window),
+            scheduler=Scheduler(config, cache, shape.window, pace_of(arch.layer, shape.num_draft_tokens, device.type)),
             lockstep=lockstep,
             watch=watch,
             tokenizer=_tokenizer(config),
