@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 from ray import serve
+from ray.serve import Application
+from ray.serve.schema import ServeDeploySchema
 from ray.util import list_named_actors
 
 import psutil  # isort: skip  # Ray's own copy: importable once Ray is
@@ -49,20 +51,43 @@ def arguments(replicas: int = 1, ranks: int = 1, app: dict[str, Any] | None = No
     }
 
 
-def deploy(args: dict[str, Any], *, wait: bool = True) -> None:
-    target = serve.RunTarget(target=build_app(parse(args), FACTORY), name="counting", route_prefix="/")
-    serve.run_many([target], wait_for_applications_running=wait)
+def build(args: dict[str, Any]) -> Application:
+    """The `import_path` of the applications of `deploy_config`."""
+    return build_app(parse(args), FACTORY)
+
+
+def deploy_config(args: dict[str, Any], *deployments: dict[str, Any]) -> None:
+    """What `serve deploy` does with a config of these arguments, and these options of deployments laid over them."""
+    application = {
+        "name": "counting",
+        "route_prefix": "/",
+        "import_path": "tests.api.apps:build",
+        "args": args,
+        "deployments": list(deployments),
+    }
+    client: Any = serve.context._get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+
+
+def settled(within_s: float = 60.0) -> None:
+    """Wait until Serve has carried out what it was told last."""
+    time.sleep(0.5)
+    until = time.monotonic() + within_s
+    while serve.status().applications["counting"].status != "RUNNING":
+        assert time.monotonic() < until, serve.status()
+        time.sleep(0.1)
 
 
 @contextmanager
-def serving(args: dict[str, Any]) -> Iterator[str]:
+def serving(args: dict[str, Any], *deployments: dict[str, Any]) -> Iterator[str]:
     """The URL of an application; nothing of it is left afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     try:
-        deploy(args)
+        deploy_config(args, *deployments)
+        settled()
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
