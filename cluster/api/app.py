@@ -24,7 +24,7 @@ from cluster.api.door import EngineDoor
 from cluster.api.feed import feed
 from cluster.api.host import GangHost
 from cluster.api.resilient import SIGN_SHARE, Item, ResilientClient, Sign
-from cluster.api.settings import AppSettings, parse, resolve_engine_paths
+from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.config import EngineConfig
 from cluster.metrics import ServingMetrics, merge
 from cluster.request import Request
@@ -32,18 +32,6 @@ from cluster.request import Request
 logger = logging.getLogger(__name__)
 
 PEERS_TIMEOUT_S = 0.8
-# Admission is the router's, in tokens, so Serve's own limits stay out of the way; a stream may run for minutes, so a
-# replica that leaves gets the time to finish it; and the next one is there before it does.
-DEPLOYMENT_DEFAULTS: dict[str, Any] = {
-    "max_ongoing_requests": 10_000,
-    "graceful_shutdown_wait_loop_s": 0.5,
-    "graceful_shutdown_timeout_s": 600.0,
-    "max_surge_percent": 100,
-    "health_check_period_s": 2.0,
-    "health_check_timeout_s": 10.0,
-    "max_constructor_retry_count": 3,
-    "ray_actor_options": {"num_cpus": 0.5},
-}
 
 
 class DirectService:

@@ -44,6 +44,21 @@ DEPLOYMENT_OPTIONS = (
 )
 
 
+# Admission is the router's, in tokens, so Serve's own limits stay out of the way; a stream may run for minutes, so a
+# replica that leaves gets the time to finish it; and the next one is there before it does.
+DEPLOYMENT_DEFAULTS: dict[str, Any] = {
+    "max_ongoing_requests": 10_000,
+    "graceful_shutdown_wait_loop_s": 0.5,
+    "graceful_shutdown_timeout_s": 600.0,
+    "max_surge_percent": 100,
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 10.0,
+    "max_constructor_retry_count": 3,
+    "ray_actor_options": {"num_cpus": 0.5},
+}
+ROOM_TIMEOUT_S = 120.0  # how long a gang waits for its bundles
+
+
 class ServingSettings(Settings):
     """Base of the settings here: a key that Ray Serve LLM knows and Aerie does not honour gets its own message."""
 
@@ -117,8 +132,12 @@ class LLMConfig(ServingSettings):
         return EngineConfig.from_kwargs(kwargs)
 
     def layout(self) -> Layout:
-        """The bundles of the gang, one per rank."""
+        """The bundles of the gang, one per rank. Where a redeploy has no room beside the replica that leaves, the gang
+        waits for as long as that one may take to finish its streams.
+        """
         config = self.engine_config()
+        options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}
+        leaves_s = 0.0 if options["max_surge_percent"] else float(options["graceful_shutdown_timeout_s"])
         placing = self.placement_group_config
         try:
             return layout_of(
@@ -128,6 +147,7 @@ class LLMConfig(ServingSettings):
                 strategy=placing.strategy if placing else "PACK",
                 device=config.device,
                 accelerator_type=self.accelerator_type,
+                timeout_s=ROOM_TIMEOUT_S + leaves_s,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
