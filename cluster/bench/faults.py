@@ -89,6 +89,7 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
         "streams_cut": sum(r.cut for r in rounds),
         "streams_different": sum(r.different for r in rounds),
         "failed": sum(r.failed for r in rounds),
+        "slowest_return_s": max((r.healthy_s or 0.0 for r in rounds), default=0.0),
         "identical": not any(r.different for r in rounds),
     }
 
