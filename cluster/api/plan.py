@@ -19,7 +19,6 @@ from cluster.api.settings import (
     read_yaml,
     resolve_engine_paths,
 )
-from cluster.arch import read_target
 from cluster.config import (
     ALIASES,
     SPECULATIVE_CONFIG,
@@ -30,6 +29,7 @@ from cluster.config import (
     nearest,
     tree_shape,
 )
+from cluster.models.registry import check_target
 
 BUILDER = "cluster.api.app:build_openai_app"
 DEFAULT_CONFIG = CHECKOUT / "deploy" / "local.yaml"
@@ -121,7 +121,7 @@ def make_plan(config: str | None, overrides: Sequence[str]) -> ServePlan:
     settings = parse(file.applications[0].args)
     engine = resolve_engine_paths(settings.llm.engine_config())
     tree_shape(engine)
-    read_target(engine.model_path)
+    check_target(engine.model_path)
     draft = engine.speculative_draft_model_path
     if draft is not None and not (Path(draft) / "config.json").is_file():
         raise ConfigError(f"speculative_draft_model_path {draft!r} has no config.json; give the folder of a draft")
