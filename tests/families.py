@@ -59,6 +59,7 @@ class Family:
     cases: dict[str, dict[str, Any]]
     text: str = ""
     native: bool = False
+    seed: int = 0
 
 
 FAMILIES: dict[str, Family] = {
@@ -87,7 +88,7 @@ FAMILIES: dict[str, Family] = {
         {
             "window of 9": {"sliding_window": 9, "head_dim": 8},
             "no window, theta 1e6": {"sliding_window": None, **rope({"rope_type": "default"}, 1e6)},
-            "window of 1, one head each": {"sliding_window": 1, "num_key_value_heads": 4},
+            "window of 2, one head each": {"sliding_window": 2, "num_key_value_heads": 4},
             "yarn, heads of 20, sharded": {"sliding_window": None, "head_dim": 20, **rope(YARN), "shards": True},
         },
     ),
@@ -180,6 +181,7 @@ FAMILIES: dict[str, Family] = {
                 "attention_bias": True,
             },
         },
+        seed=5,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -279,7 +281,7 @@ def made(name: str, case: str) -> Made:
     shards = given.pop("shards", False)
     config = wrapper(family, given) if family.text else getattr(transformers, family.config)(**given)
     folder = folder_of_session() / f"{name}-{list(family.cases).index(case)}"
-    model = random_model(getattr(transformers, family.architecture), config)
+    model = random_model(getattr(transformers, family.architecture), config, family.seed)
     with exact():
         model.save_pretrained(folder)
     if family.native:
@@ -354,8 +356,10 @@ def random_model(kind: type[PreTrainedModel], config: Any, seed: int = 0) -> Pre
             for name, tensor in tensors:
                 if "inv_freq" in name or "embed_scale" in name:
                     continue
-                level = 0.2 if "norm" in name or "bias" in name else 1.0 if "embed" in name else 0.35
+                rows = 0.15 if config.get_text_config().tie_word_embeddings else 1.0  # else each token is its own echo
+                level = 0.2 if "norm" in name or "bias" in name else rows if "embed" in name else 0.35
                 centre = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
+                centre += 1.5 * ("q_norm" in name or "k_norm" in name)  # attention that looks somewhere
                 new = centre + level * torch.randn(tensor.shape)
                 tensor.data.copy_(new.to(FLOAT32))
         model.tie_weights()
