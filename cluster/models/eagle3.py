@@ -58,9 +58,11 @@ class Eagle3Draft:
         self._rotary = RotaryTable(spec.rope, g.head_dim, max_position, dtype, device)
 
     @property
-    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What a forward and a head call of the exchange, in order."""
-        return ("embed", *LAYER_OPS * self.spec.num_layers), ("head",)
+    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        assert self._head is not None
+        ops = ("embed", *LAYER_OPS * self.spec.num_layers)
+        return ops, ("head",), self.spec.layer.hidden, self._head.columns
 
     def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
         """Share the target's embedding and head where the checkpoint brought none."""

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cluster.arch.header import Stored, read_header
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.exchange import NoExchange
-from cluster.models.header import Stored, read_header
 from cluster.models.load import Sharding
 from cluster.models.registry import load_target
 from tests.families import FAMILIES, made

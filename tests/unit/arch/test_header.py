@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cluster.arch.header import SIZES, parse_header, read_header
 from cluster.config import ConfigError
-from cluster.models.header import DTYPES, parse_header, read_header
+from cluster.models.checkpoint import DTYPES
 
 HERE = Path("x.safetensors")
 GOOD = {
@@ -31,21 +32,25 @@ def changed(name: str, **entry: object) -> dict[str, object]:
     return {**GOOD, name: {**GOOD[name], **entry}}
 
 
+def test_every_dtype_has_its_size() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == SIZES
+
+
 def test_a_good_header_says_where_everything_lies() -> None:
     raw = json.dumps(GOOD).encode()
     found = parse_header(raw, 8 + len(raw) + 40, HERE)
     base = 8 + len(raw)
-    assert found["c"] == (torch.float8_e4m3fn, (2, 1, 3), base + 34, base + 40)
+    assert found["c"] == ("F8_E4M3", (2, 1, 3), base + 34, base + 40)
     assert list(found) == ["a", "empty", "b", "c"]
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d.itemsize > 1])
-def test_what_the_reference_writer_writes_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [(n, d) for n, d in DTYPES.items() if d.itemsize > 1])
+def test_what_the_reference_writer_writes_is_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"x": torch.ones(3, 5).to(dtype), "scalar": torch.tensor(2).to(dtype), "none": torch.ones(0).to(dtype)}
     save_file(tensors, tmp_path / "m.safetensors", {"format": "pt"})
     found = read_header(tmp_path / "m.safetensors")
-    assert {name: (s.dtype, s.shape) for name, s in found.items()} == {
-        name: (dtype, tuple(t.shape)) for name, t in tensors.items()
+    assert {key: (s.dtype, s.shape) for key, s in found.items()} == {
+        key: (name, tuple(t.shape)) for key, t in tensors.items()
     }
 
 
