@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.arch import TARGET_FAMILIES, read_target
+from cluster.arch.stored import normal_name
 from cluster.config import ConfigError
-from cluster.models.checkpoint import normal_name
 from cluster.models.registry import check_target
 from tests.families import FAMILIES, made
 from tests.unit.models.checkpoints import Tensors, copy_of
