@@ -75,6 +75,7 @@ class StepStats:
     committed_tokens: int = 0
     cached_tokens: int = 0
     prompt_tokens: int = 0
+    admitted: int = 0
     retracted: int = 0
 
     running: int = 0
@@ -139,6 +140,7 @@ class EngineMetrics:
             "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
             "cached_tokens": ("aerie_cached_tokens", "Prompt tokens taken from the radix tree"),
             "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
+            "admitted": ("aerie_admitted_requests", "Requests that began, each once"),
             "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
         }
         states = {

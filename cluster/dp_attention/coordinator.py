@@ -97,4 +97,5 @@ class Coordinator:
         raise self._off(ranks[odd], f"is at {name} {values[odd]}, rank {other} at {right}")
 
     def _off(self, rank: int, what: str) -> OutOfStepError:
-        return OutOfStepError(f"rank {rank} {what} (step {self.step}, phase agree)", rank, self.step, "agree")
+        step = self.step if self._plan is None else self._plan.step
+        return OutOfStepError(f"rank {rank} {what} (step {step}, phase agree)", rank, step, "agree")

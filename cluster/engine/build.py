@@ -172,9 +172,10 @@ def assemble(
 
 
 def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None:
-    """Refuse a gang whose ranks have different settings or targets; threads and folders may differ between machines."""
+    """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
     own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
-    own["target"] = repr(arch)
+    own["target"], draft = repr(arch), config.speculative_draft_model_path
+    own["draft"] = None if draft is None else repr(read_draft(draft, Checkpoint(draft).shapes, arch))
     for rank, text in enumerate(mesh.everyones("config", json.dumps(own, sort_keys=True))):
         theirs = json.loads(text)
         for name in sorted(own.keys() | theirs.keys()):

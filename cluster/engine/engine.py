@@ -242,6 +242,7 @@ class Engine(Rank):
             committed_tokens=sum(len(o.token_ids) for o in outputs),
             cached_tokens=sum(s.cached_tokens or 0 for s in fresh),
             prompt_tokens=sum(s.prompt_len for s in fresh),
+            admitted=len(fresh),
             retracted=schedule.retracted,
             running=status.running,
             waiting=status.waiting,

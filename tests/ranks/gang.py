@@ -104,12 +104,14 @@ Answer = Life | Lost | Dead
 class Ranks:
     """`world` processes. They live through many cases, each a gang of its own; dead ones are started again.
 
-    `struck` is when the plant of the last case did its harm, on the system-wide clock; 0 if it never did.
+    `struck` is when the plant of the last case did its harm, (system-wide clock, step); None if it never did.
     """
 
     def __init__(self, world: int) -> None:
-        self.world, self.struck = world, 0.0
+        self.world = world
+        self.struck: tuple[float, int] | None = None
         self._epoch = 0
+        self._fresh = set(range(world))
         self._processes = [self._start(rank) for rank in range(world)]
 
     def __enter__(self) -> Self:
@@ -124,7 +126,7 @@ class Ranks:
                     pipe.close()
 
     @staticmethod
-    def _start(rank: int) -> "subprocess.Popen[str]":
+    def _start(rank: int) -> "subprocess.Popen[bytes]":
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -133,7 +135,7 @@ class Ranks:
         }
         command = [sys.executable, "-m", "tests.ranks.worker", str(rank)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, bufsize=1, **pipes)  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, bufsize=0, **pipes)
 
     def run(self, case: Case, timeout_s: float = 240.0) -> list[Answer]:
         """What every rank answered, in rank order.
@@ -141,10 +143,13 @@ class Ranks:
         Raises:
             TimeoutError: a rank did not answer, named.
         """
-        self._epoch, self.struck = self._epoch + 1, 0.0
+        self._epoch, self.struck = self._epoch + 1, None
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
                 self._processes[rank] = self._start(rank)
+                self._fresh.add(rank)
+        while self._fresh:  # imports take their time, which is not the case's
+            self._heard(self._fresh.pop())
         until = time.monotonic() + timeout_s
         port = self._opened()
         line = json.dumps({"port": port, "epoch": self._epoch, "case": asdict(case)})
@@ -161,16 +166,20 @@ class Ranks:
 
     def _opened(self) -> int:
         """Rank 0 opens the store of the next life."""
-        first = self._processes[0]
-        self._tell(first, "open")
-        assert first.stdout is not None
-        return int(json.loads(first.stdout.readline())["port"])
+        self._tell(self._processes[0], "open")
+        return int(self._heard(0)["port"])
+
+    def _heard(self, rank: int) -> dict[str, Any]:
+        """The next line of a rank."""
+        stdout = self._processes[rank].stdout
+        assert stdout is not None
+        line: dict[str, Any] = json.loads(stdout.readline())
+        return line
 
     @staticmethod
-    def _tell(process: "subprocess.Popen[str]", line: str) -> None:
+    def _tell(process: "subprocess.Popen[bytes]", line: str) -> None:
         assert process.stdin is not None
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
+        process.stdin.write(line.encode() + b"\n")
 
     def _answers(self, until: float) -> list[Answer]:
         answers: dict[int, Answer] = {}
@@ -184,20 +193,22 @@ class Ranks:
                     silent = sorted(set(range(self.world)) - set(answers))
                     for process in self._processes:
                         process.kill()
+                        process.wait()
                     raise TimeoutError(f"ranks {silent} do not answer")
                 for key, _ in ready:
+                    # The pipes have no buffer on this side: what is not read here still shows in the next select.
                     answer = self._answer(key.data, key.fileobj.readline())  # type: ignore[union-attr]
                     if answer is not None:
                         answers[key.data] = answer
                         selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(self.world)]
 
-    def _answer(self, rank: int, line: str) -> Answer | None:
+    def _answer(self, rank: int, line: bytes) -> Answer | None:
         if not line:
             return Dead(self._processes[rank].wait())
         said = json.loads(line)
         if "struck" in said:
-            self.struck = said["struck"]
+            self.struck = tuple(said["struck"])
             return None
         if "error" in said:
             return Lost(**said)

@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -74,6 +75,7 @@ class Logs:
 def main(rank: int) -> None:
     """Answer cases until the input ends."""
     store: Store | None = None
+    say({"ready": rank})
     for line in sys.stdin:
         if line == "open\n":
             store = open_store(HOST)
@@ -85,9 +87,14 @@ def main(rank: int) -> None:
             say(asdict(run(message["case"], rank, where, store)))
         except Exception as error:
             said = {name: getattr(error, name, None) for name in ("rank", "step", "phase")}
-            say(asdict(Lost(str(error), type(error).__name__, **said, at=time.monotonic())))
-            if not isinstance(error, GangError | ConfigError):
-                raise
+            at = time.monotonic()
+            known = isinstance(error, GangError | ConfigError)
+            text = str(error) if known else traceback.format_exc()
+            say(asdict(Lost(text, type(error).__name__, **said, at=at)))
+
+
+def _struck(step: int) -> None:
+    say({"struck": [time.monotonic(), step]})
 
 
 def say(what: dict[str, Any]) -> None:
@@ -101,7 +108,7 @@ def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = Non
     logs = Logs(engine)
     undo: Callable[[], None] | None = None
     if case["plant"] and rank == case["guilty"]:
-        undo = plant(case["plant"], engine, case["at_step"], lambda: say({"struck": time.monotonic()}))
+        undo = plant(case["plant"], engine, case["at_step"], _struck)
     try:
         return _steps(engine, case, logs)
     except BaseException as error:
