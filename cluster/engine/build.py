@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from cluster.arch import DraftSpec, TargetArch, read_target
+from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
 from cluster.arch.split import check_models
+from cluster.arch.stored import stored_shapes
 from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
@@ -175,7 +176,7 @@ def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None
     """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
     own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
     own["target"], draft = repr(arch), config.speculative_draft_model_path
-    own["draft"] = None if draft is None else repr(read_draft(draft, Checkpoint(draft).shapes, arch))
+    own["draft"] = None if draft is None else repr(read_draft(draft, stored_shapes(draft), arch))
     for rank, text in enumerate(mesh.everyones("config", json.dumps(own, sort_keys=True))):
         theirs = json.loads(text)
         for name in sorted(own.keys() | theirs.keys()):
