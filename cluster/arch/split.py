@@ -4,18 +4,20 @@ from cluster.arch.draft import read_draft
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.read import read_target
 from cluster.arch.stored import stored_shapes
+from cluster.arch.tensors import check_tensors
 from cluster.config import ConfigError, EngineConfig, tree_shape
 
 
 def check_models(config: EngineConfig) -> None:
-    """Refuse models that cannot run as configured: a tree that the draft cannot fill, a draft that does not fit the
-    target, heads or an MLP that cannot be split over the ranks.
+    """Refuse models that cannot run as configured: a tree that the draft cannot fill, a target with a wrong
+    tensor, a draft that does not fit it, heads or an MLP that cannot be split over the ranks.
 
     Raises:
         ConfigError: naming the setting and the remedy.
     """
     shape = tree_shape(config)
     target = read_target(config.model_path)
+    check_tensors(config.model_path, target)
     geometries = {"the target": min(target.layers, key=lambda layer: layer.mlp_columns)}
     folder = config.speculative_draft_model_path
     if folder is not None:

@@ -31,7 +31,7 @@ from cluster.metrics import EngineMetrics
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.layer import NoExchange, TokenExchange
 from cluster.models.load import WHOLE, Sharding, local_heads
-from cluster.models.registry import check_target, load_draft, load_target
+from cluster.models.registry import load_draft, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.step import Step
@@ -77,7 +77,6 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     if device.type == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     check_models(config)
-    check_target(config.model_path)
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
     return assemble(config, mesh, device)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cluster.arch.header import Stored
 from cluster.arch.stored import stored_tensors, weight_files
+from cluster.arch.tensors import IGNORED
 from cluster.config import ConfigError
 from cluster.models.quant import BLOCK, FLOAT8, GROUP, block_scaled, mxfp4
 
@@ -30,7 +31,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 Span = tuple[int, int]
-IGNORED = r"rotary_emb\.inv_freq$"
 SCALES = ("_scale_inv", "_scale")
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".qscale_act")
 

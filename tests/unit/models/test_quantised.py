@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from cluster.arch import read_target
+from cluster.arch.tensors import check_tensors
 from cluster.config import ConfigError
 from cluster.models.quant import block_scaled, mxfp4
 from cluster.models.registry import check_target
@@ -145,6 +147,7 @@ def test_every_mxfp4_value() -> None:
 )
 def test_wrong_scales_are_named(kind: str, change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
     folder = packed_experts()[0] if kind == "mxfp4" else fp8(kind)[0]
+    check_tensors(folder, read_target(folder))
     with pytest.raises(ConfigError, match=message) as caught:
         check_target(copy_of(folder, tmp_path / "bad", change))
     assert str(tmp_path / "bad") in str(caught.value)

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from cluster.arch import TARGET_FAMILIES, read_target
 from cluster.arch.stored import normal_name
+from cluster.arch.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
+from cluster.models.checkpoint import Checkpoint
 from cluster.models.registry import check_target
-from tests.families import FAMILIES, made
+from tests.families import FAMILIES, all_cases, made
 from tests.unit.models.checkpoints import Tensors, copy_of
 
 FOREIGN = re.compile(r"vision|projector")
@@ -29,6 +32,26 @@ def kinds_of(names: list[str]) -> list[str]:
     """One tensor of each kind, numbers aside, from as late a layer as there is."""
     found = {re.sub(r"\d+", "*", name): name for name in sorted(names) if not FOREIGN.search(name)}
     return list(found.values())
+
+
+def from_headers(folder: str) -> None:
+    """What `aerie serve` does before anything starts."""
+    check_tensors(folder, read_target(folder))
+
+
+@pytest.mark.parametrize(("family", "case"), all_cases())
+def test_the_list_of_tensors_is_what_the_loader_takes(family: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: dict[str, tuple[int, ...] | None] = {}
+    take = Checkpoint.take
+
+    def note(self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *cut: Any) -> torch.Tensor:
+        taken[name] = shape
+        return take(self, name, shape, *cut)
+
+    monkeypatch.setattr(Checkpoint, "take", note)
+    arch = check_target(made(family, case).folder)
+    assert dict(target_tensors(arch)) == taken
+    check_tensors(made(family, case).folder, arch)
 
 
 def removed(held: Tensors, name: str) -> str:
@@ -78,14 +101,16 @@ def test_one_wrong_tensor_is_named(family: str, change: Callable[[Tensors, str],
             continue
         save_file(held, file)
         started = time.perf_counter()
-        with pytest.raises(ConfigError) as caught:
-            check_target(str(folder))
-        assert time.perf_counter() - started < 2.0
-        assert normal_name(expected) in str(caught.value), (name, str(caught.value))
-        assert str(file) in str(caught.value), (name, str(caught.value))
+        for check in (from_headers, check_target):
+            with pytest.raises(ConfigError) as caught:
+                check(str(folder))
+            assert time.perf_counter() - started < 2.0
+            assert normal_name(expected) in str(caught.value), (name, str(caught.value))
+            assert str(file) in str(caught.value), (name, str(caught.value))
         tried += 1
     assert tried >= 6
     save_file(good, file)
+    from_headers(str(folder))
     assert check_target(str(folder)).num_layers == 4
 
 
