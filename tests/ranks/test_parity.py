@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -162,6 +163,14 @@ def test_the_demo_pair(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any])
     print(f"tp{tp}/dp{dp}: {tally}")
     assert not tally.mismatches, tally.mismatches
     assert tally.compared >= 15 and sum(tally.accepted[j] for j in tally.accepted if j > 1) > 40, tally
+
+
+@pytest.mark.slow
+def test_a_draft_that_is_weak_on_one_rank_shows_in_accept_lengths(ranks: Gangs) -> None:
+    """Texts are right whatever the draft does; only accept lengths tell."""
+    case = replace(demo_case(2, 2, 10, topk=4, num_steps=4), plant="weak draft", guilty=0, at_step=0)
+    tally = check(ranks(2), case)
+    assert len(tally.mismatches) > 3 and all("accept lengths" in line for line in tally.mismatches), tally
 
 
 GEOMETRIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
