@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.arch.keys import Keys, Shapes, dtype_of, family_of, read_json
-from cluster.arch.target import LayerGeometry, Rope, TargetArch, geometry_of, rope_of
+from cluster.arch.layer import LayerGeometry, geometry_of
+from cluster.arch.rope import Rope, rope_of
+from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 DRAFT_FAMILIES = ("LlamaForCausalLMEagle3",)

@@ -1,21 +1,24 @@
 """Whether the models fit the ranks and each other, told from the heads of the checkpoints; nothing is loaded."""
 
 from cluster.arch.draft import read_draft
+from cluster.arch.layer import LayerGeometry
+from cluster.arch.read import read_target
 from cluster.arch.stored import stored_shapes
-from cluster.arch.target import LayerGeometry, read_target
+from cluster.arch.tensors import check_tensors
 from cluster.config import ConfigError, EngineConfig, tree_shape
 
 
 def check_models(config: EngineConfig) -> None:
-    """Refuse models that cannot run as configured: a tree that the draft cannot fill, a draft that does not fit the
-    target, heads or an MLP that cannot be split over the ranks.
+    """Refuse models that cannot run as configured: a tree that the draft cannot fill, a target with a wrong
+    tensor, a draft that does not fit it, heads or an MLP that cannot be split over the ranks.
 
     Raises:
         ConfigError: naming the setting and the remedy.
     """
     shape = tree_shape(config)
     target = read_target(config.model_path)
-    geometries = {"the target": target.layer}
+    check_tensors(config.model_path, target)
+    geometries = {"the target": min(target.layers, key=lambda layer: layer.mlp_columns)}
     folder = config.speculative_draft_model_path
     if folder is not None:
         draft = read_draft(folder, stored_shapes(folder), target)
@@ -32,9 +35,9 @@ def check_models(config: EngineConfig) -> None:
             check_heads(geometry, config.tp_size // config.attn_dp_size)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}{hint}") from None
-        if geometry.intermediate < config.tp_size:
+        if geometry.mlp_columns < config.tp_size:
             raise ConfigError(
-                f"{name}: an MLP of {geometry.intermediate} columns cannot be split over tp_size {config.tp_size}; "
+                f"{name}: an MLP of {geometry.mlp_columns} columns cannot be split over tp_size {config.tp_size}; "
                 f"lower tp_size{hint}"
             )
 

@@ -3,15 +3,14 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
+from cluster.arch.header import Stored, read_header
 from cluster.arch.keys import Shapes
 from cluster.config import ConfigError
 
-HEADER_LIMIT = 100_000_000  # bytes; what safetensors itself allows
-INDEX = "model.safetensors.index.json"
+FILES = ("model.safetensors", "consolidated.safetensors")
 RENAMES = (
-    (re.compile(r"^model\."), ""),
+    (re.compile(r"^(model\.)?(language_model\.)?(model\.)?"), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
     (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
@@ -26,55 +25,61 @@ def normal_name(name: str) -> str:
     return name
 
 
-def weight_files(folder: str) -> list[Path]:
-    """`model.safetensors`, or the files that the weight index lists.
+def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
+    """The files of a folder's weights, and by normalised name where its index, if there is one, says each tensor is.
+
+    `model.safetensors` or `consolidated.safetensors`, or the files that the weight index of one of them lists.
 
     Raises:
         ConfigError: the folder is missing, or its index is none.
     """
-    root, index = Path(folder), Path(folder) / INDEX
+    root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"model folder {folder!r} does not exist; give a local folder of safetensors")
-    if not index.is_file():
-        return [root / "model.safetensors"]
+    for name in FILES:
+        index = root / f"{name}.index.json"
+        if index.is_file():
+            return _indexed(index)
+        if (root / name).is_file():
+            return [root / name], {}
+    return [root / FILES[0]], {}
+
+
+def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
+    folder = str(index.parent)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({str(name) for name in weight_map.values()})
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
+        places = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{index.name} in {folder!r} is no weight index; write it again") from None
+    names = sorted(set(places.values()))
     for name in names:
         if Path(name).name != name:
             raise ConfigError(f"{index.name} in {folder!r} names {name!r} outside the folder")
-    return [root / name for name in names]
+    promised = {normal_name(tensor): index.parent / file for tensor, file in places.items()}
+    return [index.parent / name for name in names], promised
+
+
+def stored_tensors(folder: str) -> dict[str, tuple[Path, str, Stored]]:
+    """Every tensor of a folder under its normalised name: its file, the name it has there, and where it lies.
+
+    Raises:
+        ConfigError: a file is missing, its header is none, or two tensors have the same name.
+    """
+    found: dict[str, tuple[Path, str, Stored]] = {}
+    for path in weight_files(folder)[0]:
+        for raw, stored in read_header(path).items():
+            name = normal_name(raw)
+            if name in found:
+                raise ConfigError(f"tensor {raw!r} appears twice in {folder!r}, again in {path.name}")
+            found[name] = (path, raw, stored)
+    return found
 
 
 def stored_shapes(folder: str) -> Shapes:
     """The shape of every tensor of a folder, under normalised names.
 
     Raises:
-        ConfigError: a file is missing or its header cannot be read.
+        ConfigError: as `stored_tensors`.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(folder):
-        for name, entry in _header(path).items():
-            if name != "__metadata__":
-                shapes[normal_name(name)] = tuple(int(size) for size in entry["shape"])
-    return shapes
-
-
-def _header(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 0 < size <= min(HEADER_LIMIT, path.stat().st_size - 8):
-                raise ConfigError(f"{str(path)!r} is not a readable safetensors file: its header is cut off")
-            header = json.loads(file.read(size))
-            if not isinstance(header, dict) or not all(
-                name == "__metadata__" or isinstance(entry.get("shape"), list) for name, entry in header.items()
-            ):
-                raise ValueError
-    except FileNotFoundError:
-        raise ConfigError(f"{path.name} is missing in {str(path.parent)!r}; only safetensors are read") from None
-    except (OSError, ValueError, AttributeError):
-        raise ConfigError(f"{str(path)!r} is not a readable safetensors file: its header is no header") from None
-    return header
+    return {name: stored.shape for name, (_, _, stored) in stored_tensors(folder).items()}

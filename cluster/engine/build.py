@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
-from cluster.attention.torch_backend import TorchAttention
+from cluster.arch.split import check_models
+from cluster.arch.stored import stored_shapes
+from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
@@ -24,12 +26,11 @@ from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.forward.sampler import SamplingTable
 from cluster.kv.budget import page_count
 from cluster.kv.cache import KVCache
-from cluster.kv.pool import KVPool, slot_bytes
-from cluster.mesh import Mesh, Part, Rendezvous, Store, join
+from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
-from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import WHOLE, NoExchange, Sharding, TokenExchange, local_heads
+from cluster.models.layer import NoExchange, TokenExchange
+from cluster.models.load import WHOLE, Sharding, local_heads
 from cluster.models.registry import load_draft, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
@@ -75,34 +76,9 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     device = _device(config)
     if device.type == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    check_split(config)
+    check_models(config)
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
     return assemble(config, mesh, device)
-
-
-def check_split(config: EngineConfig) -> None:
-    """Refuse models that cannot be split over the ranks; reads the heads of the checkpoints only.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    part = Part(0, config.tp_size // config.attn_dp_size)
-    arch = read_target(config.model_path)
-    geometries = {"the target": arch.layer}
-    folder = config.speculative_draft_model_path
-    if folder is not None and config.speculative_draft_parallel == "sharded":
-        geometries["the draft"] = read_draft(folder, Checkpoint(folder).shapes, arch).layer
-    for name, geometry in geometries.items():
-        try:
-            local_heads(geometry, part)
-        except ConfigError as error:
-            hint = ", or set speculative_draft_parallel to replicated" if name == "the draft" else ""
-            raise ConfigError(f"{name}: {error}{hint}") from None
-        if geometry.intermediate < config.tp_size:
-            raise ConfigError(
-                f"{name}: an MLP of {geometry.intermediate} columns cannot be split over tp_size {config.tp_size}; "
-                "lower tp_size"
-            )
 
 
 def assemble(
@@ -144,18 +120,15 @@ def assemble(
             "lower it"
         )
 
-    geometries = [(arch.num_layers, local_heads(arch.layer, sharding.attention))]
+    layers = [[local_heads(g, sharding.attention) for g in arch.layers]]
     if spec is not None:
-        geometries.append((spec.num_layers, local_heads(spec.layer, parts.attention)))
-    token_bytes = sum(slot_bytes(n, g.kv_heads, g.head_dim, dtype) for n, g in geometries)
+        layers.append([local_heads(spec.layer, parts.attention)] * spec.num_layers)
+    token_bytes = sum(pool_bytes(each, dtype) for each in layers)
     pages = page_count(config, token_bytes, context, shape.window)
     rows = config.max_running_requests
     cache = KVCache(pages, config.page_size, rows, context + shape.window, not config.disable_radix_cache, device)
     cache.table.journal = [] if mesh.attn.size > 1 and mesh.leads else None
-    bound = []
-    for layers, g in geometries:
-        pool = KVPool(layers, (pages + 1) * config.page_size, g.kv_heads, g.head_dim, dtype, device)
-        bound.append((pool, TorchAttention(pool, g.heads, g.kv_heads, g.head_dim)))
+    bound = [bind_attention(each, (pages + 1) * config.page_size, dtype, device) for each in layers]
     boundaries = spec.aux_boundaries if spec and spec.use_aux_hidden_state else ()
     target_runner = TargetRunner(target, *bound[0], boundaries, watch)
     if draft is None:
@@ -202,7 +175,7 @@ def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None
     """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
     own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
     own["target"], draft = repr(arch), config.speculative_draft_model_path
-    own["draft"] = None if draft is None else repr(read_draft(draft, Checkpoint(draft).shapes, arch))
+    own["draft"] = None if draft is None else repr(read_draft(draft, stored_shapes(draft), arch))
     said = json.dumps(own, sort_keys=True)
     own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
     for rank, text in enumerate(mesh.everyones("config", said)):

@@ -41,5 +41,5 @@ class Pace:
 def pace_of(layer: LayerGeometry, tree: int, device: str) -> Pace:
     """The pace of a target with such layers: multiplications of a row's matrices over those of its attention."""
     heads = layer.heads * layer.head_dim
-    matrices = layer.hidden * (layer.qkv_rows + heads + 3 * layer.intermediate)
+    matrices = layer.hidden * (layer.qkv_rows + heads + 3 * layer.token_columns)
     return Pace(BASE_ROWS[device], matrices / (2.0 * heads), tree)

@@ -11,7 +11,8 @@ from torch import Tensor
 from cluster.arch import DraftSpec
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint, placed
-from cluster.models.layer import LAYER_OPS, Attend, Loader, RotaryTable, Sharding, TokenExchange, norm, project
+from cluster.models.layer import LAYER_OPS, Attend, RotaryTable, TokenExchange, norm, project
+from cluster.models.load import Loader, Sharding
 from cluster.models.vocab import Embedding, Head, load_embedding, load_head
 
 

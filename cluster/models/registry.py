@@ -1,15 +1,31 @@
-"""Which class serves which family, and the two ways in: `load_target` and `load_draft`."""
+"""Which class serves which family, and the ways in: `check_target`, `load_target` and `load_draft`."""
 
 import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import Sharding, TokenExchange
-from cluster.models.llama import LlamaTarget, read_embed_and_head
+from cluster.models.exchange import NoExchange, TokenExchange
+from cluster.models.load import Sharding
+from cluster.models.target import DecoderTarget, read_embed_and_head, target_checkpoint
 
-TARGETS = {"LlamaForCausalLM": LlamaTarget}
 DRAFTS = {"LlamaForCausalLMEagle3": Eagle3Draft}
+
+
+def check_target(folder: str, ranks: Part = Part()) -> TargetArch:  # noqa: B008
+    """The target in `folder`, after every one of its tensors was found under its name, with its shape; reads headers.
+
+    `ranks` is the part of an attention group that has to be able to hold its heads.
+
+    Raises:
+        ConfigError: no target that is served here, or a tensor missing, unknown or of the wrong shape, named.
+    """
+    arch = read_target(folder)
+    sharding = Sharding(ranks, ranks, ranks)
+    meta = torch.device("meta")
+    DecoderTarget(arch, target_checkpoint(folder, arch, dry=True), torch.float32, meta, NoExchange(), sharding, 1)
+    return arch
 
 
 def load_target(
@@ -19,19 +35,19 @@ def load_target(
     exchange: TokenExchange,
     sharding: Sharding,
     max_position: int,
-) -> LlamaTarget:
-    """This rank's part of the target in `folder`, every tensor accounted for.
+) -> DecoderTarget:
+    """This rank's part of the target in `folder`, every tensor accounted for before the first one is read.
 
     Raises:
-        ConfigError: the folder holds no target that is served here.
+        ConfigError: as `check_target`.
     """
-    arch: TargetArch = read_target(folder)
-    return TARGETS[arch.family](arch, Checkpoint(folder), dtype, device, exchange, sharding, max_position)
+    arch = check_target(folder)
+    return DecoderTarget(arch, target_checkpoint(folder, arch), dtype, device, exchange, sharding, max_position)
 
 
 def load_draft(
     folder: str,
-    target: LlamaTarget,
+    target: DecoderTarget,
     dtype: torch.dtype,
     device: torch.device,
     exchange: TokenExchange,
