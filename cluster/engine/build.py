@@ -27,7 +27,7 @@ from cluster.kv.pool import KVPool, slot_bytes
 from cluster.mesh import Mesh, Part, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.draft import Draft as DraftModel
 from cluster.models.layer import WHOLE, NoExchange, Sharding, TokenExchange, local_heads
 from cluster.models.registry import load_draft, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
@@ -90,7 +90,8 @@ def check_split(config: EngineConfig) -> None:
     geometries = {"the target": arch.layer}
     folder = config.speculative_draft_model_path
     if folder is not None and config.speculative_draft_parallel == "sharded":
-        geometries["the draft"] = read_draft(folder, Checkpoint(folder).shapes, arch).layer
+        overrides = config.speculative_draft_overrides
+        geometries["the draft"] = read_draft(folder, Checkpoint(folder).shapes, arch, overrides).layer
     for name, geometry in geometries.items():
         try:
             local_heads(geometry, part)
@@ -131,11 +132,12 @@ def assemble(
     sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
     watch = Stopwatch()
     target = load_target(config.model_path, dtype, device, exchange, sharding, positions)
-    model: Eagle3Draft | None = None
+    model: DraftModel | None = None
     shared = config.speculative_draft_parallel == "sharded"
     drafts, parts = (exchange, sharding) if shared else (NoExchange(), WHOLE)
     if config.speculative_draft_model_path is not None:
-        model = load_draft(config.speculative_draft_model_path, target, dtype, device, drafts, parts, positions)
+        folder, overrides = config.speculative_draft_model_path, config.speculative_draft_overrides
+        model = load_draft(folder, target, dtype, device, drafts, parts, positions, overrides)
     spec = None if model is None else model.spec
     if spec is not None and shape.topk > spec.draft_vocab_size:
         raise ConfigError(
@@ -271,5 +273,5 @@ def _info(
         "speculative_eagle_topk": shape.topk,
         "speculative_num_draft_tokens": shape.num_draft_tokens,
         "speculative_batch_tiers": dict(config.speculative_batch_tiers),
-        "draft": None if spec is None else {"aux_boundaries": list(spec.aux_boundaries), "num_aux": spec.num_aux},
+        "draft": None if spec is None else spec.described(),
     }

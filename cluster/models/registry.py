@@ -1,15 +1,25 @@
 """Which class serves which family, and the two ways in: `load_target` and `load_draft`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.arch.draft import Kind
 from cluster.models.checkpoint import Checkpoint
+from cluster.models.draft import Draft
 from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.joined import JoinedDraft
 from cluster.models.layer import Sharding, TokenExchange
 from cluster.models.llama import LlamaTarget, read_embed_and_head
+from cluster.models.vocab import chosen_head
 
 TARGETS = {"LlamaForCausalLM": LlamaTarget}
-DRAFTS = {"LlamaForCausalLMEagle3": Eagle3Draft}
+DRAFTS: dict[Kind, type[Eagle3Draft] | type[JoinedDraft]] = {
+    "eagle3": Eagle3Draft,
+    "eagle1": JoinedDraft,
+}
 
 
 def load_target(
@@ -37,19 +47,24 @@ def load_draft(
     exchange: TokenExchange,
     sharding: Sharding,
     max_position: int,
-) -> Eagle3Draft:
+    overrides: Mapping[str, Any] | None = None,
+) -> Draft:
     """This rank's part of the draft in `folder` for `target`, sharing its embedding and head where there is none.
 
-    A whole draft beside a target whose vocabulary is sharded gets whole ones of its own, read again.
+    A whole draft beside a target whose vocabulary is sharded gets whole ones of its own, read again; so does a draft
+    that ranks some of the target's ids with the target's head. `overrides` as in `read_draft`.
 
     Raises:
         ConfigError: the folder holds no draft that is served here, or one that does not fit `target`.
     """
     checkpoint = Checkpoint(folder)
-    spec: DraftSpec = read_draft(folder, checkpoint.shapes, target.arch)
-    draft = DRAFTS[spec.family](spec, checkpoint, dtype, device, exchange, sharding, max_position)
+    spec: DraftSpec = read_draft(folder, checkpoint.shapes, target.arch, overrides)
+    draft = DRAFTS[spec.kind](spec, checkpoint, dtype, device, exchange, sharding, max_position)
     embed, head = target.get_embed_and_head()
-    if embed.part != sharding.vocab and not (spec.own_embed and spec.own_head):
+    if embed.part != sharding.vocab and not (spec.embed == "own" and spec.head != "target"):
         embed, head = read_embed_and_head(target.folder, target.arch, dtype, device)
+    if spec.head == "target" and spec.vocab_map:
+        whole = head if embed.part.size == 1 else read_embed_and_head(target.folder, target.arch, dtype, device)[1]
+        head = chosen_head(whole, draft.target_ids, sharding.vocab)
     draft.set_embed_and_head(embed, head)
     return draft
