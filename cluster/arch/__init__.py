@@ -2,17 +2,23 @@
 
 from cluster.arch.draft import DraftLayer, DraftSpec, aux_boundaries, read_draft
 from cluster.arch.keys import Shapes, read_json
-from cluster.arch.target import TARGET_FAMILIES, LayerGeometry, Rope, TargetArch, read_target
+from cluster.arch.layer import Latent, LayerGeometry, Moe
+from cluster.arch.read import TARGET_FAMILIES, is_native, read_target
+from cluster.arch.rope import Rope
+from cluster.arch.target import TargetArch
 
 __all__ = [
     "TARGET_FAMILIES",
     "DraftLayer",
     "DraftSpec",
+    "Latent",
     "LayerGeometry",
+    "Moe",
     "Rope",
     "Shapes",
     "TargetArch",
     "aux_boundaries",
+    "is_native",
     "read_draft",
     "read_json",
     "read_target",

@@ -1,7 +1,7 @@
 """Reading a checkpoint's `config.json`: keys with errors that name file and key."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,15 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
 class Keys:
     """A config's keys with errors that name file and key."""
 
-    def __init__(self, data: Mapping[str, Any], where: str) -> None:
-        self.data, self.where = data, where
+    def __init__(self, data: Mapping[str, Any], where: str, file: str = "config.json") -> None:
+        self.data, self.where, self.file = data, where, file
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"config.json of {self.where!r}: {key} must be a positive integer, got {value!r}")
+            raise ConfigError(f"{self.file} of {self.where!r}: {key} must be a positive integer, got {value!r}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -49,7 +49,7 @@ class Keys:
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(f"config.json of {self.where!r}: {key} must be a positive number, got {value!r}")
+            raise ConfigError(f"{self.file} of {self.where!r}: {key} must be a positive number, got {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -57,31 +57,33 @@ class Keys:
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ConfigError(f"config.json of {self.where!r}: {key} must be true or false, got {value!r}")
+            raise ConfigError(f"{self.file} of {self.where!r}: {key} must be true or false, got {value!r}")
         return value
 
     def section(self, key: str) -> "Keys":
         """An object; an empty one where there is none."""
         value = self.data.get(key) or {}
         if not isinstance(value, Mapping):
-            raise ConfigError(f"config.json of {self.where!r}: {key} must be an object, got {value!r}")
-        return Keys(value, self.where)
+            raise ConfigError(f"{self.file} of {self.where!r}: {key} must be an object, got {value!r}")
+        return Keys(value, self.where, self.file)
 
     def numbers(self, key: str) -> list[int] | None:
         """A list of integers, or None."""
         value = self.data.get(key)
         if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
             return value
-        raise ConfigError(f"config.json of {self.where!r}: {key} must be a list of integers, got {value!r}")
+        raise ConfigError(f"{self.file} of {self.where!r}: {key} must be a list of integers, got {value!r}")
 
 
-def family_of(keys: Keys, known: tuple[str, ...], what: str) -> str:
+def family_of(keys: Keys, known: Sequence[str], what: str) -> str:
     """The first of `architectures` that is known."""
     names = keys.data.get("architectures") or []
     for name in names:
         if name in known:
             return str(name)
-    raise ConfigError(f"config.json of {keys.where!r}: architectures {names} is no {what} served here; known: {known}")
+    raise ConfigError(
+        f"{keys.file} of {keys.where!r}: architectures {names} is no {what} served here; known: {', '.join(known)}"
+    )
 
 
 def dtype_of(data: Mapping[str, Any]) -> str:

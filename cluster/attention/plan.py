@@ -30,6 +30,17 @@ def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, HIDDEN)
 
 
+def windowed(bias: Tensor, window: int) -> Tensor:
+    """`bias` `[R, q, L]` narrowed to the last `window` slots that each row sees, its own included.
+
+    What a row sees lies in order of position, one slot for each: committed tokens, then its ancestors in the window.
+    So counting visible slots from the end counts positions, in a tree as well as in a text.
+    """
+    seen = bias == 0
+    behind = seen.flip(-1).cumsum(-1).flip(-1)
+    return bias.masked_fill(seen & (behind > window), HIDDEN)
+
+
 def causal_bias(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The bias `[1, w, w]` of rows that see themselves and the window rows before them."""
     return torch.full((1, width, width), HIDDEN, dtype=dtype, device=device).triu_(1)

@@ -1,9 +1,12 @@
 """The attention primitive in plain torch: the twin of every other backend, and the CPU default."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.attention.plan import windowed
 from cluster.batch import AttentionPlan, Group
 from cluster.kv.pool import KVPool
 
@@ -11,10 +14,25 @@ from cluster.kv.pool import KVPool
 class TorchAttention:
     """Attends over one runner's pool. Bound to the pool at construction: a batch never carries a pool."""
 
-    def __init__(self, pool: KVPool, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        windows: Sequence[int | None] = (),
+        scale: float | None = None,
+        value_dim: int | None = None,
+    ) -> None:
+        """`windows` say per layer how many tokens a row sees (None, or no entry: all); `scale` None is d ** -0.5.
+
+        A pool with cells of one part holds latents, whose first `value_dim` numbers are the values.
+        """
         self._pool, self._heads, self._kv_heads, self._head_dim = pool, heads, kv_heads, head_dim
+        self._windows = {layer: window for layer, window in enumerate(windows) if window is not None}
+        self._scale, self._value_dim = scale, head_dim if value_dim is None else value_dim
         self._plan: AttentionPlan | None = None
-        self._biases: list[Tensor] = []
+        self._biases: dict[int | None, list[Tensor]] = {}
         self._flat: list[Tensor] = []
 
     def bind(self, plan: AttentionPlan) -> None:
@@ -22,27 +40,46 @@ class TorchAttention:
         repeat = self._heads // self._kv_heads
         self._plan = plan
         self._flat = [group.slots.reshape(-1) for group in plan.groups]
-        self._biases = [group.bias.repeat(1, repeat, 1)[:, None] for group in plan.groups]
+        self._biases = {None: [group.bias.repeat(1, repeat, 1)[:, None] for group in plan.groups]}
+        for window in set(self._windows.values()):
+            narrow = [windowed(group.bias, window) for group in plan.groups]
+            self._biases[window] = [bias.repeat(1, repeat, 1)[:, None] for bias in narrow]
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`; writes kv first."""
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
         assert self._plan is not None
         memory = self._pool.kv[layer]
         memory.index_copy_(0, self._plan.write, kv)
+        biases = self._biases[self._windows.get(layer)]
         parts = [
-            self._group(memory.index_select(0, flat), q, group, bias)
-            for group, flat, bias in zip(self._plan.groups, self._flat, self._biases, strict=True)
+            self._group(memory.index_select(0, flat), q, group, bias, sinks)
+            for group, flat, bias in zip(self._plan.groups, self._flat, biases, strict=True)
         ]
         if not parts:
-            return q.new_zeros(q.shape[0], self._heads * self._head_dim)
+            return q.new_zeros(q.shape[0], self._heads * self._value_dim)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _group(self, read: Tensor, q: Tensor, group: Group, bias: Tensor) -> Tensor:
+    def _group(self, read: Tensor, q: Tensor, group: Group, bias: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention of one group; the rep query heads of a kv head are rep * q rows of one matrix."""
         nkv, d, r, n = self._kv_heads, self._head_dim, group.requests, group.q_rows
         repeat = self._heads // nkv
-        k, v = read.view(r, -1, 2, nkv, d).permute(2, 0, 3, 1, 4).unbind(0)
+        cells = read.view(r, -1, read.shape[1], nkv, d).permute(2, 0, 3, 1, 4)
+        k, v = cells[0], cells[-1][..., : self._value_dim]
         rows = q[group.rows].view(r, n, nkv, repeat, d).permute(0, 2, 3, 1, 4).reshape(r, nkv, repeat * n, d)
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=bias)
-        out = out.view(r, nkv, repeat, n, d).permute(0, 3, 1, 2, 4).reshape(r * n, self._heads * d)
+        if sinks is None:
+            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=bias, scale=self._scale)
+        else:
+            out = with_sinks(rows, k, v, bias, sinks.view(1, nkv, repeat), self._scale or d**-0.5)
+        out = out.view(r, nkv, repeat, n, -1).permute(0, 3, 1, 2, 4).reshape(r * n, self._heads * self._value_dim)
         return out if group.back is None else out.index_select(0, group.back)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """Attention whose softmax has one more logit per head, without a value (gpt-oss; arXiv 2309.17453).
+
+    q `[R, nkv, rep * n, d]`, k `[R, nkv, L, d]`, v `[R, nkv, L, dv]`, bias `[R, 1, rep * n, L]`, sinks `[1, nkv, rep]`.
+    """
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale).add_(bias)
+    column = sinks.repeat_interleave(q.shape[2] // sinks.shape[2], 2)[..., None].expand(q.shape[0], -1, -1, 1)
+    weights = torch.cat([scores, column.to(scores.dtype)], -1).softmax(-1)
+    return torch.matmul(weights[..., :-1], v)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
-from cluster.attention.torch_backend import TorchAttention
+from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
@@ -23,13 +23,13 @@ from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.forward.sampler import SamplingTable
 from cluster.kv.budget import page_count
 from cluster.kv.cache import KVCache
-from cluster.kv.pool import KVPool, slot_bytes
 from cluster.mesh import Mesh, Part, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import Draft as DraftModel
-from cluster.models.layer import WHOLE, NoExchange, Sharding, TokenExchange, local_heads
-from cluster.models.registry import load_draft, load_target
+from cluster.models.layer import NoExchange, TokenExchange
+from cluster.models.load import WHOLE, Sharding, local_heads
+from cluster.models.registry import check_target, load_draft, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.step import Step
@@ -86,8 +86,8 @@ def check_split(config: EngineConfig) -> None:
         ConfigError: naming the setting.
     """
     part = Part(0, config.tp_size // config.attn_dp_size)
-    arch = read_target(config.model_path)
-    geometries = {"the target": arch.layer}
+    arch = check_target(config.model_path)
+    geometries = {"the target": min(arch.layers, key=lambda g: g.mlp_columns)}
     folder = config.speculative_draft_model_path
     if folder is not None and config.speculative_draft_parallel == "sharded":
         overrides = config.speculative_draft_overrides
@@ -98,9 +98,9 @@ def check_split(config: EngineConfig) -> None:
         except ConfigError as error:
             hint = ", or set speculative_draft_parallel to replicated" if name == "the draft" else ""
             raise ConfigError(f"{name}: {error}{hint}") from None
-        if geometry.intermediate < config.tp_size:
+        if geometry.mlp_columns < config.tp_size:
             raise ConfigError(
-                f"{name}: an MLP of {geometry.intermediate} columns cannot be split over tp_size {config.tp_size}; "
+                f"{name}: an MLP of {geometry.mlp_columns} columns cannot be split over tp_size {config.tp_size}; "
                 "lower tp_size"
             )
 
@@ -145,18 +145,15 @@ def assemble(
             "lower it"
         )
 
-    geometries = [(arch.num_layers, local_heads(arch.layer, sharding.attention))]
+    layers = [[local_heads(g, sharding.attention) for g in arch.layers]]
     if spec is not None:
-        geometries.append((spec.num_layers, local_heads(spec.layer, parts.attention)))
-    token_bytes = sum(slot_bytes(n, g.kv_heads, g.head_dim, dtype) for n, g in geometries)
+        layers.append([local_heads(layer.geometry, parts.attention) for layer in spec.layers])
+    token_bytes = sum(pool_bytes(each, dtype) for each in layers)
     pages = page_count(config, token_bytes, context, shape.window)
     rows = config.max_running_requests
     cache = KVCache(pages, config.page_size, rows, context + shape.window, not config.disable_radix_cache, device)
     cache.table.journal = [] if mesh.attn.size > 1 and mesh.leads else None
-    bound = []
-    for layers, g in geometries:
-        pool = KVPool(layers, (pages + 1) * config.page_size, g.kv_heads, g.head_dim, dtype, device)
-        bound.append((pool, TorchAttention(pool, g.heads, g.kv_heads, g.head_dim)))
+    bound = [bind_attention(each, (pages + 1) * config.page_size, dtype, device) for each in layers]
     boundaries = spec.aux_boundaries if spec and spec.use_aux_hidden_state else ()
     target_runner = TargetRunner(target, *bound[0], boundaries, watch)
     if draft is None:

@@ -10,7 +10,7 @@ from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
 from cluster.models.draft import Draft
 from cluster.models.layer import Attend
-from cluster.models.llama import LlamaTarget
+from cluster.models.target import DecoderTarget
 
 
 class AttentionBackend(Attend, Protocol):
@@ -46,7 +46,7 @@ class Stopwatch:
 class TargetRunner:
     """The target with its pool; captures the aux hidden states that the draft asked for."""
 
-    model: LlamaTarget
+    model: DecoderTarget
     pool: KVPool
     attention: AttentionBackend
     boundaries: tuple[int, ...]

@@ -1,27 +1,32 @@
-"""Strict reading of safetensors folders: every tensor is taken exactly once, or named in an error."""
+"""Strict reading of safetensors folders: every tensor is taken or named; quantised ones come as numbers."""
 
 import json
+import logging
+import mmap
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cluster.config import ConfigError
+from cluster.models.header import Stored, read_header
+from cluster.models.quant import BLOCK, FLOAT8, GROUP, block_scaled, mxfp4
 
+log = logging.getLogger(__name__)
 RENAMES = (
-    (re.compile(r"^model\."), ""),
+    (re.compile(r"^(model\.)?(language_model\.)?(model\.)?"), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
     (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
     (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
 )
 Span = tuple[int, int]
-IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+IGNORED = r"rotary_emb\.inv_freq$"
+SCALES = ("_scale_inv", "_scale")
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".qscale_act")
+FILES = ("model.safetensors", "consolidated.safetensors")
 
 
 def normal_name(name: str) -> str:
@@ -31,98 +36,219 @@ def normal_name(name: str) -> str:
     return name
 
 
-class Checkpoint:
-    """The tensors of one folder under normalised names; reads lazily, one tensor at a time."""
+def as_it_is(name: str) -> str:
+    """The same name."""
+    return name
 
-    def __init__(self, folder: str) -> None:
-        """Open the headers of `model.safetensors` or of the shards that `model.safetensors.index.json` lists.
+
+class Checkpoint:
+    """The tensors of one folder under normalised names; only headers are read until a tensor is taken."""
+
+    def __init__(
+        self,
+        folder: str,
+        stored_name: Callable[[str], str] = as_it_is,
+        ignored: tuple[str, ...] = (),
+        dry: bool = False,
+    ) -> None:
+        """Open the headers of the one file, or of those that its index lists.
+
+        `stored_name` says what the checkpoint calls a tensor that is asked for; `ignored` are patterns of tensors that
+        belong to somebody else. When `dry`, tensors come without data, on the meta device, checked all the same.
 
         Raises:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
         """
         if not Path(folder).is_dir():
             raise ConfigError(f"model folder {folder!r} does not exist; give a local folder of safetensors")
-        self.folder = folder
-        self._files: dict[str, tuple[Path, str]] = {}
+        self.folder, self._stored_name, self._dry = folder, stored_name, dry
+        self._ignored = [re.compile(pattern) for pattern in (IGNORED, *ignored)]
+        self._files: dict[str, tuple[Path, str, Stored]] = {}
+        self._promised: dict[str, Path] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
         self._taken: set[str] = set()
+        self._dequantised = 0
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in self._paths():
-            with _opened(path) as file:
-                for raw in list(file.keys()):
-                    name = normal_name(raw)
-                    if name in self._files:
-                        raise ConfigError(f"tensor {raw!r} appears twice in {folder!r}")
-                    self._files[name] = (path, raw)
-                    self.shapes[name] = tuple(file.get_slice(raw).get_shape())
+        self._paths = list(self._find())
+        for path in self._paths:
+            for raw, stored in read_header(path).items():
+                name = normal_name(raw)
+                if name in self._files:
+                    raise ConfigError(f"tensor {raw!r} appears twice in {folder!r}, again in {path.name}")
+                self._files[name] = (path, raw, stored)
+                self.shapes[name] = stored.shape
 
-    def _paths(self) -> Iterator[Path]:
-        root, index = Path(self.folder), Path(self.folder) / "model.safetensors.index.json"
-        if not index.is_file():
-            yield root / "model.safetensors"
-            return
+    def _find(self) -> Iterator[Path]:
+        root = Path(self.folder)
+        for name in FILES:
+            index = root / f"{name}.index.json"
+            if index.is_file():
+                yield from self._indexed(index)
+                return
+            if (root / name).is_file():
+                break
+        yield next((root / name for name in FILES if (root / name).is_file()), root / FILES[0])
+
+    def _indexed(self, index: Path) -> Iterator[Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted({str(name) for name in weight_map.values()})
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
+            places = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ConfigError(f"{index.name} in {self.folder!r} is no weight index; write it again") from None
-        for name in names:
+        for name in sorted(set(places.values())):
             if Path(name).name != name:
                 raise ConfigError(f"{index.name} in {self.folder!r} names {name!r} outside the folder")
-            yield root / name
+            yield index.parent / name
+        self._promised = {normal_name(tensor): index.parent / file for tensor, file in places.items()}
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor `name`."""
+        return self._stored_name(name) in self._files
 
     def take(
-        self, name: str, shape: tuple[int, ...] | None = None, rows: Span | None = None, columns: Span | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        expert: int | None = None,
     ) -> Tensor:
-        """The tensor `name` in its stored dtype on the CPU, checked against `shape` and counted as used.
+        """The tensor `name` on the CPU, checked against `shape` and counted as used; FP8 and MXFP4 come as float32.
 
-        Of a shard only `rows` (of the first dimension) or `columns` (of the second) are read.
+        Of a shard only `rows` and `columns` (the two last dimensions; of a vector its entries are rows) are read, of a
+        stack only one `expert`.
 
         Raises:
             ConfigError: missing, or of another shape; the message names tensor and file.
         """
-        if name not in self._files:
-            raise ConfigError(f"tensor {name!r} is missing in {self.folder!r}")
-        path, raw = self._files[name]
-        if shape is not None and self.shapes[name] != shape:
+        stored = self._stored_name(name)
+        if stored not in self._files and f"{stored}_blocks" in self._files:
+            return self._mxfp4(stored, shape, rows, columns, expert)
+        path, raw, entry = self._entry(stored, shape)
+        index = () if expert is None else (expert,)
+        cut = self._read(path, entry, (*index, *_slices(rows, columns)))
+        return self._scaled(stored, raw, entry, cut, rows, columns) if entry.dtype in FLOAT8 else cut
+
+    def _entry(self, stored: str, shape: tuple[int, ...] | None) -> tuple[Path, str, Stored]:
+        if stored not in self._files:
+            single = self._paths[0] if len(self._paths) == 1 else Path(self.folder)
+            raise ConfigError(f"tensor {stored!r} is missing in {str(self._promised.get(stored, single))!r}")
+        path, raw, entry = self._files[stored]
+        if shape is not None and entry.shape != shape:
             raise ConfigError(
-                f"tensor {raw!r} in {str(path)!r} is {list(self.shapes[name])} but the config makes it {list(shape)}"
+                f"tensor {raw!r} in {str(path)!r} is {list(entry.shape)} but the config makes it {list(shape)}"
             )
-        self._taken.add(name)
-        with _opened(path) as file:
-            part = file.get_slice(raw)
-            if columns is not None:
-                return _tensor(part[:, slice(*columns)])
-            return _tensor(part[slice(*rows)] if rows is not None else file.get_tensor(raw))
+        self._taken.add(stored)
+        return path, raw, entry
+
+    def _read(self, path: Path, entry: Stored, index: tuple[slice | int, ...]) -> Tensor:
+        """A copy of what `index` picks. Pages that were read are given back, so that files do not pile up in memory."""
+        count = entry.stop - entry.start
+        if self._dry or not count:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="meta" if self._dry else None)[index].clone()
+        if path not in self._maps:
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped = self._maps[path]
+        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=entry.start, count=count)
+        if entry.start % entry.dtype.itemsize:
+            data = data.clone()
+        cut = data.view(entry.dtype).view(entry.shape)[index].clone()
+        if count > mmap.PAGESIZE:
+            first = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_DONTNEED, first, entry.stop - first)
+        return cut
+
+    def _scaled(
+        self, stored: str, raw: str, entry: Stored, cut: Tensor, rows: Span | None, columns: Span | None
+    ) -> Tensor:
+        """FP8 times its scale: one per tensor, one per row, or one per block of 128 x 128."""
+        path, stem = self._files[stored][0], stored.removesuffix(".weight")
+        names = [f"{stored}{end}" for end in SCALES] + [f"{stem}.qscale_weight"]
+        found = [name for name in names if name in self._files]
+        if len(found) != 1:
+            raise ConfigError(f"tensor {raw!r} in {str(path)!r} is FP8 and needs one scale, {names[0]!r}; has {found}")
+        for end in ACTIVATION_SCALES:
+            self.drop(f"{stem}{end}")
+        place, scale_name, scale = self._files[found[0]]
+        self._taken.add(found[0])
+        scales = self._read(place, scale, ()).float()
+        self._dequantised += 1
+        row, column = (rows or (0, 0))[0], (columns or (0, 0))[0]
+        if scales.numel() == 1:
+            return cut.float() * scales.view(())
+        if len(entry.shape) == 2 and scale.shape == (entry.shape[0], 1):
+            return cut.float() * (scales if rows is None else scales[slice(*rows)])
+        blocks = tuple(-(-size // BLOCK) for size in entry.shape)
+        if len(entry.shape) != 2 or scale.shape != blocks:
+            raise ConfigError(
+                f"tensor {scale_name!r} in {str(place)!r} is {list(scale.shape)} but {raw!r} of {list(entry.shape)} "
+                f"needs {list(blocks)} scales, one per block of {BLOCK} x {BLOCK}"
+            )
+        return block_scaled(cut, scales, row, column)
+
+    def _mxfp4(
+        self,
+        stored: str,
+        shape: tuple[int, ...] | None,
+        rows: Span | None,
+        columns: Span | None,
+        expert: int | None,
+    ) -> Tensor:
+        """MXFP4 of `shape` `[.., out, in]`, stored as `_blocks` `[.., in / 32, 16]` and `_scales` `[.., in / 32]`."""
+        if shape is not None and shape[-1] % GROUP:
+            raise ConfigError(f"tensor '{stored}_blocks' in {self.folder!r}: {shape[-1]} inputs are no multiple of 32")
+        packed = None if shape is None else (*shape[:-1], shape[-1] // GROUP)
+        index: tuple[slice | int, ...] = () if expert is None else (expert,)
+        start, stop = columns or (0, 0)
+        groups = None if columns is None else (start // GROUP, -(-stop // GROUP))
+        index += _slices(rows, groups)
+        parts = []
+        for end, tail in (("_blocks", (GROUP // 2,)), ("_scales", ())):
+            path, raw, entry = self._entry(stored + end, None if packed is None else (*packed, *tail))
+            if entry.dtype != torch.uint8:
+                raise ConfigError(f"tensor {raw!r} in {str(path)!r} is {entry.dtype}, but MXFP4 is packed in bytes")
+            parts.append(self._read(path, entry, index))
+        self._dequantised += 1
+        values = mxfp4(*parts)
+        if groups is None:
+            return values
+        first = start - groups[0] * GROUP
+        return values[..., first : first + stop - start]
 
     def drop(self, name: str) -> None:
         """Count `name`, if present, as accounted for without reading it."""
-        self._taken.add(name)
+        self._taken.add(self._stored_name(name))
 
     def finish(self) -> None:
-        """Refuse leftovers.
+        """Refuse leftovers, and close the files.
 
         Raises:
-            ConfigError: tensors that nothing took, named.
+            ConfigError: tensors that nothing took, named with their file.
         """
-        left = [raw for name, (_, raw) in self._files.items() if name not in self._taken and not IGNORED.search(name)]
+        left = {
+            raw: path
+            for name, (path, raw, _) in self._files.items()
+            if name not in self._taken and not any(pattern.search(name) for pattern in self._ignored)
+        }
         if left:
-            raise ConfigError(f"tensors of {self.folder!r} that the model does not know: {sorted(left)[:8]}")
+            names = sorted(left)[:8]
+            raise ConfigError(f"tensors of {str(left[names[0]])!r} that the model does not know: {names}")
+        for mapped in self._maps.values():
+            mapped.close()
+        self._maps.clear()
+        if self._dry:
+            return
+        others = len(self._files) - len(self._taken & self._files.keys())
+        if others:
+            log.info("%s: %d tensors belong to parts that are not served and were not read", self.folder, others)
+        if self._dequantised:
+            log.info("%s: %d quantised tensors were dequantised on load", self.folder, self._dequantised)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except FileNotFoundError:
-        raise ConfigError(f"{path.name} is missing in {str(path.parent)!r}; only safetensors are read") from None
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{str(path)!r} is not a readable safetensors file: {error}") from None
-
-
-def _tensor(read: Any) -> Tensor:
-    assert isinstance(read, Tensor), "safetensors was opened for torch"
-    return read
+def _slices(rows: Span | None, columns: Span | None) -> tuple[slice, ...]:
+    first = slice(None) if rows is None else slice(*rows)
+    return (first,) if columns is None else (first, slice(*columns))
 
 
 def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,13 +15,15 @@ from cluster.models.checkpoint import Checkpoint, placed
 from cluster.models.layer import (
     LAYER_OPS,
     Attend,
-    Loader,
+    Experts,
+    LatentAttention,
     Mlp,
     RotaryTable,
     SelfAttention,
     TokenExchange,
     norm,
 )
+from cluster.models.load import Loader
 from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
 
 
@@ -62,9 +64,9 @@ class Block:
 
     embed_norm: Tensor | None
     hidden_norm: Tensor | None
-    attention: SelfAttention
+    attention: SelfAttention | LatentAttention
     post_norm: Tensor
-    mlp: Mlp
+    mlp: Mlp | Experts
     eps: float
     residual_normed: bool
 
@@ -90,13 +92,17 @@ class Block:
 def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bool) -> Block:
     """This rank's part of the layer under `prefix`."""
     g = layer.geometry
-    named = f"{prefix}.{layer.hidden_norm}.weight"
+
+    def scale(name: str) -> Tensor:
+        return load.norm(f"{prefix}.{name}.weight", g.hidden, g.unit_offset)
+
+    attention = load.attention if g.latent is None else load.latent
     return Block(
-        embed_norm=load.take(f"{prefix}.input_layernorm.weight", g.hidden) if layer.pair else None,
-        hidden_norm=None if layer.hidden_norm == "none" else load.take(named, g.hidden),
-        attention=load.attention(f"{prefix}.self_attn", g, 2 * g.hidden if layer.pair else g.hidden),
-        post_norm=load.take(f"{prefix}.post_attention_layernorm.weight", g.hidden),
-        mlp=load.mlp(f"{prefix}.mlp", g),
+        embed_norm=scale("input_layernorm") if layer.pair else None,
+        hidden_norm=None if layer.hidden_norm == "none" else scale(layer.hidden_norm),
+        attention=attention(f"{prefix}.self_attn", g, 2 * g.hidden if layer.pair else g.hidden),
+        post_norm=scale("post_attention_layernorm"),
+        mlp=load.mlp(f"{prefix}.mlp", g) if g.moe is None else load.experts(f"{prefix}.mlp", g, g.moe),
         eps=g.eps,
         residual_normed=residual_normed and layer.pair,
     )
@@ -126,11 +132,11 @@ class DraftModel:
         self._layers = [
             load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
         ]
-        self._norm = load.take("norm.weight", g.hidden) if spec.final_norm else None
+        self._norm = load.norm("norm.weight", g.hidden, g.unit_offset) if spec.final_norm else None
         for name in spec.ignored:
             checkpoint.drop(name)
         self.target_ids = vocabulary_map(spec, checkpoint, load.device)
-        self._rotary = RotaryTable(spec.rope, g.head_dim, max_position, load.dtype, load.device)
+        self._rotary = RotaryTable(g.rope, g.rope_dim, max_position, load.dtype, load.device)
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -10,7 +10,8 @@ from torch import Tensor
 from cluster.arch import DraftSpec
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend, Loader, Sharding, TokenExchange, norm, project
+from cluster.models.layer import Attend, TokenExchange, norm, project
+from cluster.models.load import Loader, Sharding
 
 
 class Eagle3Draft(DraftModel):

@@ -9,7 +9,8 @@ from torch import Tensor
 from cluster.arch import DraftSpec
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend, Loader, Sharding, TokenExchange, norm, project
+from cluster.models.layer import Attend, TokenExchange, norm, project
+from cluster.models.load import Loader, Sharding
 
 
 class JoinedDraft(DraftModel):
@@ -35,9 +36,10 @@ class JoinedDraft(DraftModel):
         h = spec.hidden
         self._fc = load.projection("fc.weight", h, 2 * h)
         self._fc_bias = load.take("fc.bias", h) if spec.fc_bias else None
-        self._pair_norms = None
+        self._pair_norms: tuple[Tensor, ...] | None = None
         if spec.pair_norms:
-            self._pair_norms = load.take("embed_norm.weight", h), load.take("hidden_norm.weight", h)
+            offset = spec.layer.unit_offset
+            self._pair_norms = tuple(load.norm(f"{part}_norm.weight", h, offset) for part in ("embed", "hidden"))
         checkpoint.finish()
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:

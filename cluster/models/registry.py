@@ -1,4 +1,4 @@
-"""Which class serves which family, and the two ways in: `load_target` and `load_draft`."""
+"""Which class serves which family, and the ways in: `check_target`, `load_target` and `load_draft`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,19 +7,37 @@ import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
 from cluster.arch.draft import Kind
+from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import Draft
 from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.joined import JoinedDraft
-from cluster.models.layer import Sharding, TokenExchange
-from cluster.models.llama import LlamaTarget, read_embed_and_head
+from cluster.models.load import Sharding
+from cluster.models.target import DecoderTarget, read_embed_and_head, target_checkpoint
 from cluster.models.vocab import chosen_head
 
-TARGETS = {"LlamaForCausalLM": LlamaTarget}
 DRAFTS: dict[Kind, type[Eagle3Draft] | type[JoinedDraft]] = {
     "eagle3": Eagle3Draft,
     "eagle1": JoinedDraft,
+    "mistral": JoinedDraft,
+    "mtp": JoinedDraft,
 }
+
+
+def check_target(folder: str, ranks: Part = Part()) -> TargetArch:  # noqa: B008
+    """The target in `folder`, after every one of its tensors was found under its name, with its shape; reads headers.
+
+    `ranks` is the part of an attention group that has to be able to hold its heads.
+
+    Raises:
+        ConfigError: no target that is served here, or a tensor missing, unknown or of the wrong shape, named.
+    """
+    arch = read_target(folder)
+    sharding = Sharding(ranks, ranks, ranks)
+    meta = torch.device("meta")
+    DecoderTarget(arch, target_checkpoint(folder, arch, dry=True), torch.float32, meta, NoExchange(), sharding, 1)
+    return arch
 
 
 def load_target(
@@ -29,19 +47,19 @@ def load_target(
     exchange: TokenExchange,
     sharding: Sharding,
     max_position: int,
-) -> LlamaTarget:
-    """This rank's part of the target in `folder`, every tensor accounted for.
+) -> DecoderTarget:
+    """This rank's part of the target in `folder`, every tensor accounted for before the first one is read.
 
     Raises:
-        ConfigError: the folder holds no target that is served here.
+        ConfigError: as `check_target`.
     """
-    arch: TargetArch = read_target(folder)
-    return TARGETS[arch.family](arch, Checkpoint(folder), dtype, device, exchange, sharding, max_position)
+    arch = check_target(folder)
+    return DecoderTarget(arch, target_checkpoint(folder, arch), dtype, device, exchange, sharding, max_position)
 
 
 def load_draft(
     folder: str,
-    target: LlamaTarget,
+    target: DecoderTarget,
     dtype: torch.dtype,
     device: torch.device,
     exchange: TokenExchange,

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.mesh import Part
-from cluster.models.layer import Loader, TokenExchange, project
+from cluster.models.arithmetic import project
+from cluster.models.exchange import TokenExchange
+from cluster.models.load import Loader
 
 ALL = Part()
 

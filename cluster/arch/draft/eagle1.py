@@ -8,7 +8,7 @@ from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
 from cluster.arch.draft.widths import draft_geometry, layer_count, merged, same_target, vocabulary_of
 from cluster.arch.keys import Keys, Shapes, dtype_of
-from cluster.arch.target import TargetArch, rope_of
+from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
@@ -41,7 +41,6 @@ def read_eagle1(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
         layers=tuple(
             DraftLayer(geometry, pair=False, hidden_norm="none" if i == 0 else "input_layernorm") for i in range(count)
         ),
-        rope=rope_of(keys),
         target_hidden=target.hidden,
         vocab_size=target.vocab_size,
         draft_vocab_size=vocabulary.size,

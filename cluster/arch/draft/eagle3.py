@@ -8,7 +8,7 @@ from cluster.arch.draft.facts import Facts, aux_boundaries
 from cluster.arch.draft.spec import DraftLayer, DraftSpec, HiddenNorm
 from cluster.arch.draft.widths import draft_geometry, layer_count, merged, same_target, vocabulary_of
 from cluster.arch.keys import Keys, Shapes, dtype_of
-from cluster.arch.target import TargetArch, rope_of
+from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
@@ -51,7 +51,6 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
         kind="eagle3",
         dialect=_dialect(outer, shapes, speculators, recurrent == "post" or per_aux),
         layers=tuple(layers),
-        rope=rope_of(keys),
         target_hidden=target.hidden,
         vocab_size=target.vocab_size,
         draft_vocab_size=vocabulary.size,

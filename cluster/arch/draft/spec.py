@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from cluster.arch.target import LayerGeometry, Rope
+from cluster.arch.layer import LayerGeometry
 
 Kind = Literal["eagle3", "eagle1", "mistral", "mtp"]
 HiddenNorm = Literal["hidden_norm", "input_layernorm", "none"]
@@ -49,7 +49,6 @@ class DraftSpec:
     kind: Kind
     dialect: str
     layers: tuple[DraftLayer, ...]
-    rope: Rope
     target_hidden: int
     vocab_size: int
     draft_vocab_size: int

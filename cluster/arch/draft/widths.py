@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from cluster.arch.keys import Keys, Shapes
-from cluster.arch.target import LayerGeometry, TargetArch, geometry_of
+from cluster.arch.layer import LayerGeometry, geometry_of
+from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
@@ -40,7 +41,9 @@ def draft_geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str = "layer
     geometry = geometry_of(Keys(data, keys.where))
     return replace(
         geometry,
-        attention_bias=_bias(folder, keys, shapes, "attention_bias", f"{prefix}.self_attn.q_proj.bias"),
+        attention_bias=f"{prefix}.self_attn.q_proj.bias" in shapes,
+        out_bias=_bias(folder, keys, shapes, "attention_bias", f"{prefix}.self_attn.o_proj.bias"),
+        qk_norm=f"{prefix}.self_attn.q_norm.weight" in shapes,
         mlp_bias=_bias(folder, keys, shapes, "mlp_bias", f"{prefix}.mlp.up_proj.bias"),
     )
 

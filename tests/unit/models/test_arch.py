@@ -29,7 +29,7 @@ def spec_in(folder: str, target: str | None = None) -> DraftSpec:
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn.*known: default, llama3"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn lacks.*factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 lacks.*low_freq_factor"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be token ids"),

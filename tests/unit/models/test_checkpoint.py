@@ -10,16 +10,17 @@ from safetensors.torch import load_file, save_file
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint, normal_name
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import WHOLE, NoExchange
-from cluster.models.llama import LlamaTarget
+from cluster.models.layer import NoExchange
+from cluster.models.load import WHOLE
 from cluster.models.registry import load_draft, load_target
+from cluster.models.target import DecoderTarget
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
 CPU = torch.device("cpu")
 
 
-def target_in(folder: str) -> LlamaTarget:
+def target_in(folder: str) -> DecoderTarget:
     return load_target(folder, torch.float64, CPU, NoExchange(), WHOLE, 64)
 
 

@@ -8,7 +8,8 @@ from cluster.arch import read_draft, read_target
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import Draft
-from cluster.models.layer import WHOLE, NoExchange
+from cluster.models.layer import NoExchange
+from cluster.models.load import WHOLE
 from cluster.models.registry import load_draft, load_target
 from tests.parity.reference import target_reference
 from tests.tiny import target_folder

@@ -15,9 +15,10 @@ from torch import Tensor
 from cluster.batch import Batch, PromptRows, Reach, SamplingBatch
 from cluster.config import TreeShape
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import WHOLE, NoExchange
-from cluster.models.llama import LlamaTarget
+from cluster.models.layer import NoExchange
+from cluster.models.load import WHOLE
 from cluster.models.registry import load_draft, load_target
+from cluster.models.target import DecoderTarget
 from cluster.spec.extend import extend_input
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
 from cluster.spec.verify import Accepted
@@ -67,7 +68,7 @@ def shapes_of(num_aux: int) -> list[Shape]:
 
 
 @cache
-def target_in(dtype: torch.dtype) -> LlamaTarget:
+def target_in(dtype: torch.dtype) -> DecoderTarget:
     return load_target(target_folder(**TARGET), dtype, CPU, NoExchange(), WHOLE, POSITIONS)
 
 

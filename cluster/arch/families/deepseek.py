@@ -1,0 +1,64 @@
+"""DeepSeek-V3: latent attention, experts chosen by groups under a sigmoid, and one that every token takes."""
+
+from dataclasses import replace
+
+from cluster.arch.keys import Keys
+from cluster.arch.layer import Latent, Moe, geometry_of
+from cluster.arch.rope import mscale
+from cluster.arch.target import TargetArch, target_of
+from cluster.config import ConfigError
+
+NAMES = (
+    (r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.mlp\.router\.", ".mlp.gate."),
+)
+
+
+def deepseek_v3(keys: Keys) -> TargetArch:
+    """`DeepseekV3ForCausalLM`. Layers beyond `num_hidden_layers` are its MTP drafts and not the target's."""
+    if not keys.flag("rope_interleave", True):
+        raise ConfigError(f"{keys.file} of {keys.where!r}: rope_interleave false is not served")
+    count = keys.integer("num_hidden_layers")
+    latent = Latent(
+        q_rank=None if keys.data.get("q_lora_rank") is None else keys.integer("q_lora_rank"),
+        kv_rank=keys.integer("kv_lora_rank", 512),
+        nope=keys.integer("qk_nope_head_dim", 128),
+        rope=keys.integer("qk_rope_head_dim", 64),
+        value=keys.integer("v_head_dim", 128),
+    )
+    data = dict(keys.data) | {"num_key_value_heads": 1, "head_dim": latent.kv_rank + latent.rope}
+    if latent.rope % 2 or data["head_dim"] % 2:
+        raise ConfigError(f"{keys.file} of {keys.where!r}: qk_rope_head_dim and kv_lora_rank must be even")
+    scaling = keys.section("rope_parameters" if keys.data.get("rope_parameters") else "rope_scaling")
+    scale = float((latent.nope + latent.rope) ** -0.5)
+    if scaling.data.get("mscale_all_dim"):
+        scale *= mscale(scaling.number("factor", 1.0), scaling.number("mscale_all_dim", 1.0)) ** 2
+    dense = replace(geometry_of(Keys(data, keys.where, keys.file)), latent=latent, scale=scale)
+    width = keys.integer("moe_intermediate_size", 2048)
+    moe = Moe(
+        experts=keys.integer("n_routed_experts", keys.integer("num_local_experts", 256)),
+        active=keys.integer("num_experts_per_tok", 8),
+        intermediate=width,
+        scoring="sigmoid",
+        renormalise=keys.flag("norm_topk_prob", True),
+        scale=keys.number("routed_scaling_factor", 2.5),
+        groups=keys.integer("n_group", 8),
+        top_groups=keys.integer("topk_group", 4),
+        correction=True,
+        shared=width * keys.integer("n_shared_experts", 1),
+    )
+    if moe.experts % moe.groups or moe.top_groups > moe.groups:
+        raise ConfigError(
+            f"{keys.file} of {keys.where!r}: {moe.experts} experts do not fall into n_group {moe.groups} groups of "
+            f"which topk_group {moe.top_groups} are chosen"
+        )
+    first = keys.data.get("first_k_dense_replace")
+    first = 3 if first is None else first
+    drafts = keys.data.get("num_nextn_predict_layers") or 0
+    return target_of(
+        keys,
+        "DeepseekV3ForCausalLM",
+        tuple(dense if i < first else replace(dense, moe=moe) for i in range(count)),
+        names=NAMES,
+        ignored=tuple(rf"^layers\.{count + i}\." for i in range(drafts)),
+    )

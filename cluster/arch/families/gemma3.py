@@ -1,0 +1,55 @@
+"""Gemma-3, its text: norms of 1 + weight around both blocks, local and global layers with a rope each."""
+
+from dataclasses import replace
+
+from cluster.arch.keys import Keys
+from cluster.arch.layer import geometry_of, sliding
+from cluster.arch.rope import Rope, rope_of
+from cluster.arch.target import TargetArch, target_of
+from cluster.config import ConfigError
+
+NAMES = (
+    (r"\.after_attention\.", ".post_attention_layernorm."),
+    (r"\.before_mlp\.", ".pre_feedforward_layernorm."),
+    (r"\.after_mlp\.", ".post_feedforward_layernorm."),
+)
+
+
+def gemma3(keys: Keys) -> TargetArch:
+    """`Gemma3ForCausalLM`: five local layers to one global one; embedding and head are tied unless said otherwise."""
+    count = keys.integer("num_hidden_layers")
+    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if keys.data.get(key):
+            raise ConfigError(f"{keys.file} of {keys.where!r}: {key} {keys.data[key]!r} is not served")
+    defaults = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
+    data = defaults | {key: value for key, value in keys.data.items() if value is not None}
+    full = Keys(data, keys.where, keys.file)
+    every = keys.integer("sliding_window_pattern", 6)
+    which = sliding(keys, count, [(i + 1) % every != 0 for i in range(count)])
+    layer = replace(
+        geometry_of(full, "gelu_tanh"),
+        rope=rope_of(full, 1e6, "full_attention"),
+        scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        qk_norm=True,
+        unit_offset=True,
+        sandwich=True,
+    )
+    local = replace(layer, rope=_local_rope(full), window=keys.integer("sliding_window", 4096))
+    cap = keys.data.get("final_logit_softcapping")
+    return target_of(
+        full,
+        "Gemma3ForCausalLM",
+        tuple(local if small else layer for small in which),
+        tied=keys.flag("tie_word_embeddings", True),
+        max_position=keys.integer("max_position_embeddings", 131072),
+        embed_scale=layer.hidden**0.5,
+        softcap=None if cap is None else keys.number("final_logit_softcapping", 1.0),
+        names=NAMES,
+    )
+
+
+def _local_rope(keys: Keys) -> Rope:
+    """The rope of local layers: listed by type, or `rope_local_base_freq` without scaling."""
+    if "sliding_attention" in keys.section("rope_parameters").data:
+        return rope_of(keys, 10000.0, "sliding_attention")
+    return Rope(keys.number("rope_local_base_freq", 10000.0))

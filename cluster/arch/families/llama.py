@@ -1,0 +1,21 @@
+"""Llama 2 and 3.x, and Mistral, which adds one window to all layers."""
+
+from cluster.arch.keys import Keys
+from cluster.arch.layer import geometry_of, windowed
+from cluster.arch.target import TargetArch, target_of
+
+
+def llama(keys: Keys) -> TargetArch:
+    """`LlamaForCausalLM`."""
+    layers = (geometry_of(keys),) * keys.integer("num_hidden_layers")
+    return target_of(keys, "LlamaForCausalLM", layers)
+
+
+def mistral(keys: Keys) -> TargetArch:
+    """`MistralForCausalLM`: a window in every layer, 4096 where the config does not say, none where it says null."""
+    count = keys.integer("num_hidden_layers")
+    window = None
+    if keys.data.get("sliding_window", 4096) is not None:
+        window = keys.integer("sliding_window", 4096)
+    layers = windowed(geometry_of(keys), window, [window is not None] * count)
+    return target_of(keys, "MistralForCausalLM", layers)

@@ -1,0 +1,67 @@
+"""Mistral's own format: params.json beside consolidated.safetensors, heads rotated in interleaved pairs."""
+
+from dataclasses import replace
+from typing import Any
+
+from cluster.arch.keys import Keys
+from cluster.arch.layer import geometry_of, windowed
+from cluster.arch.target import TargetArch, target_of
+from cluster.config import ConfigError
+
+NAMES = (
+    (r"^embed_tokens\.", "tok_embeddings."),
+    (r"^lm_head\.", "output."),
+    (r"\.input_layernorm\.", ".attention_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.([qkvo])_proj\.", r".attention.w\1."),
+    (r"\.mlp\.gate_proj\.", ".feed_forward.w1."),
+    (r"\.mlp\.up_proj\.", ".feed_forward.w3."),
+    (r"\.mlp\.down_proj\.", ".feed_forward.w2."),
+)
+SPELLED = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "hidden_dim",
+    "rms_norm_eps": "norm_eps",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "tied_embeddings",
+}
+NOT_SERVED = ("moe", "llama_4_scaling", "q_lora_rank", "kv_lora_rank", "vision_encoder", "mamba")
+END_OF_TEXT = 2
+
+
+def mistral_native(params: Keys) -> TargetArch:
+    """A dense Mistral. What params.json does not say: end of text is token 2, 128,000 positions.
+
+    Raises:
+        ConfigError: it holds experts, latent attention, position-dependent scales or a vision tower.
+    """
+    for key in NOT_SERVED:
+        if params.data.get(key):
+            raise ConfigError(f"params.json of {params.where!r}: {key} is recognised and not served in this format")
+    data: dict[str, Any] = {ours: params.data[theirs] for ours, theirs in SPELLED.items() if theirs in params.data}
+    data["eos_token_id"] = END_OF_TEXT
+    yarn = params.section("yarn")
+    if yarn.data:
+        data["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": yarn.data.get("factor"),
+            "original_max_position_embeddings": yarn.data.get("original_max_position_embeddings"),
+            "beta_fast": yarn.data.get("beta"),
+            "beta_slow": yarn.data.get("alpha"),
+        }
+        if not yarn.flag("apply_scale", True):
+            data["rope_scaling"]["attention_factor"] = 1.0
+    keys = Keys(data, params.where, "params.json")
+    window = params.data.get("sliding_window")
+    if window is not None:
+        window = params.integer("sliding_window")
+    count = keys.integer("num_hidden_layers")
+    layer = replace(geometry_of(keys), interleaved=True)
+    longest = params.integer("max_position_embeddings", params.integer("max_seq_len", 128000))
+    layers = windowed(layer, window, [window is not None] * count)
+    return target_of(keys, "Mistral (native)", layers, names=NAMES, max_position=longest)

@@ -1,0 +1,50 @@
+"""Qwen2 (biases on q, k, v), Qwen3 (norms per head) and Qwen3-MoE."""
+
+from dataclasses import replace
+
+from cluster.arch.keys import Keys
+from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, windowed
+from cluster.arch.target import TargetArch, target_of
+
+
+def qwen2(keys: Keys) -> TargetArch:
+    """`Qwen2ForCausalLM`: q, k and v always have biases, the output never."""
+    layer = replace(geometry_of(keys), attention_bias=True, out_bias=False)
+    return target_of(keys, "Qwen2ForCausalLM", _windows(keys, layer))
+
+
+def qwen3(keys: Keys) -> TargetArch:
+    """`Qwen3ForCausalLM`; heads of 128 where the config does not say."""
+    data = {"head_dim": 128} | {key: value for key, value in keys.data.items() if value is not None}
+    layer = replace(geometry_of(Keys(data, keys.where, keys.file)), qk_norm=True)
+    return target_of(keys, "Qwen3ForCausalLM", _windows(keys, layer))
+
+
+def qwen3_moe(keys: Keys) -> TargetArch:
+    """`Qwen3MoeForCausalLM`: layers of `mlp_only_layers`, and those between sparse steps, are dense."""
+    count, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
+    dense = replace(geometry_of(keys), qk_norm=True)
+    if keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None:
+        dense = replace(dense, window=keys.integer("sliding_window", 4096))
+    moe = Moe(
+        experts=keys.integer("num_experts", keys.integer("num_local_experts", 128)),
+        active=keys.integer("num_experts_per_tok", 8),
+        intermediate=keys.integer("moe_intermediate_size", 768),
+        renormalise=keys.flag("norm_topk_prob"),
+    )
+    only = keys.numbers("mlp_only_layers") or []
+    sparse = replace(dense, moe=moe)
+    layers = [sparse if i not in only and (i + 1) % step == 0 else dense for i in range(count)]
+    names = ((r"\.mlp\.router\.", ".mlp.gate."),)
+    return target_of(keys, "Qwen3MoeForCausalLM", tuple(layers), names=names)
+
+
+def _windows(keys: Keys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
+    """With `use_sliding_window`, layers from `max_window_layers` on look through the window."""
+    count, window = keys.integer("num_hidden_layers"), None
+    if keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None:
+        window = keys.integer("sliding_window", 4096)
+    first = keys.data.get("max_window_layers", 28)
+    default = [window is not None and i >= first for i in range(count)]
+    which = sliding(keys, count, default)
+    return windowed(layer, window, [small and window is not None for small in which])

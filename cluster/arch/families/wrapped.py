@@ -1,0 +1,61 @@
+"""LLaVA-style wrappers: a vision tower and a projector around one of our language models, served for text."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cluster.arch.families.gemma3 import gemma3
+from cluster.arch.families.llama import llama, mistral
+from cluster.arch.families.mixtral import mixtral
+from cluster.arch.families.qwen import qwen2, qwen3, qwen3_moe
+from cluster.arch.keys import Keys
+from cluster.arch.target import TargetArch
+from cluster.config import ConfigError
+
+WRAPPERS = (
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+)
+TEXT: dict[str, Callable[[Keys], TargetArch]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "gemma3_text": gemma3,
+}
+SEVEN_B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+# What published text_configs leave out, because it was the default of their model type when they were written.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**SEVEN_B, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
+    "mistral": {
+        **SEVEN_B,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+    },
+    "qwen2": {**SEVEN_B, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+    "gemma3_text": {"hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216},
+}
+NOT_TEXT = (r"^(vision_tower|vision_model|multi_modal_projector|image_newline)\b",)
+
+
+def wrapped(keys: Keys, wrapper: str) -> TargetArch:
+    """The language model inside `wrapper`, its family named after both."""
+    text = keys.section("text_config")
+    kind = str(text.data.get("model_type") or "llama")
+    if kind not in TEXT:
+        raise ConfigError(
+            f"{keys.file} of {keys.where!r}: {wrapper} around {kind!r} is not served; known: {', '.join(TEXT)}"
+        )
+    given = {key: value for key, value in text.data.items() if value is not None or key == "sliding_window"}
+    outer = {key: keys.data[key] for key in ("dtype", "torch_dtype", "eos_token_id") if keys.data.get(key) is not None}
+    inner = Keys({**DEFAULTS.get(kind, {}), **outer, **given}, keys.where, keys.file)
+    arch = TEXT[kind](inner)
+    tied = keys.flag("tie_word_embeddings", arch.tied) if keys.data.get("tie_word_embeddings") else arch.tied
+    return replace(arch, family=f"{wrapper}/{arch.family}", tied=tied, ignored=(*arch.ignored, *NOT_TEXT))

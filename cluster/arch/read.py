@@ -1,0 +1,92 @@
+"""Which family a checkpoint folder holds: the one table of target families, and those refused by name."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from cluster.arch.families.deepseek import deepseek_v3
+from cluster.arch.families.gemma3 import gemma3
+from cluster.arch.families.gpt_oss import gpt_oss
+from cluster.arch.families.llama import llama, mistral
+from cluster.arch.families.mistral_native import mistral_native
+from cluster.arch.families.mixtral import mixtral
+from cluster.arch.families.qwen import qwen2, qwen3, qwen3_moe
+from cluster.arch.families.wrapped import WRAPPERS, wrapped
+from cluster.arch.keys import Keys, family_of, read_json
+from cluster.arch.target import TargetArch
+from cluster.config import ConfigError
+
+FAMILIES: dict[str, Callable[[Keys], TargetArch]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
+    "GptOssForCausalLM": gpt_oss,
+    "Gemma3ForCausalLM": gemma3,
+    "DeepseekV3ForCausalLM": deepseek_v3,
+    **{name: partial(wrapped, wrapper=name) for name in WRAPPERS},
+}
+TARGET_FAMILIES = tuple(FAMILIES)
+# Parts of architecture names whose layers carry a state beside or instead of KV.
+STATEFUL = (
+    "Mamba",
+    "Qwen3Next",
+    "Qwen3_5",
+    "Jamba",
+    "Bamba",
+    "Zamba",
+    "FalconH1",
+    "NemotronH",
+    "MoeHybrid",
+    "RecurrentGemma",
+    "Rwkv",
+    "RWKV",
+    "KimiLinear",
+    "BailingHybrid",
+    "OlmoHybrid",
+    "MiniMaxForCausalLM",
+    "MiniMaxText01",
+    "MiniMaxM1",
+    "Lfm2",
+    "xLSTM",
+)
+
+
+def is_native(folder: str) -> bool:
+    """Whether the folder holds Mistral's own format and nothing else that could be read."""
+    root = Path(folder)
+    if not (root / "params.json").is_file():
+        return False
+    ours = ("model.safetensors", "model.safetensors.index.json")
+    return not (root / "config.json").is_file() or not any((root / name).is_file() for name in ours)
+
+
+def read_target(folder: str) -> TargetArch:
+    """The target in `folder`, from config.json and generation_config.json, or from params.json.
+
+    Raises:
+        ConfigError: no config, or a family or feature that is not served, named.
+    """
+    if is_native(folder):
+        return mistral_native(Keys(read_json(folder, "params.json"), folder, "params.json"))
+    keys = Keys(read_json(folder, "config.json"), folder)
+    for name in keys.data.get("architectures") or []:
+        if name not in FAMILIES and any(part in str(name) for part in STATEFUL):
+            raise ConfigError(
+                f"config.json of {folder!r}: {name} is recognised; its linear-attention or state-space layers are not "
+                f"served; known: {', '.join(TARGET_FAMILIES)}"
+            )
+    _quantisation(keys)
+    return FAMILIES[family_of(keys, TARGET_FAMILIES, "target")](keys)
+
+
+def _quantisation(keys: Keys) -> None:
+    """Refuse packings that cannot be read; which tensors are quantised is told by their own dtypes and scales."""
+    method = keys.section("quantization_config").data.get("quant_method")
+    if method not in (None, "fp8", "mxfp4", "compressed-tensors", "modelopt"):
+        raise ConfigError(
+            f"config.json of {keys.where!r}: quant_method {method!r} is not served; known: fp8, mxfp4, and FP8 of "
+            "compressed-tensors and modelopt"
+        )

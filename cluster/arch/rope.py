@@ -1,0 +1,97 @@
+"""Rotary embeddings as configs describe them: base, scaling, and what scaling does to the softmax."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cluster.arch.keys import Keys
+from cluster.config import ConfigError
+
+KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
+
+
+class Yarn(NamedTuple):
+    """YaRN (arXiv 2309.00071): wavelengths between the two betas are blended, the others stretched by `factor`.
+
+    `attention` multiplies cos and sin; `truncate` rounds the blended range to whole dimensions.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    length: int
+    truncate: bool
+    attention: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding in the half-split (neox) layout.
+
+    At most one scaling: `llama3` holds (factor, low, high, original length); `linear` divides every frequency.
+    """
+
+    theta: float
+    llama3: tuple[float, float, float, int] | None = None
+    linear: float = 1.0
+    yarn: Yarn | None = None
+
+
+def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None) -> Rope:
+    """The rotary embedding that the config asks for; `theta` where it names none.
+
+    `layer_type` picks one of the embeddings that a config of several lists by type. Old and new spelling are read:
+    `rope_theta` with `rope_scaling`, and `rope_parameters`. Dynamic scaling changes nothing up to
+    `max_position_embeddings`, beyond which nothing is served.
+    """
+    scaling = keys.section("rope_parameters" if keys.data.get("rope_parameters") else "rope_scaling")
+    if layer_type is not None and layer_type in scaling.data:
+        scaling = scaling.section(layer_type)
+    kind = scaling.data.get("rope_type") or scaling.data.get("type") or "default"
+    theta = scaling.number("rope_theta", keys.number("rope_theta", theta))
+    for holder in (scaling, keys):
+        if holder.number("partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError(f"{keys.file} of {keys.where!r}: partial_rotary_factor other than 1 is not served")
+    if kind in ("default", "dynamic"):
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, linear=_required(scaling, kind, "factor")[0])
+    if kind == "llama3":
+        factor, low, high, length = _required(
+            scaling, kind, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        )
+        return Rope(theta, (factor, low, high, int(length)))
+    if kind == "yarn":
+        factor, length = _required(scaling, kind, "factor", "original_max_position_embeddings")
+        both = scaling.data.get("mscale") and scaling.data.get("mscale_all_dim")
+        attention = mscale(factor, 1.0)
+        if both:
+            attention = mscale(factor, scaling.number("mscale", 1.0)) / mscale(
+                factor, scaling.number("mscale_all_dim", 1.0)
+            )
+        return Rope(
+            theta,
+            yarn=Yarn(
+                factor,
+                scaling.number("beta_fast", 32.0),
+                scaling.number("beta_slow", 1.0),
+                int(length),
+                scaling.flag("truncate", True),
+                scaling.number("attention_factor", attention),
+            ),
+        )
+    raise ConfigError(
+        f"{keys.file} of {keys.where!r}: rope_scaling type {kind!r} is not served; known: {', '.join(KINDS)}"
+    )
+
+
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's growth of the attention logits at `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _required(scaling: Keys, kind: str, *names: str) -> list[float]:
+    missing = [name for name in names if scaling.data.get(name) is None]
+    if missing:
+        raise ConfigError(f"{scaling.file} of {scaling.where!r}: rope_scaling {kind} lacks {missing}")
+    return [scaling.number(name, 1.0) for name in names]

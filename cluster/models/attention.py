@@ -1,0 +1,114 @@
+"""Attention blocks: packed heads with their options, and latent attention in its absorbed form.
+
+Shape legend: T rows, H hidden, nh query heads, nkv kv heads, d head_dim.
+A block knows neither pages nor ranks: `Attend` is the one attention primitive.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.arch import Latent
+from cluster.models.arithmetic import norm, project
+from cluster.models.exchange import TokenExchange
+from cluster.models.rotary import RotaryTable
+
+
+class Attend(Protocol):
+    """Writes this layer's new k and v, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`.
+
+    A latent layer brings kv `[T, 1, 1, d]`, its values being the first of those d. `sinks` `[nh]` are logits that join
+    each head's softmax and bring no value.
+    """
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attend in `layer` of the runner's pool."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """Packed q, k, v projection, rope on q and k, the attention primitive, output projection; this rank's heads."""
+
+    qkv: Tensor
+    out: Tensor
+    qkv_bias: Tensor | None
+    out_bias: Tensor | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    eps: float = 1e-6
+
+    def __call__(
+        self,
+        rows: Tensor,
+        rotary: RotaryTable,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        layer: int,
+        exchange: TokenExchange,
+    ) -> Tensor:
+        """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
+        count, rotated = rows.shape[0], self.heads + self.kv_heads
+        packed = project(rows, self.qkv, self.qkv_bias).view(count, rotated + self.kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            packed[:, : self.heads] = norm(packed[:, : self.heads], self.q_norm, self.eps)
+            packed[:, self.heads : rotated] = norm(packed[:, self.heads : rotated], self.k_norm, self.eps)
+        rotary.apply_(packed[:, :rotated], angles)
+        q, kv = packed[:, : self.heads], packed[:, self.heads :].view(count, 2, self.kv_heads, self.head_dim)
+        seen = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
+        return exchange.reduce(project(seen, self.out, self.out_bias))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are taken into the latent's space.
+
+    One cell per token is cached, its normed latent and its rotated key, for all heads; `keys` `[nh, nope, r]` and
+    `values` `[nh, r, v]` are the two halves of `kv_b_proj`. `q_down` None: queries are projected at once.
+    """
+
+    q_down: Tensor | None
+    q_down_bias: Tensor | None
+    q_norm: Tensor | None
+    q_up: Tensor
+    kv_down: Tensor
+    kv_down_bias: Tensor | None
+    kv_norm: Tensor
+    keys: Tensor
+    values: Tensor
+    out: Tensor
+    out_bias: Tensor | None
+    sizes: Latent
+    heads: int
+
+    def __call__(
+        self,
+        rows: Tensor,
+        rotary: RotaryTable,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        layer: int,
+        exchange: TokenExchange,
+    ) -> Tensor:
+        """`[T, in]` -> `[T, H]`."""
+        count, sizes = rows.shape[0], self.sizes
+        queries = rows
+        if self.q_down is not None and self.q_norm is not None:
+            queries = norm(project(rows, self.q_down, self.q_down_bias), self.q_norm, sizes.eps)
+        q = project(queries, self.q_up).view(count, self.heads, sizes.nope + sizes.rope)
+        latent = project(rows, self.kv_down, self.kv_down_bias)
+        cell = torch.cat([norm(latent[:, : sizes.kv_rank], self.kv_norm, sizes.eps), latent[:, sizes.kv_rank :]], -1)
+        cell = cell.view(count, 1, 1, sizes.kv_rank + sizes.rope)
+        rotary.apply_(cell[:, 0, :, sizes.kv_rank :], angles)
+        rotary.apply_(q[..., sizes.nope :], angles)
+        absorbed = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.keys).transpose(0, 1)
+        seen = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
+        seen = torch.bmm(seen.view(count, self.heads, sizes.kv_rank).transpose(0, 1), self.values)
+        rows = seen.transpose(0, 1).reshape(count, self.heads * sizes.value)
+        return exchange.reduce(project(rows, self.out, self.out_bias))

@@ -1,0 +1,235 @@
+"""Layers from a checkpoint: every part read by slice, shape-checked, in the compute dtype on the device."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cluster.arch import LayerGeometry, Moe
+from cluster.config import ConfigError
+from cluster.mesh import Part
+from cluster.models.checkpoint import Checkpoint, Span, placed
+from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
+from cluster.models.mlp import ACTIVATIONS, Router
+from cluster.models.rotary import half_split
+
+
+class Sharding(NamedTuple):
+    """Which part of a model this rank holds: of the attention heads, of the MLPs, of the vocabulary."""
+
+    attention: Part = Part()
+    mlp: Part = Part()
+    vocab: Part = Part()
+
+
+WHOLE = Sharding()
+
+
+class Loader:
+    """Takes named tensors of one checkpoint into the compute dtype and device, reading only this rank's shard."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, sharding: Sharding) -> None:
+        self.checkpoint, self.dtype, self.device, self.sharding = checkpoint, dtype, device, sharding
+
+    def take(
+        self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
+    ) -> Tensor:
+        """One tensor, shape-checked; of a shard only `rows` or `columns`, of a stack one `expert`."""
+        return placed(self.checkpoint.take(name, shape, rows, columns, expert), self.dtype, self.device)
+
+    def wide(self, name: str, *shape: int) -> Tensor:
+        """One tensor in at least float32, for what half precision would spoil."""
+        wide = self.dtype if self.dtype == torch.float64 else torch.float32
+        return placed(self.checkpoint.take(name, shape), wide, self.device)
+
+    def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
+        """A norm's weight; with `unit_offset` 1 + weight, which half precision would round away."""
+        return 1 + self.wide(name, size) if unit_offset else self.take(name, size)
+
+    def projection(self, name: str, rows: int, columns: int) -> Tensor:
+        """One weight of `rows` outputs, turned input-major: `[columns, rows]`."""
+        return self.take(name, rows, columns).t().contiguous()
+
+    def outputs(
+        self, names: list[str], rows: list[int], spans: list[Span], columns: int, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Projections side by side, each with the outputs of its span, `[columns, sum]`, and their biases."""
+        each = list(zip(names, rows, spans, strict=True))
+        weight = torch.cat([self.take(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
+        biases = [self.take(f"{name}.bias", r, rows=span) for name, r, span in each] if bias else []
+        return weight.t().contiguous(), torch.cat(biases) if bias else None
+
+    def inputs(
+        self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """A projection that reads the inputs of its span, `[span, rows]`; part 0 alone brings the bias to the sum."""
+        weight = self.take(f"{name}.weight", rows, columns, columns=span).t().contiguous()
+        added = self.take(f"{name}.bias", rows) if bias else None
+        return weight, added if part.rank == 0 else None
+
+    def attention(self, prefix: str, g: LayerGeometry, columns: int) -> SelfAttention:
+        """The attention block under `prefix`, its qkv reading `columns` inputs."""
+        part, d = self.sharding.attention, g.head_dim
+        local = local_heads(g, part)
+        q = (part.rank * local.heads * d, (part.rank + 1) * local.heads * d)
+        first = part.rank * g.kv_heads // part.size
+        kv = (first * d, (first + local.kv_heads) * d)
+        names = [f"{prefix}.{p}_proj" for p in "qkv"]
+        rows = [g.heads * d, g.kv_heads * d, g.kv_heads * d]
+        qkv, qkv_bias = self.outputs(names, rows, [q, kv, kv], columns, g.attention_bias)
+        if g.interleaved:
+            turned = (local.heads + local.kv_heads) * d
+            qkv[:, :turned] = half_split(qkv[:, :turned].t().contiguous(), local.heads + local.kv_heads).t()
+        out, out_bias = self.inputs(f"{prefix}.o_proj", g.hidden, g.heads * d, q, g.out_bias, part)
+        own = (part.rank * local.heads, (part.rank + 1) * local.heads)
+        norms = [self.norm(f"{prefix}.{p}_norm.weight", d, g.unit_offset) for p in "qk"] if g.qk_norm else [None, None]
+        sinks = self.take(f"{prefix}.sinks", g.heads, rows=own) if g.sinks else None
+        return SelfAttention(
+            qkv=qkv,
+            out=out,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            heads=local.heads,
+            kv_heads=local.kv_heads,
+            head_dim=d,
+            q_norm=norms[0],
+            k_norm=norms[1],
+            sinks=sinks,
+            eps=g.eps,
+        )
+
+    def latent(self, prefix: str, g: LayerGeometry, columns: int) -> LatentAttention:
+        """The latent attention block under `prefix`, reading `columns` inputs; its rope part comes in pairs on disk."""
+        part, sizes = self.sharding.attention, g.latent
+        assert sizes is not None
+        heads = local_heads(g, part).heads
+        own, width = part.rank * heads, sizes.nope + sizes.rope
+        span = (own * width, (own + heads) * width)
+        q_down = q_norm = q_down_bias = None
+        if sizes.q_rank is None:
+            q_up = self.take(f"{prefix}.q_proj.weight", g.heads * width, columns, rows=span)
+        else:
+            q_down = self.projection(f"{prefix}.q_a_proj.weight", sizes.q_rank, columns)
+            q_down_bias = self.take(f"{prefix}.q_a_proj.bias", sizes.q_rank) if g.attention_bias else None
+            q_norm = self.norm(f"{prefix}.q_a_layernorm.weight", sizes.q_rank)
+            q_up = self.take(f"{prefix}.q_b_proj.weight", g.heads * width, sizes.q_rank, rows=span)
+        cell, name = sizes.kv_rank + sizes.rope, f"{prefix}.kv_a_proj_with_mqa"
+        kv_down = half_split(self.take(f"{name}.weight", cell, columns), 1, sizes.rope)
+        kv_down_bias = half_split(self.take(f"{name}.bias", cell), 1, sizes.rope) if g.attention_bias else None
+        both = sizes.nope + sizes.value
+        up = self.take(
+            f"{prefix}.kv_b_proj.weight", g.heads * both, sizes.kv_rank, rows=(own * both, (own + heads) * both)
+        ).view(heads, both, sizes.kv_rank)
+        inputs = (own * sizes.value, (own + heads) * sizes.value)
+        out, out_bias = self.inputs(f"{prefix}.o_proj", g.hidden, g.heads * sizes.value, inputs, g.out_bias, part)
+        return LatentAttention(
+            q_down=q_down,
+            q_down_bias=q_down_bias,
+            q_norm=q_norm,
+            q_up=half_split(q_up, heads, sizes.rope).t().contiguous(),
+            kv_down=kv_down.t().contiguous(),
+            kv_down_bias=kv_down_bias,
+            kv_norm=self.norm(f"{prefix}.kv_a_layernorm.weight", sizes.kv_rank),
+            keys=up[:, : sizes.nope].contiguous(),
+            values=up[:, sizes.nope :].transpose(1, 2).contiguous(),
+            out=out,
+            out_bias=out_bias,
+            sizes=sizes,
+            heads=heads,
+        )
+
+    def mlp(self, prefix: str, g: LayerGeometry) -> Mlp:
+        """The gated MLP under `prefix`."""
+        part = self.sharding.mlp
+        span = part.span(g.intermediate)
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        gate_up, gate_up_bias = self.outputs(names, [g.intermediate] * 2, [span] * 2, g.hidden, g.mlp_bias)
+        down, down_bias = self.inputs(f"{prefix}.down_proj", g.hidden, g.intermediate, span, g.mlp_bias, part)
+        return Mlp(gate_up, down, gate_up_bias, down_bias, ACTIVATIONS[g.activation])
+
+    def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
+        """The experts under `prefix`, each cut by columns, with their router and the MLP that all tokens share."""
+        part = self.sharding.mlp
+        start, stop = part.span(moe.intermediate)
+        own = stop - start
+        gate_up = torch.empty(moe.experts, g.hidden, 2 * own, dtype=self.dtype, device=self.device)
+        down = torch.empty(moe.experts, own, g.hidden, dtype=self.dtype, device=self.device)
+        biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        if moe.stacked:
+            biases = self._stacked(f"{prefix}.experts", g, moe, gate_up, down)
+        else:
+            for e in range(moe.experts):
+                for i, name in enumerate(("gate", "up")):
+                    whole = f"{prefix}.experts.{e}.{name}_proj.weight"
+                    rows = self.take(whole, moe.intermediate, g.hidden, rows=(start, stop))
+                    gate_up[e, :, i * own : (i + 1) * own] = rows.t()
+                name = f"{prefix}.experts.{e}.down_proj.weight"
+                down[e] = self.take(name, g.hidden, moe.intermediate, columns=(start, stop)).t()
+        weight = self.wide if moe.scoring == "sigmoid" else self.take
+        router = Router(
+            weight=weight(f"{prefix}.router.weight", moe.experts, g.hidden).t().contiguous(),
+            bias=self.take(f"{prefix}.router.bias", moe.experts) if moe.router_bias else None,
+            correction=self.wide(f"{prefix}.router.correction", moe.experts) if moe.correction else None,
+            moe=moe,
+        )
+        shared = None
+        if moe.shared:
+            shared = self.mlp(f"{prefix}.shared_experts", replace(g, intermediate=moe.shared, mlp_bias=False))
+        return Experts(router, gate_up, down, *biases, shared, ACTIVATIONS[g.activation])
+
+    def _stacked(
+        self, prefix: str, g: LayerGeometry, moe: Moe, gate_up: Tensor, down: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """gpt-oss's experts, all in one tensor: input-major in half precision, output-major as MXFP4; gate and up
+        columns take turns.
+        """
+        e, h, i = moe.experts, g.hidden, moe.intermediate
+        span = self.sharding.mlp.span(i)
+        both = (2 * span[0], 2 * span[1])
+        packed = not self.checkpoint.holds(f"{prefix}.gate_up_proj")
+        for at in range(e):
+            if packed:
+                first = self.take(f"{prefix}.gate_up_proj", e, 2 * i, h, rows=both, expert=at).t()
+                last = self.take(f"{prefix}.down_proj", e, h, i, columns=span, expert=at).t()
+            else:
+                first = self.take(f"{prefix}.gate_up_proj", e, h, 2 * i, columns=both, expert=at)
+                last = self.take(f"{prefix}.down_proj", e, i, h, rows=span, expert=at)
+            gate_up[at] = torch.cat([first[:, 0::2], first[:, 1::2]], 1)
+            down[at] = last
+        bias = self.take(f"{prefix}.gate_up_proj_bias", e, 2 * i)[:, slice(*both)]
+        added = self.take(f"{prefix}.down_proj_bias", e, h)
+        turned = torch.cat([bias[:, 0::2], bias[:, 1::2]], 1)
+        return turned, added if self.sharding.mlp.rank == 0 else None
+
+    def layer(self, prefix: str, g: LayerGeometry) -> DecoderLayer:
+        """One whole decoder layer under `prefix`."""
+        block, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        before_mlp = "before_mlp" if g.sandwich else "post_attention_layernorm"
+
+        def scale(name: str) -> Tensor:
+            return self.norm(f"{prefix}.{name}.weight", g.hidden, g.unit_offset)
+
+        return DecoderLayer(
+            input_norm=scale("input_layernorm"),
+            attention=(self.attention if g.latent is None else self.latent)(block, g, g.hidden),
+            post_norm=scale(before_mlp),
+            mlp=self.mlp(mlp, g) if g.moe is None else self.experts(mlp, g, g.moe),
+            eps=g.eps,
+            after_attention=scale("after_attention") if g.sandwich else None,
+            after_mlp=scale("after_mlp") if g.sandwich else None,
+        )
+
+
+def local_heads(g: LayerGeometry, part: Part) -> LayerGeometry:
+    """The geometry of one attention shard; KV heads are replicated where there are fewer than ranks.
+
+    Raises:
+        ConfigError: the heads cannot be split so.
+    """
+    if g.heads % part.size or (g.kv_heads % part.size and part.size % g.kv_heads):
+        raise ConfigError(
+            f"{g.heads} attention heads and {g.kv_heads} KV heads cannot be split over {part.size} ranks of an "
+            "attention group (tp_size / attn_dp_size); lower tp_size or raise attn_dp_size"
+        )
+    return replace(g, heads=g.heads // part.size, kv_heads=max(1, g.kv_heads // part.size))

@@ -1,0 +1,105 @@
+"""The one target of all families: an embedding, decoder layers that may differ, a final norm, an own or tied head."""
+
+import torch
+from torch import Tensor
+
+from cluster.arch import TargetArch
+from cluster.models.arithmetic import norm
+from cluster.models.attention import Attend
+from cluster.models.checkpoint import Checkpoint
+from cluster.models.exchange import LAYER_OPS, TokenExchange
+from cluster.models.load import WHOLE, Loader, Sharding
+from cluster.models.rotary import RotaryTable
+from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
+
+
+class DecoderTarget:
+    """A target on one rank. `forward` returns the post-norm hidden and the aux hidden states of chosen boundaries."""
+
+    def __init__(
+        self,
+        arch: TargetArch,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        exchange: TokenExchange,
+        sharding: Sharding,
+        max_position: int,
+    ) -> None:
+        """Load this rank's part of every tensor of the checkpoint, strictly.
+
+        Raises:
+            ConfigError: a tensor is missing, unknown or of the wrong shape.
+        """
+        load, first = Loader(checkpoint, dtype, device, sharding), arch.layer
+        self.arch, self.folder, self._exchange = arch, checkpoint.folder, exchange
+        self._embed = load_embedding(load, "embed_tokens.weight", arch.vocab_size, arch.hidden)
+        self._layers = [load.layer(f"layers.{i}", g) for i, g in enumerate(arch.layers)]
+        self._norm = load.norm("norm.weight", arch.hidden, first.unit_offset)
+        self._head = _head(load, arch, self._embed)
+        checkpoint.finish()
+        ropes = list(dict.fromkeys(g.rope for g in arch.layers))
+        self._rotaries = [RotaryTable(rope, first.rope_dim, max_position, dtype, device) for rope in ropes]
+        self._rope_of = [ropes.index(g.rope) for g in arch.layers]
+        scale = arch.embed_scale
+        self._embed_scale = None if scale is None else torch.tensor(scale).to(device, dtype)
+        if scale is not None and dtype == torch.float64:
+            self._embed_scale = torch.tensor(scale, dtype=dtype, device=device)
+
+    @property
+    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What a forward and a head call of the exchange, in order."""
+        return ("embed", *LAYER_OPS * self.arch.num_layers), ("head",)
+
+    def get_embed_and_head(self) -> tuple[Embedding, Head]:
+        """The embedding and the head, for a draft to share; an embedding's rows are not scaled."""
+        return self._embed, self._head
+
+    def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
+        """Use another embedding and head, of the same sizes and the same shard."""
+        self._embed, self._head = embed, head
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Rows `[T]` -> post-norm hidden `[T, H]` and the residual stream entering each boundary, `[T, H]` each."""
+        hidden = self._embed(token_ids, self._exchange)
+        if self._embed_scale is not None:
+            hidden = hidden * self._embed_scale
+        angles = [rotary.at(positions) for rotary in self._rotaries]
+        aux: list[Tensor] = []
+        for index, layer in enumerate(self._layers):
+            if index in boundaries:
+                aux.append(hidden)
+            rope = self._rope_of[index]
+            hidden = layer(hidden, self._rotaries[rope], angles[rope], attend, index, self._exchange)
+        if self.arch.num_layers in boundaries:
+            aux.append(hidden)
+        return norm(hidden, self._norm, self.arch.layer.eps), aux
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Post-norm hidden `[T, H]` -> logits `[T, V]`."""
+        logits = self._head(hidden, self._exchange)
+        cap = self.arch.softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def target_checkpoint(folder: str, arch: TargetArch, dry: bool = False) -> Checkpoint:
+    """The checkpoint of `arch` in `folder`, under the names of its family."""
+    return Checkpoint(folder, arch.stored_name, arch.ignored, dry)
+
+
+def read_embed_and_head(
+    folder: str, arch: TargetArch, dtype: torch.dtype, device: torch.device
+) -> tuple[Embedding, Head]:
+    """The whole embedding and head of the target in `folder`."""
+    load = Loader(target_checkpoint(folder, arch), dtype, device, WHOLE)
+    embed = load_embedding(load, "embed_tokens.weight", arch.vocab_size, arch.hidden)
+    return embed, _head(load, arch, embed)
+
+
+def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
+    """The head; a checkpoint that holds one uses it, tied or not by its config."""
+    if arch.tied and not load.checkpoint.holds("lm_head.weight"):
+        return tied_head(embed, arch.vocab_size)
+    return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

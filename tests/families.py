@@ -1,0 +1,267 @@
+"""The registry of target families: tiny random checkpoints of each, made by `transformers`, several configs each."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from tests.exact import FLOAT32, Oracle, exact
+from tests.tiny import folder_of_session
+
+VOCAB = 64
+LAYERS = 4
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+
+def rope(scaling: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    return {"rope_parameters": {**scaling, "rope_theta": theta}}
+
+
+@dataclass(frozen=True)
+class Family:
+    """`architecture` of `transformers`, sizes on top of `SIZES`, and its configs by what they try."""
+
+    architecture: str
+    config: str
+    sizes: dict[str, Any]
+    cases: dict[str, dict[str, Any]]
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {},
+        {
+            "grouped heads, llama3 rope": rope(LLAMA3, 500000.0),
+            "one head each, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+            "one kv head, biases, heads of 12": {
+                "num_key_value_heads": 1,
+                "attention_bias": True,
+                "mlp_bias": True,
+                "head_dim": 12,
+            },
+            "linear rope, sharded": {**rope(LINEAR), "shards": True},
+            "dynamic rope": rope(DYNAMIC),
+            "yarn": rope(YARN),
+        },
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        "MistralConfig",
+        {},
+        {
+            "window of 9": {"sliding_window": 9, "head_dim": 8},
+            "no window, theta 1e6": {"sliding_window": None, **rope({"rope_type": "default"}, 1e6)},
+            "window of 1, one head each": {"sliding_window": 1, "num_key_value_heads": 4},
+            "yarn, heads of 20, sharded": {"sliding_window": None, "head_dim": 20, **rope(YARN), "shards": True},
+        },
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {},
+        {
+            "tied": {"tie_word_embeddings": True},
+            "late layers windowed": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+            "yarn, one kv head": {"num_key_value_heads": 1, **rope(YARN)},
+        },
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {"head_dim": 12},
+        {
+            "grouped heads": {},
+            "tied, biases": {"tie_word_embeddings": True, "attention_bias": True},
+            "layer types, yarn": {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                **rope(YARN),
+            },
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        {
+            "renormalised": {"norm_topk_prob": True},
+            "not renormalised, tied": {"norm_topk_prob": False, "tie_word_embeddings": True},
+            "some layers dense": {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": True},
+            "odd columns, sharded": {"moe_intermediate_size": 11, "num_experts_per_tok": 3, "shards": True},
+        },
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {"num_local_experts": 4},
+        {
+            "two of four": {},
+            "three of five, window of 8": {
+                "num_local_experts": 5,
+                "num_experts_per_tok": 3,
+                "sliding_window": 8,
+            },
+            "one head each, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        },
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "intermediate_size": 32,
+        },
+        {
+            "yarn": rope({**YARN, "truncate": False}, 150000.0),
+            "own layer types": {
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+            },
+            "one head each, low limit": {"num_key_value_heads": 4, "swiglu_limit": 0.5},
+            "odd columns, sharded": {"intermediate_size": 21, "shards": True},
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 8, "tie_word_embeddings": True},
+        {
+            "three local, one global": {"sliding_window_pattern": 4},
+            "own layer types": {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "linear global rope": {
+                "sliding_window_pattern": 2,
+                "rope_parameters": {
+                    "full_attention": {**LINEAR, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+            "untied, capped, biases": {
+                "tie_word_embeddings": False,
+                "final_logit_softcapping": 3.0,
+                "attention_bias": True,
+            },
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 8,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+        },
+        {
+            "low-rank queries": {},
+            "whole queries, two shared": {"q_lora_rank": None, "n_shared_experts": 2},
+            "yarn with mscale": rope({**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}),
+            "biases, all layers sparse, sharded": {
+                "attention_bias": True,
+                "first_k_dense_replace": 0,
+                "norm_topk_prob": False,
+                "shards": True,
+            },
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A checkpoint and its oracle."""
+
+    folder: str
+    oracle: Oracle
+
+
+def all_cases() -> list[tuple[str, str]]:
+    """Every (family, case)."""
+    return [(name, case) for name, family in FAMILIES.items() for case in family.cases]
+
+
+@cache
+def made(name: str, case: str) -> Made:
+    """The checkpoint of one case, made once."""
+    family = FAMILIES[name]
+    given = SIZES | family.sizes | family.cases[case]
+    shards = given.pop("shards", False)
+    config = getattr(transformers, family.config)(**given)
+    folder = folder_of_session() / f"{name}-{list(family.cases).index(case)}"
+    model = random_model(getattr(transformers, family.architecture), config)
+    with exact():
+        model.save_pretrained(folder)
+    if shards:
+        cut(folder)
+    return Made(str(folder), Oracle(model))
+
+
+def random_model(kind: type[PreTrainedModel], config: Any, seed: int = 0) -> PreTrainedModel:
+    """A float64 model whose every weight is random, and a float32 number, so that a file of either holds it."""
+    torch.manual_seed(seed)
+    config._attn_implementation = config._experts_implementation = "eager"
+    with exact():
+        model = kind(config)
+        for tensors in (model.named_parameters(), model.named_buffers()):
+            for name, tensor in tensors:
+                if "inv_freq" in name or "embed_scale" in name:
+                    continue
+                level = 0.2 if "norm" in name or "bias" in name else 1.0 if "embed" in name else 0.35
+                centre = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
+                new = centre + level * torch.randn(tensor.shape)
+                tensor.data.copy_(new.to(FLOAT32))
+        model.tie_weights()
+    return model.double()
+
+
+def cut(folder: Path) -> None:
+    """Turn the one file of a checkpoint into two with an index."""
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(held)
+    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({tensor: held[tensor] for tensor in part}, folder / file)
+    table = {"weight_map": {tensor: file for file, part in parts.items() for tensor in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table))

@@ -1,0 +1,100 @@
+"""A model's shards in one process: a thread per rank, and an exchange that adds their parts up in rank order."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.arch import TargetArch
+from cluster.attention.bind import bind_attention
+from cluster.attention.plan import causal_bias, reach_of, window_group
+from cluster.batch import AttentionPlan
+from cluster.mesh import Part
+from cluster.models.exchange import NoExchange, TokenExchange
+from cluster.models.load import Sharding, local_heads
+from cluster.models.registry import load_target
+
+CPU = torch.device("cpu")
+
+
+class Summed:
+    """The exchange of rank `rank` among those that share `table` and `barrier`; it notes what it was called."""
+
+    def __init__(self, rank: int, table: list[Any], barrier: Barrier) -> None:
+        self._rank, self._table, self._barrier = rank, table, barrier
+        self.ops: list[str] = []
+
+    def _all(self, rows: Tensor) -> list[Tensor]:
+        self._table[self._rank] = rows
+        self._barrier.wait(60)
+        every = list(self._table)
+        self._barrier.wait(60)
+        return every
+
+    def _sum(self, op: str, rows: Tensor) -> Tensor:
+        self.ops.append(op)
+        return torch.stack(self._all(rows)).sum(0)
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        return self._sum("reduce", rows)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        self.ops.append("gather")
+        return rows
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        return self._sum("scatter", rows)
+
+    def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._sum("embed", lookup(ids))
+
+    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+        self.ops.append("head")
+        return torch.cat(self._all(project(rows)), -1)
+
+
+def run_text(folder: str, tokens: list[int], chunks: list[int], size: int) -> list[tuple[Tensor, list[Tensor]]]:
+    """Logits `[T, V]` and every boundary of the text on each of `size` ranks, in chunks over scattered pages."""
+    table: list[Any] = [None] * size
+    barrier = Barrier(size)
+
+    def rank_of(rank: int) -> tuple[Tensor, list[Tensor]]:
+        exchange = Summed(rank, table, barrier) if size > 1 else NoExchange()
+        try:
+            return _run(folder, tokens, chunks, Part(rank, size), exchange)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank_of, range(size)))
+
+
+@torch.inference_mode()
+def _run(
+    folder: str, tokens: list[int], chunks: list[int], part: Part, exchange: TokenExchange
+) -> tuple[Tensor, list[Tensor]]:
+    count, slots = len(tokens), 2 * len(tokens) + 7
+    target = load_target(folder, torch.float64, CPU, exchange, Sharding(part, part, part), count + 1)
+    arch: TargetArch = target.arch
+    _, attention = bind_attention([local_heads(g, part) for g in arch.layers], slots, torch.float64, CPU)
+    pages = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(4)) + 1)[None, : count + 1]
+    boundaries = tuple(range(arch.num_layers + 1))
+    logits, streams, at = [], [], 0
+    for rows in chunks:
+        reach = reach_of(pages, torch.tensor([0]), torch.tensor([at]), at, rows, torch.float64)
+        own = window_group(reach, causal_bias(rows, torch.float64, CPU), slice(0, rows))
+        attention.bind(AttentionPlan.of(reach.window.view(-1), own))
+        ids, positions = torch.tensor(tokens[at : at + rows]), torch.arange(at, at + rows)
+        hidden, aux = target.forward(ids, positions, attention, boundaries)
+        logits.append(target.logits(hidden))
+        streams.append(aux)
+        at += rows
+    assert at == count
+    if isinstance(exchange, Summed):
+        forward, head = target.ops
+        assert exchange.ops == [*forward, *head] * len(chunks), "the ops that a target declares are those it calls"
+    return torch.cat(logits), [torch.cat(parts) for parts in zip(*streams, strict=True)]
