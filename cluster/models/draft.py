@@ -133,8 +133,6 @@ class DraftModel:
             load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
         ]
         self._norm = load.norm("norm.weight", g.hidden, g.unit_offset) if spec.final_norm else None
-        for name in spec.ignored:
-            checkpoint.drop(name)
         self.target_ids = vocabulary_map(spec, checkpoint, load.device)
         self._rotary = RotaryTable(g.rope, g.rope_dim, max_position, load.dtype, load.device)
 
@@ -156,6 +154,8 @@ class DraftModel:
     def _run(self, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """The layers and the final norm: (for the head, recurrent) `[T, H]`."""
         angles = self._rotary.at(positions)
+        if self.spec.query_scaling is not None:
+            attend = _Grown(attend, positions, *self.spec.query_scaling)
         for index, layer in enumerate(self._layers):
             hidden = layer(embedding, hidden, self._rotary, angles, attend, index, self._exchange)
         normed = hidden if self._norm is None else norm(hidden, self._norm, self.spec.layer.eps)
@@ -167,21 +167,37 @@ class DraftModel:
         return self._embed(token_ids, self._exchange)
 
 
+class _Grown:
+    """Attention whose queries grow with their position: 1 + beta log(1 + p // length) (llama-4, Mistral)."""
+
+    def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
+        self._attend = attend
+        self._growth = 1 + beta * torch.log1p((positions // length).double())
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attend in `layer` of the runner's pool."""
+        return self._attend(layer, q * self._growth.to(q.dtype)[:, None, None], kv, sinks)
+
+
 def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device) -> Tensor:
     """Draft id -> target id, `[Vd]` int64. On disk `d2t` holds offsets: target id = draft id + d2t[draft id].
 
     Raises:
         ConfigError: there is none where one is needed, or it is no ascending map into the target's ids.
     """
-    identity = torch.arange(spec.draft_vocab_size)
+    identity = torch.arange(spec.draft_vocab_size, device=device)
     if not spec.vocab_map:
         if spec.draft_vocab_size != spec.vocab_size:
             raise ConfigError(
                 f"tensor 'd2t' is missing in {checkpoint.folder!r}: draft_vocab_size {spec.draft_vocab_size} needs it"
             )
         checkpoint.drop("t2d")
-        return identity.to(device)
-    ids = identity + checkpoint.take("d2t", (spec.draft_vocab_size,)).long()
+        return identity
+    offsets = checkpoint.take("d2t", (spec.draft_vocab_size,)).long()
+    if offsets.is_meta:
+        checkpoint.drop("t2d")
+        return identity
+    ids = identity.cpu() + offsets
     increasing = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < spec.vocab_size
     if "t2d" in checkpoint.shapes:
         mask = checkpoint.take("t2d", (spec.vocab_size,)).bool()

@@ -1,6 +1,7 @@
 """Which class serves which family, and the ways in: `check_target`, `load_target` and `load_draft`."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,31 @@ def check_target(folder: str, ranks: Part = Part()) -> TargetArch:  # noqa: B008
     return arch
 
 
+def check_draft(
+    folder: str,
+    target: TargetArch,
+    ranks: Part = Part(),  # noqa: B008
+    overrides: Mapping[str, Any] | None = None,
+) -> DraftSpec:
+    """The draft in `folder` for `target`, after every one of its tensors was found with its shape; reads headers.
+
+    Raises:
+        ConfigError: no draft that is served here, or a tensor missing, unknown or of the wrong shape, named.
+    """
+    spec = read_draft(folder, Checkpoint(folder).shapes, target, overrides)
+    sharding = Sharding(ranks, ranks, ranks)
+    meta = torch.device("meta")
+    for runner in range(spec.runners):
+        checkpoint = draft_checkpoint(folder, spec, runner, dry=True)
+        DRAFTS[spec.kind](spec, checkpoint, torch.float32, meta, NoExchange(), sharding, 1)
+    return spec
+
+
+def draft_checkpoint(folder: str, spec: DraftSpec, runner: int = 0, dry: bool = False) -> Checkpoint:
+    """The tensors of one runner of the draft in `folder`."""
+    return Checkpoint(folder, partial(spec.stored_name, runner=runner), spec.ignored(runner), dry)
+
+
 def load_target(
     folder: str,
     dtype: torch.dtype,
@@ -66,17 +92,19 @@ def load_draft(
     sharding: Sharding,
     max_position: int,
     overrides: Mapping[str, Any] | None = None,
+    runner: int = 0,
 ) -> Draft:
     """This rank's part of the draft in `folder` for `target`, sharing its embedding and head where there is none.
 
     A whole draft beside a target whose vocabulary is sharded gets whole ones of its own, read again; so does a draft
-    that ranks some of the target's ids with the target's head. `overrides` as in `read_draft`.
+    that ranks some of the target's ids with the target's head. `overrides` as in `read_draft`; `runner` is the place
+    in the draft runner list.
 
     Raises:
         ConfigError: the folder holds no draft that is served here, or one that does not fit `target`.
     """
-    checkpoint = Checkpoint(folder)
-    spec: DraftSpec = read_draft(folder, checkpoint.shapes, target.arch, overrides)
+    spec = check_draft(folder, target.arch, overrides=overrides)
+    checkpoint = draft_checkpoint(folder, spec, runner)
     draft = DRAFTS[spec.kind](spec, checkpoint, dtype, device, exchange, sharding, max_position)
     embed, head = target.get_embed_and_head()
     if embed.part != sharding.vocab and not (spec.embed == "own" and spec.head != "target"):

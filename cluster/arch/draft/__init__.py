@@ -7,6 +7,8 @@ from typing import Any
 from cluster.arch.draft.eagle1 import read_eagle1
 from cluster.arch.draft.eagle3 import read_eagle3
 from cluster.arch.draft.facts import Facts, aux_boundaries
+from cluster.arch.draft.mistral import read_mistral
+from cluster.arch.draft.mtp import read_mtp
 from cluster.arch.draft.recognise import kind_of
 from cluster.arch.draft.spec import Choice, DraftLayer, DraftSpec, Kind
 from cluster.arch.keys import Keys, Shapes, read_json
@@ -17,6 +19,8 @@ __all__ = ["Choice", "DraftLayer", "DraftSpec", "Kind", "aux_boundaries", "read_
 READERS: dict[Kind, Callable[[str, Keys, Shapes, TargetArch, Facts], DraftSpec]] = {
     "eagle1": read_eagle1,
     "eagle3": read_eagle3,
+    "mistral": read_mistral,
+    "mtp": read_mtp,
 }
 
 
@@ -32,7 +36,9 @@ def read_draft(
         ConfigError: config and tensors disagree, the draft does not fit the target, or its format is not served; the
             message gives both numbers.
     """
-    keys = Keys(read_json(folder, "config.json"), folder)
+    native = "eagle_linear.weight" in shapes
+    file = "params.json" if native else "config.json"
+    keys = Keys(read_json(folder, file), folder, file)
     facts = Facts(overrides or {})
     spec = READERS[kind_of(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
     return replace(spec, choices=tuple(facts.choices))

@@ -6,7 +6,7 @@ target's embedding and head. A config without `bias` means that fc has one. FR-S
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import draft_geometry, layer_count, merged, same_target, vocabulary_of
+from cluster.arch.draft.widths import draft_geometry, layer_count, merged, rope_layout, same_target, vocabulary_of
 from cluster.arch.keys import Keys, Shapes, dtype_of
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
@@ -20,7 +20,7 @@ def read_eagle1(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     """
     keys = Keys(merged(outer.section("model").data, outer.data), folder)
     same_target(folder, keys, target)
-    geometry = draft_geometry(folder, keys, shapes)
+    geometry = rope_layout(draft_geometry(folder, keys, shapes), facts, "neox", "Llama's half-split rope")
     if geometry.hidden != target.hidden:
         raise ConfigError(
             f"draft {folder!r}: an EAGLE-1 draft has the target's width {target.hidden}, but its hidden_size is "

@@ -6,8 +6,17 @@ ids, nested geometry, `norm_before_residual`); ModelOpt's `eagle_config`; EAGLE-
 
 from cluster.arch.draft.facts import Facts, aux_boundaries
 from cluster.arch.draft.spec import DraftLayer, DraftSpec, HiddenNorm
-from cluster.arch.draft.widths import draft_geometry, layer_count, merged, same_target, vocabulary_of
+from cluster.arch.draft.widths import (
+    draft_geometry,
+    layer_count,
+    merged,
+    rope_layout,
+    same_target,
+    vocabulary_of,
+    windows_of,
+)
 from cluster.arch.keys import Keys, Shapes, dtype_of
+from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
@@ -22,7 +31,7 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     nested = outer.section("transformer_layer_config")
     keys = Keys(merged(nested.data, outer.data), folder) if speculators else outer
     eagle = outer.section("eagle_config")
-    geometry = draft_geometry(folder, keys, shapes)
+    geometry = rope_layout(draft_geometry(folder, keys, shapes), facts, "neox", "Llama's half-split rope")
     use_aux = eagle.flag("use_aux_hidden_state", True)
     same_target(folder, keys, target)
     boundaries: tuple[int, ...] = ()
@@ -44,9 +53,10 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     if "norm.weight" in shapes and not eagle.flag("use_last_layernorm", True):
         raise ConfigError(f"draft {folder!r}: eagle_config.use_last_layernorm is false but 'norm.weight' is there")
     count = layer_count(folder, keys, shapes)
-    layers = [DraftLayer(geometry, pair=True, hidden_norm="hidden_norm" if use_aux else "none")]
-    layers += [later_layer(layers[0], shapes, f"layers.{i}", h) for i in range(1, count)]
-    ignored = [f"layers.{i}.input_layernorm.weight" for i, layer in enumerate(layers) if _sglang(layer)]
+    each = windows_of(keys, geometry, count)
+    layers = [DraftLayer(each[0], pair=True, hidden_norm="hidden_norm" if use_aux else "none")]
+    layers += [later_layer(each[i], shapes, f"layers.{i}", h) for i in range(1, count)]
+    unused = [rf"^layers\.{i}\.input_layernorm\.weight$" for i, layer in enumerate(layers) if _sglang(layer)]
     return DraftSpec(
         kind="eagle3",
         dialect=_dialect(outer, shapes, speculators, recurrent == "post" or per_aux),
@@ -66,21 +76,22 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
         embed=vocabulary.embed,
         head=vocabulary.head,
         vocab_map=vocabulary.mapped,
-        ignored=tuple(ignored),
+        ignored_patterns=tuple(unused),
     )
 
 
-def later_layer(first: DraftLayer, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
+def later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
     """A layer after the first, in the meaning that shape and presence tell.
 
     Its q_proj reads 2 H: it takes the embedding again (DeepSpec). It reads H and has a `hidden_norm`: that is its
     norm before attention (SGLang). Else it is an ordinary layer (ModelOpt, speculators, vLLM).
     """
-    query = shapes.get(f"{prefix}.self_attn.q_proj.weight", ())
+    name = "q_proj" if geometry.latent is None else "q_a_proj"
+    query = shapes.get(f"{prefix}.self_attn.{name}.weight", ())
     if len(query) == 2 and query[1] == 2 * hidden and query[1] != hidden:
-        return DraftLayer(first.geometry, pair=True, hidden_norm="hidden_norm")
+        return DraftLayer(geometry, pair=True, hidden_norm="hidden_norm")
     norm: HiddenNorm = "hidden_norm" if f"{prefix}.hidden_norm.weight" in shapes else "input_layernorm"
-    return DraftLayer(first.geometry, pair=False, hidden_norm=norm)
+    return DraftLayer(geometry, pair=False, hidden_norm=norm)
 
 
 def _sglang(layer: DraftLayer) -> bool:

@@ -16,8 +16,8 @@ REFUSED_TENSORS = (
     (r"^medusa_head\.|^\d+\.\d+\.linear\.weight$", "Medusa heads (arXiv 2401.10774)"),
     (r"^(markov_head|confidence_head)", "DSpark (arXiv 2607.05147)"),
     (r"(^|\.)embed_layernorm\.|(^|\.)post_embedding_layernorm\.", "HASS's EAGLE with embedding norms"),
+    (r"^mtp\.fc\.|^mtp\.pre_fc_norm", "Qwen3-Next's MTP layer, with gated attention"),
     (r"\.(lora_A|lora_B)\.", "a LoRA adapter"),
-    (r"\.kv_a_proj_with_mqa\.|\.wkv_a_with_mqa\.", "latent attention (MLA)"),
 )
 REFUSED_NAMES = (
     (r"^p_?eagle", "P-EAGLE (arXiv 2602.01469), which drafts in parallel"),
@@ -67,9 +67,10 @@ def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
     refuse_unserved(folder, data, shapes)
     if "eagle_linear.weight" in shapes:
         return "mistral"
-    if any(re.search(r"\.eh_proj\.weight$|^mtp_layers\.\d+\.input_proj\.|^mtp\.fc\.", name) for name in shapes):
+    if any(re.search(r"\.eh_proj\.weight$|^mtp_layers\.\d+\.input_proj\.", name) for name in shapes):
         return "mtp"
-    query = shapes.get("layers.0.self_attn.q_proj.weight")
+    queries = (shapes.get(f"layers.0.self_attn.{name}.weight") for name in ("q_proj", "q_a_proj"))
+    query = next((shape for shape in queries if shape is not None), None)
     if query is None or len(query) != 2:
         raise ConfigError(
             f"draft {folder!r} is in no known format: 'layers.0.self_attn.q_proj.weight' (or 'midlayer...') is "

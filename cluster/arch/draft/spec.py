@@ -41,9 +41,12 @@ class DraftSpec:
     `input_source` says whether those are taken, or the hidden after the target's final norm. `norm_before_fc`: one
     RMSNorm over their concatenation; `fc_norm`: one for each. `fc` joins aux hidden states at extend (`eagle3`) or
     embedding and hidden in every forward (the others), in `concat_order`. `recurrent`: the next level reads the
-    output before or after the final norm. `runners` models of these `layers` make the draft runner list; when
-    `chained`, runner i reads the output of runner i - 1, else the target's hidden. `names` turn the names that the
-    model asks for into those of the checkpoint, in order.
+    output before or after the final norm. `zero_first`: the embedding of position 0 counts as zeros. `query_scaling`
+    (length, beta): queries at position p grow by 1 + beta log(1 + p // length).
+
+    `runners` models of these `layers` make the draft runner list; when `chained`, runner i reads the output of runner
+    i - 1, else the target's hidden. `names` turn the names that the model asks for into those of the checkpoint, in
+    order, {index} being `first_index` plus the runner's number.
     """
 
     kind: Kind
@@ -68,11 +71,13 @@ class DraftSpec:
     head: Literal["own", "target", "tied"] = "target"
     vocab_map: bool = False
     zero_first: bool = False
+    query_scaling: tuple[int, float] | None = None
     runners: int = 1
+    first_index: int = 0
     chained: bool = False
     choices: tuple[Choice, ...] = ()
     names: tuple[tuple[str, str], ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored_patterns: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -104,11 +109,18 @@ class DraftSpec:
         """A: width of the target's hidden at extend, `num_aux * target_hidden`."""
         return self.num_aux * self.target_hidden
 
-    def stored_name(self, name: str) -> str:
-        """What the checkpoint calls `name`."""
+    def stored_name(self, name: str, runner: int = 0) -> str:
+        """What the checkpoint calls `name` of a runner."""
         for pattern, replacement in self.names:
-            name = re.sub(pattern, replacement, name)
+            name = re.sub(pattern, replacement.replace("{index}", str(self.first_index + runner)), name)
         return name
+
+    def ignored(self, runner: int = 0) -> tuple[str, ...]:
+        """Patterns of stored tensors that are not this runner's: the target's, another runner's, or unused ones."""
+        if self.runners == 1:
+            return self.ignored_patterns
+        others = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)
+        return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({others})\.")
 
     def described(self) -> dict[str, Any]:
         """What was resolved, and the facts that tensors do not tell with their source; JSON-ready."""

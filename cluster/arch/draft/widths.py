@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from cluster.arch.draft.facts import Facts
+from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.keys import Keys, Shapes
-from cluster.arch.layer import LayerGeometry, geometry_of
+from cluster.arch.layer import LayerGeometry, geometry_of, sliding, windowed
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
@@ -31,6 +33,8 @@ def draft_geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str = "layer
     Raises:
         ConfigError: a bias that the config denies.
     """
+    if f"{prefix}.self_attn.kv_a_proj_with_mqa.weight" in shapes:
+        return latent_geometry(keys)
     data: dict[str, Any] = {k: v for k, v in keys.data.items() if k not in ("attention_bias", "mlp_bias")}
     if data.get("model_type") == "llama4_text" and data.get("intermediate_size_mlp"):
         data["intermediate_size"] = data["intermediate_size_mlp"]
@@ -46,6 +50,32 @@ def draft_geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str = "layer
         qk_norm=f"{prefix}.self_attn.q_norm.weight" in shapes,
         mlp_bias=_bias(folder, keys, shapes, "mlp_bias", f"{prefix}.mlp.up_proj.bias"),
     )
+
+
+def latent_geometry(keys: Keys, dense: bool = True) -> LayerGeometry:
+    """One layer of latent attention, as DeepSeek-V3 configures it, with a dense MLP or with experts."""
+    data = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": int(dense)}
+    return deepseek_v3(Keys(data, keys.where, keys.file)).layer
+
+
+def windows_of(keys: Keys, geometry: LayerGeometry, count: int) -> tuple[LayerGeometry, ...]:
+    """Every layer's geometry: `layer_types` says which look through `sliding_window`; without it, all that do or none.
+
+    Qwen's configs carry a `sliding_window` that `use_sliding_window` false switches off.
+    """
+    if keys.data.get("sliding_window") is None:
+        return (geometry,) * count
+    off = str(keys.data.get("model_type")).startswith("qwen")
+    used = keys.flag("use_sliding_window", not off)
+    return windowed(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
+
+
+def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: str) -> LayerGeometry:
+    """The layer with its rotary pairs as the checkpoint has them; latent attention always has neighbours."""
+    if geometry.latent is not None:
+        return geometry
+    layout = facts.choose("rope_layout", convention, source)
+    return replace(geometry, interleaved=layout == "interleaved")
 
 
 def _bias(folder: str, keys: Keys, shapes: Shapes, key: str, name: str) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.parity.reference import TargetPass, target_reference
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
-from tests.unit.models.draft_reference import Eagle1, Eagle3
+from tests.unit.models.draft_reference import Eagle1, Eagle3, Mistral, Mtp
 
 
 class Oracle(Protocol):
@@ -40,6 +40,7 @@ class Case:
 
 
 THREE = {"boundaries": (1, 2, 3)}
+NEXTN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 SPEC = {"boundaries": (1, 2, 4)}
 
 
@@ -171,5 +172,99 @@ CASES: dict[str, Case] = {
     ),
     "eagle1-layers": Case(
         "EAGLE-1/2", "two layers, biases on q, k, v (Qwen2)", lambda: write.eagle1(layers=2), Eagle1, {}
+    ),
+    "qwen3": Case(
+        "EAGLE-3",
+        "speculators, Qwen3 layers with q and k norms",
+        lambda: write.speculators(qwen3=True),
+        Eagle3,
+        SPEC | {"residual_normed": True},
+    ),
+    "windows": Case(
+        "EAGLE-3",
+        "speculators, Qwen3 layers, the second through a window",
+        lambda: write.speculators(
+            2,
+            True,
+            nested={
+                "sliding_window": 4,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+        ),
+        Eagle3,
+        SPEC | {"residual_normed": True, "later": ("input_layernorm",), "window": {"layers.1.self_attn": 4}},
+    ),
+    "mla": Case(
+        "EAGLE-3", "latent attention (Eagle3DeepseekV2, Kimi)", write.mla_eagle3, Eagle3, THREE, {"dialect": "modelopt"}
+    ),
+    "mistral": Case(
+        "Mistral EAGLE",
+        "GQA, two layers, interleaved rope",
+        write.mistral,
+        Mistral,
+        {"interleaved": True},
+        {"dialect": "mistral", "kind": "mistral"},
+    ),
+    "mistral-scaled": Case(
+        "Mistral EAGLE",
+        "llama-4's scaling of queries",
+        lambda: write.mistral(llama_4_scaling={"original_max_position_embeddings": 4, "beta": 0.5}),
+        Mistral,
+        {"interleaved": True},
+        {"query_scaling": (4, 0.5)},
+    ),
+    "mistral-fp8": Case(
+        "Mistral EAGLE",
+        "FP8 with qscale_weight, qscale_act and KV scales",
+        lambda: write.mistral(fp8=True),
+        Mistral,
+        {"interleaved": True},
+    ),
+    "mistral-mla": Case(
+        "Mistral EAGLE", "MLA", lambda: write.mistral(mla=True), Mistral, {}, {"dialect": "mistral-mla"}
+    ),
+    "mimo": Case(
+        "MTP",
+        "MiMo: reversed concatenation",
+        lambda: write.mtp("mimo"),
+        Mtp,
+        {
+            "at": "mtp_layers.0.",
+            "parts": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+            "hidden_first": True,
+            "zero_first": True,
+        },
+        {"dialect": "mimo"},
+    ),
+    "nextn": Case(
+        "MTP",
+        "DeepSeek NextN, dense",
+        lambda: write.mtp("deepseek"),
+        Mtp,
+        {"at": "layers.4.", "parts": NEXTN, "zero_first": True},
+        {"dialect": "deepseek-nextn"},
+    ),
+    "nextn-mla": Case(
+        "MTP",
+        "DeepSeek NextN, latent attention",
+        lambda: write.mtp("deepseek", mla=True),
+        Mtp,
+        {"at": "layers.4.", "parts": NEXTN, "zero_first": True},
+    ),
+    "step": Case(
+        "MTP",
+        "Step-3.5: own head, norms of 1 + weight",
+        lambda: write.mtp("step"),
+        Mtp,
+        {
+            "at": "layers.4.",
+            "inner": "layers.4.transformer.",
+            "parts": NEXTN,
+            "gemma": True,
+            "pre": True,
+            "head": "layers.4.shared_head.output.weight",
+        },
+        {"dialect": "step-3.5", "head": "own", "chained": True},
     ),
 }

@@ -203,3 +203,114 @@ def later(meaning: str) -> str:
         config |= {"target_layer_ids": [0, 1, 2], "ttt_length": 7}
         del config["eagle_config"]
     return write(held, config)
+
+
+def latent_layer(random: Random, name: str, columns: int, norms: tuple[str, ...]) -> Tensors:
+    """One layer of latent attention (16 + 8 ranks, heads of 8 + 4, values of 8) under HF names."""
+    made = random.layer(name, H, norms)
+    made = {key: tensor for key, tensor in made.items() if "self_attn" not in key}
+    sizes = {
+        "q_a_proj": (16, columns),
+        "q_b_proj": (HEADS * 12, 16),
+        "kv_a_proj_with_mqa": (12, columns),
+        "kv_b_proj": (HEADS * 16, 8),
+        "o_proj": (H, HEADS * 8),
+    }
+    made |= {f"{name}.self_attn.{part}.weight": random.matrix(*size) for part, size in sizes.items()}
+    made[f"{name}.self_attn.q_a_layernorm.weight"] = random.scale(16)
+    made[f"{name}.self_attn.kv_a_layernorm.weight"] = random.scale(8)
+    return made
+
+
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
+def mla_eagle3() -> str:
+    """As Kimi's Eagle3DeepseekV2: only `q_a_proj` and `kv_a_proj_with_mqa` see the doubled width."""
+    random = Random(21)
+    tensors: Tensors = {"fc.weight": random.matrix(H, 3 * H), "norm.weight": random.scale(H)}
+    tensors["lm_head.weight"] = random.matrix(V, H)
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    tensors |= latent_layer(random, "layers.0", 2 * H, norms)
+    config = base_config(
+        architectures=["Eagle3DeepseekV2ForCausalLM"],
+        model_type="kimi_k2",
+        head_dim=None,
+        num_key_value_heads=HEADS,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_last_layernorm": True},
+        n_routed_experts=8,
+        **LATENT,
+    )
+    return write(tensors, config)
+
+
+NATIVE = (
+    (r"^fc\.", "eagle_linear."),
+    (r"\.input_layernorm", ".attention_norm"),
+    (r"\.post_attention_layernorm", ".ffn_norm"),
+    (r"\.mlp\.gate_proj", ".feed_forward.w1"),
+    (r"\.mlp\.down_proj", ".feed_forward.w2"),
+    (r"\.mlp\.up_proj", ".feed_forward.w3"),
+    (r"\.self_attn\.kv_a_proj_with_mqa", ".attention.wkv_a_with_mqa"),
+    (r"\.self_attn\.kv_b_proj", ".attention.wkv_b"),
+    (r"\.self_attn\.q_([ab])_proj", r".attention.wq_\1"),
+    (r"\.self_attn\.(q|kv)_a_layernorm", r".attention.\1_a_norm"),
+    (r"\.self_attn\.([qkvo])_proj", r".attention.w\1"),
+)
+
+
+def mistral(layers: int = 2, mla: bool = False, fp8: bool = False, **params: Any) -> str:
+    """As mistralai/*-eagle: params.json, consolidated.safetensors, no embedding and no head."""
+    random, norms = Random(31), ("input_layernorm", "post_attention_layernorm")
+    tensors: Tensors = {"fc.weight": random.matrix(H, 2 * H), "norm.weight": random.scale(H)}
+    for i in range(layers):
+        made = latent_layer(random, f"layers.{i}", H, norms) if mla else random.layer(f"layers.{i}", H, norms)
+        tensors |= made
+    for theirs, ours in NATIVE:
+        tensors = {re.sub(theirs, ours, name): tensor for name, tensor in tensors.items()}
+    if fp8:
+        for name in [n for n in tensors if n.endswith(".weight") and tensors[n].dim() == 2]:
+            stem, scale = name.removesuffix(".weight"), tensors[name].abs().max() / 448
+            tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+            tensors |= {f"{stem}.qscale_weight": scale, f"{stem}.qscale_act": torch.tensor(0.5)}
+        tensors |= {f"layers.0.attention.{p}_fake_quantizer.qscale_act": torch.tensor(0.1) for p in "qkv"}
+    given = {
+        "dim": H,
+        "n_layers": layers,
+        "n_heads": HEADS,
+        "n_kv_heads": KV,
+        "head_dim": D,
+        "hidden_dim": 2 * H,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "vocab_size": V,
+        **(LATENT if mla else {}),
+        **params,
+    }
+    return write(tensors, given, file="consolidated.safetensors", keys="params.json")
+
+
+def mtp(dialect: str, count: int = 1, mla: bool = False, trained: int = 41) -> str:
+    """The MTP layers of a checkpoint, as their producers spell them, after the target's 4 layers."""
+    random, tensors = Random(trained), Tensors()
+    norms = ("input_layernorm", "post_attention_layernorm")
+    for i in range(count):
+        if dialect == "mimo":
+            at, inner, parts = f"model.mtp_layers.{i}.", "", ("token_layernorm", "hidden_layernorm", "input_proj")
+            out = "final_layernorm"
+        else:
+            at, parts, out = f"model.layers.{4 + i}.", ("enorm", "hnorm", "eh_proj"), "shared_head.norm"
+            inner = "transformer." if dialect == "step" else ""
+        tensors |= {f"{at}{part}.weight": random.scale(H) for part in (*parts[:2], out)}
+        tensors[f"{at}{parts[2]}.weight"] = random.matrix(H, 2 * H)
+        if dialect == "step":
+            tensors[f"{at}shared_head.output.weight"] = random.matrix(V, H)
+        if dialect == "deepseek":
+            tensors[f"{at}embed_tokens.weight"] = random.matrix(V, H)
+            tensors[f"{at}shared_head.head.weight"] = random.matrix(V, H)
+        name = f"{at}{inner}".rstrip(".")
+        tensors |= latent_layer(random, name, H, norms) if mla else random.layer(name, H, norms)
+    more: dict[str, Any] = {"num_hidden_layers": 4, "num_nextn_predict_layers": count}
+    if mla:
+        more |= {**LATENT, "head_dim": None, "n_routed_experts": 8, "num_key_value_heads": HEADS}
+    return write(tensors, base_config(**more))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.arch import read_draft, read_target
+from cluster.arch import DraftLayer, read_draft, read_target
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import Draft
@@ -24,16 +24,19 @@ GUESSED = [44, 3, 27]
 class Causal:
     """Attention over everything given so far, one memory per layer."""
 
-    def __init__(self, heads: int, kv_heads: int) -> None:
-        self.repeat, self.memory = heads // kv_heads, dict[int, Tensor]()
+    def __init__(self, layers: tuple[DraftLayer, ...]) -> None:
+        self.layers, self.memory = [layer.geometry for layer in layers], dict[int, Tensor]()
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        g = self.layers[layer]
         seen = torch.cat([self.memory[layer], kv]) if layer in self.memory else kv.clone()
         self.memory[layer] = seen
-        k, v = seen.repeat_interleave(self.repeat, 2).unbind(1)
-        weights = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-        ahead = torch.arange(seen.shape[0]) > torch.arange(seen.shape[0] - q.shape[0], seen.shape[0])[:, None]
-        return torch.einsum("hqk,khd->qhd", weights.masked_fill(ahead, float("-inf")).softmax(-1), v).flatten(1)
+        both = seen.repeat_interleave(g.heads // g.kv_heads, 2)
+        k, v = both[:, 0], both[:, -1, :, : g.value_dim]
+        weights = torch.einsum("qhd,khd->hqk", q, k) * g.softmax_scale
+        far = torch.arange(seen.shape[0] - q.shape[0], seen.shape[0])[:, None] - torch.arange(seen.shape[0])
+        hidden = (far < 0) | (far >= (g.window or seen.shape[0]))
+        return torch.einsum("hqk,khd->qhd", weights.masked_fill(hidden, float("-inf")).softmax(-1), v).flatten(1)
 
 
 def loaded(folder: str, target: str, **overrides: object) -> Draft:
@@ -47,7 +50,7 @@ def distance(case: Case, folder: str, **overrides: object) -> float:
     seen = target_reference(case.target()).run(TEXT[:-1])
     spec, following = draft.spec, list(TEXT[1:])
     source = [seen.stream[b] for b in spec.aux_boundaries] if spec.use_aux_hidden_state else [seen.hidden]
-    attend = Causal(spec.layer.heads, spec.layer.kv_heads)
+    attend = Causal(spec.layers)
     rows, hiddens = draft.fuse_aux(torch.cat(source, -1)), oracle.fuse(seen)
     positions, tokens, worst = torch.arange(len(following)), torch.tensor(following), 0.0
     for guess in [*GUESSED, None]:
