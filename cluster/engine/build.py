@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.arch import DraftSpec, TargetArch, read_target
 from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
@@ -25,13 +25,13 @@ from cluster.kv.budget import page_count
 from cluster.kv.cache import KVCache
 from cluster.mesh import Mesh, Part, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
-from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import Draft as DraftModel
 from cluster.models.layer import NoExchange, TokenExchange
 from cluster.models.load import WHOLE, Sharding, local_heads
-from cluster.models.registry import check_target, load_draft, load_target
+from cluster.models.registry import check_draft, check_target, load_draft_list, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.step import Step
 from cluster.text import TextTokenizer
 
@@ -91,7 +91,7 @@ def check_split(config: EngineConfig) -> None:
     folder = config.speculative_draft_model_path
     if folder is not None and config.speculative_draft_parallel == "sharded":
         overrides = config.speculative_draft_overrides
-        geometries["the draft"] = read_draft(folder, Checkpoint(folder).shapes, arch, overrides).layer
+        geometries["the draft"] = check_draft(folder, arch, overrides=overrides).layer
     for name, geometry in geometries.items():
         try:
             local_heads(geometry, part)
@@ -132,13 +132,14 @@ def assemble(
     sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
     watch = Stopwatch()
     target = load_target(config.model_path, dtype, device, exchange, sharding, positions)
-    model: DraftModel | None = None
+    models: list[DraftModel] = []
     shared = config.speculative_draft_parallel == "sharded"
     drafts, parts = (exchange, sharding) if shared else (NoExchange(), WHOLE)
     if config.speculative_draft_model_path is not None:
         folder, overrides = config.speculative_draft_model_path, config.speculative_draft_overrides
-        model = load_draft(folder, target, dtype, device, drafts, parts, positions, overrides)
-    spec = None if model is None else model.spec
+        models = load_draft_list(folder, target, dtype, device, drafts, parts, positions, overrides, shape.num_steps)
+        check_algorithm(config, models[0].spec)
+    spec = models[0].spec if models else None
     if spec is not None and shape.topk > spec.draft_vocab_size:
         raise ConfigError(
             f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {spec.draft_vocab_size}; "
@@ -147,8 +148,11 @@ def assemble(
 
     layers = [[local_heads(g, sharding.attention) for g in arch.layers]]
     if spec is not None:
-        layers.append([local_heads(layer.geometry, parts.attention) for layer in spec.layers])
+        each = [local_heads(layer.geometry, parts.attention) for layer in spec.layers]
+        layers += [each] * len(models)
     token_bytes = sum(pool_bytes(each, dtype) for each in layers)
+    if spec is not None and len(models) > 1:
+        token_bytes += len(models) * spec.hidden * dtype.itemsize + torch.int64.itemsize
     pages = page_count(config, token_bytes, context, shape.window)
     rows = config.max_running_requests
     cache = KVCache(pages, config.page_size, rows, context + shape.window, not config.disable_radix_cache, device)
@@ -158,8 +162,10 @@ def assemble(
     target_runner = TargetRunner(target, *bound[0], boundaries, watch)
     if draft is None:
         draft = NoDraft()
-        if model is not None:
-            draft = drafting([DraftRunner(model, *bound[1], watch)], shape.topk)
+        if models:
+            make = MultiLayerDraft if len(models) > 1 and drafting is EagleDraft else drafting
+            runners = [DraftRunner(model, *own, watch) for model, own in zip(models, bound[1:], strict=True)]
+            draft = make(runners, shape.topk)
     carried = EagleDraftInput.create_idle_input(spec, shape.topk, dtype, device, rows + 1)
     sampling = SamplingTable(rows + 1, dtype, device)
     shapes = tiers(shape)
@@ -172,7 +178,7 @@ def assemble(
         step=Step(target_runner, draft, carried),
         shapes=shapes,
         target_ops=Ops() if apart else Ops(*target.ops),
-        draft_ops=None if model is None else Ops() if apart or not shared else Ops(*model.ops),
+        draft_ops=None if not models else Ops() if apart or not shared else Ops(*models[0].ops, len(models)),
         debug=config.debug_lockstep,
     )
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
@@ -194,6 +200,20 @@ def assemble(
             info=info,
         )
     )
+
+
+def check_algorithm(config: EngineConfig, spec: DraftSpec) -> None:
+    """Refuse a `speculative_algorithm` that is not the draft's.
+
+    Raises:
+        ConfigError: naming the right one.
+    """
+    fits = ("EAGLE3",) if spec.kind == "eagle3" else ("NEXTN", "EAGLE") if spec.kind == "mtp" else ("EAGLE",)
+    if config.speculative_algorithm not in fits:
+        raise ConfigError(
+            f"speculative_algorithm {config.speculative_algorithm} does not fit the draft, which is {spec.dialect}; "
+            f"set it to {fits[0]}"
+        )
 
 
 def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None:

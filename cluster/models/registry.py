@@ -8,6 +8,7 @@ import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
 from cluster.arch.draft import Kind
+from cluster.config import ConfigError
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import Draft
@@ -114,3 +115,30 @@ def load_draft(
         head = chosen_head(whole, draft.target_ids, sharding.vocab)
     draft.set_embed_and_head(embed, head)
     return draft
+
+
+def load_draft_list(
+    folder: str,
+    target: DecoderTarget,
+    dtype: torch.dtype,
+    device: torch.device,
+    exchange: TokenExchange,
+    sharding: Sharding,
+    max_position: int,
+    overrides: Mapping[str, Any],
+    num_steps: int,
+) -> list[Draft]:
+    """The draft runner list of `num_steps` levels: one model, or one per level where the draft has several.
+
+    Raises:
+        ConfigError: as `load_draft`, or the draft has several runners but fewer than levels.
+    """
+    given = (folder, target, dtype, device, exchange, sharding, max_position, overrides)
+    first = load_draft(*given)
+    runners = first.spec.runners
+    if 1 < runners < num_steps:
+        raise ConfigError(
+            f"speculative_num_steps {num_steps} is more than the {runners} MTP layers of {folder!r}, each of which "
+            f"makes one level; lower it to {runners}"
+        )
+    return [first, *(load_draft(*given, runner) for runner in range(1, min(runners, num_steps)))]
