@@ -32,6 +32,7 @@ class Draft(Protocol):
 
     spec: DraftSpec
     target_ids: Tensor
+    first_position: int
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -121,6 +122,7 @@ class DraftModel:
         """
         g = spec.layer
         self.spec, self._exchange = spec, exchange
+        self.first_position = 0
         self._embed: Embedding | None = None
         self._head: Head | None = None
         if spec.embed == "own":

@@ -50,7 +50,7 @@ class JoinedDraft(DraftModel):
         """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
         embedding, eps = self._embedding(token_ids), self.spec.layer.eps
         if self.spec.zero_first:
-            embedding = embedding.masked_fill((positions == 0)[:, None], 0)
+            embedding = embedding.masked_fill((positions == self.first_position)[:, None], 0)
         if self._pair_norms is not None:
             embedding, hidden = norm(embedding, self._pair_norms[0], eps), norm(hidden, self._pair_norms[1], eps)
         both = [embedding, hidden] if self.spec.concat_order == "embed_first" else [hidden, embedding]

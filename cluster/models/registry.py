@@ -107,6 +107,7 @@ def load_draft(
     spec = check_draft(folder, target.arch, overrides=overrides)
     checkpoint = draft_checkpoint(folder, spec, runner)
     draft = DRAFTS[spec.kind](spec, checkpoint, dtype, device, exchange, sharding, max_position)
+    draft.first_position = runner
     embed, head = target.get_embed_and_head()
     if embed.part != sharding.vocab and not (spec.embed == "own" and spec.head != "target"):
         embed, head = read_embed_and_head(target.folder, target.arch, dtype, device)

@@ -94,7 +94,7 @@ class MultiLayerDraft(EagleDraft):
         for j in range(1, level):
             before = gave[:, (j - 1) * k : j * k]
             sources.append(before.gather(1, parents[j][..., None].expand(r, k, before.shape[-1])))
-        source = torch.cat(sources, 1).reshape(r * count, -1)
+        source = torch.cat(sources, 1).reshape(r * count, root.shape[-1])
         depth = torch.arange(level, device=source.device).repeat_interleave(k)
         positions = (batch.seq_lens[:, None] + depth).reshape(-1)
         write = batch.reach.window[:, :count].reshape(-1)
@@ -104,8 +104,8 @@ class MultiLayerDraft(EagleDraft):
         tokens = torch.cat(rows, 1).reshape(-1)
         normed, recurrent = runner.forward(tokens, positions, source, self._seen(plan, positions, level))
         last = normed.view(r, count, normed.shape[-1])[:, count - k :]
-        logits = runner.logits(last.reshape(r * k, -1)).view(r, k, self._target_ids.shape[0])
-        return logits, (recurrent if self._chained else source).view(r, count, -1)
+        logits = runner.logits(last.reshape(r * k, last.shape[-1])).view(r, k, self._target_ids.shape[0])
+        return logits, (recurrent if self._chained else source).view(r, count, root.shape[-1])
 
     def extend(
         self,

@@ -290,7 +290,7 @@ def mistral(layers: int = 2, mla: bool = False, fp8: bool = False, **params: Any
     return write(tensors, given, file="consolidated.safetensors", keys="params.json")
 
 
-def mtp(dialect: str, count: int = 1, mla: bool = False, trained: int = 41) -> str:
+def mtp(dialect: str, count: int = 1, mla: bool = False, trained: int = 41, vocab: int = V) -> str:
     """The MTP layers of a checkpoint, as their producers spell them, after the target's 4 layers."""
     random, tensors = Random(trained), Tensors()
     norms = ("input_layernorm", "post_attention_layernorm")
@@ -304,13 +304,13 @@ def mtp(dialect: str, count: int = 1, mla: bool = False, trained: int = 41) -> s
         tensors |= {f"{at}{part}.weight": random.scale(H) for part in (*parts[:2], out)}
         tensors[f"{at}{parts[2]}.weight"] = random.matrix(H, 2 * H)
         if dialect == "step":
-            tensors[f"{at}shared_head.output.weight"] = random.matrix(V, H)
+            tensors[f"{at}shared_head.output.weight"] = random.matrix(vocab, H)
         if dialect == "deepseek":
-            tensors[f"{at}embed_tokens.weight"] = random.matrix(V, H)
-            tensors[f"{at}shared_head.head.weight"] = random.matrix(V, H)
+            tensors[f"{at}embed_tokens.weight"] = random.matrix(vocab, H)
+            tensors[f"{at}shared_head.head.weight"] = random.matrix(vocab, H)
         name = f"{at}{inner}".rstrip(".")
         tensors |= latent_layer(random, name, H, norms) if mla else random.layer(name, H, norms)
-    more: dict[str, Any] = {"num_hidden_layers": 4, "num_nextn_predict_layers": count}
+    more: dict[str, Any] = {"num_hidden_layers": 4, "num_nextn_predict_layers": count, "vocab_size": vocab}
     if mla:
         more |= {**LATENT, "head_dim": None, "n_routed_experts": 8, "num_key_value_heads": HEADS}
     return write(tensors, base_config(**more))
