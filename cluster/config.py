@@ -96,7 +96,9 @@ class EngineConfig(Settings):
     max_running_requests: int = Field(default=64, ge=1, le=4096)
     chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1 is no limit")
     mixed_prefill_size: int | None = Field(
-        default=None, ge=1, description="the same while a request of any rank decodes; unset: chunked_prefill_size"
+        default=None,
+        ge=1,
+        description="the same while a request of any rank decodes; unset: what lengthens its steps by at most 3/4",
     )
     max_queued_tokens: int = Field(default=65536, ge=1)
     disable_radix_cache: bool = False

@@ -28,6 +28,7 @@ PHASE_BUCKETS = tuple(_MS * t for t in (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 
 ITL_BUCKETS = tuple(_MS * t for t in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1000, 2500, 10000))
 TTFT_BUCKETS = tuple(_MS * t for t in (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000, 10000, 40000))
 E2E_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+RESTART_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(5) for m in (1, 2, 5))
 ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # a tree has at most 16 levels, and the bonus is included
 
@@ -74,6 +75,7 @@ class StepStats:
     committed_tokens: int = 0
     cached_tokens: int = 0
     prompt_tokens: int = 0
+    admitted: int = 0
     retracted: int = 0
 
     running: int = 0
@@ -138,6 +140,7 @@ class EngineMetrics:
             "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
             "cached_tokens": ("aerie_cached_tokens", "Prompt tokens taken from the radix tree"),
             "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
+            "admitted": ("aerie_admitted_requests", "Requests that began, each once"),
             "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
         }
         states = {
@@ -188,7 +191,10 @@ class EngineMetrics:
 
 
 class ServingMetrics:
-    """The instruments of one REST replica. Each sample of a call is a request with its own `RequestTimer`."""
+    """The instruments of one Serve replica: its requests, and the losses of its gang.
+
+    Each sample of a call is a request with its own `RequestTimer`.
+    """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
@@ -211,6 +217,32 @@ class ServingMetrics:
         self.e2e = histogram("aerie_e2e_seconds", "Arrival to the end of the request", E2E_BUCKETS)
         self.prompt_tokens = histogram("aerie_request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self.generation_tokens = histogram("aerie_request_generation_tokens", "Tokens sent", TOKEN_BUCKETS)
+        self._losses = Counter(
+            "aerie_rank_losses",
+            "Lives of a gang that ended, by the rank to blame",
+            (*names, "rank", "kind", "phase"),
+            registry=self.registry,
+        )
+        restarts = Counter("aerie_gang_restarts", "Gangs that served again after a loss", names, registry=self.registry)
+        self._restarts = restarts.labels(model_name=model_name)
+        self._restart_seconds = histogram("aerie_gang_restart_seconds", "Loss to serving again", RESTART_BUCKETS)
+        resumed = Counter(
+            "aerie_resumed_streams", "Streams submitted again after a loss", names, registry=self.registry
+        )
+        self._resumed = resumed.labels(model_name=model_name)
+
+    def on_loss(self, rank: int, kind: str, phase: str) -> None:
+        """A gang lost a rank, and with it this life."""
+        self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind, phase=phase).inc()
+
+    def on_restart(self, seconds: float) -> None:
+        """A gang serves again, `seconds` after the loss was noticed."""
+        self._restarts.inc()
+        self._restart_seconds.add(seconds)
+
+    def on_resumed(self) -> None:
+        """A stream was submitted again with the tokens that its client has."""
+        self._resumed.inc()
 
     def on_start(self, now: float | None = None) -> "RequestTimer":
         """A request was admitted; its timer is told about every chunk and about the end."""

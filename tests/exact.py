@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 FLOAT32 = torch.float32
 
@@ -51,12 +51,13 @@ class Oracle:
         return logits, stream
 
     def greedy(self, prompt: list[int], new: int) -> list[int]:
-        """The likeliest `new` tokens after `prompt`, one after the other."""
-        text = list(prompt)
-        for _ in range(new):
-            with exact(), torch.inference_mode():
-                logits = self.model(input_ids=torch.tensor([text]), use_cache=False).logits
-            text.append(int(logits[0, -1].argmax()))
+        """The likeliest `new` tokens after `prompt`, one after the other, whatever ends a text."""
+        text, past = list(prompt), DynamicCache(config=self.model.config.get_text_config())
+        with exact(), torch.inference_mode():
+            while len(text) < len(prompt) + new:
+                fresh = torch.tensor([text[past.get_seq_length() :]])
+                logits = self.model(input_ids=fresh, past_key_values=past, use_cache=True).logits
+                text.append(int(logits[0, -1].argmax()))
         return text[len(prompt) :]
 
 

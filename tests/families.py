@@ -1,6 +1,7 @@
 """The registry of target families: tiny random checkpoints of each, made by `transformers`, several configs each."""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,12 +48,18 @@ def rope(scaling: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture` of `transformers`, sizes on top of `SIZES`, and its configs by what they try."""
+    """`architecture` of `transformers`, sizes on top of `SIZES`, and its configs by what they try.
+
+    `text` names the config class of the language model inside a wrapper. `native`: written in Mistral's own format.
+    """
 
     architecture: str
     config: str
     sizes: dict[str, Any]
     cases: dict[str, dict[str, Any]]
+    text: str = ""
+    native: bool = False
+    seed: int = 0
 
 
 FAMILIES: dict[str, Family] = {
@@ -81,7 +88,7 @@ FAMILIES: dict[str, Family] = {
         {
             "window of 9": {"sliding_window": 9, "head_dim": 8},
             "no window, theta 1e6": {"sliding_window": None, **rope({"rope_type": "default"}, 1e6)},
-            "window of 1, one head each": {"sliding_window": 1, "num_key_value_heads": 4},
+            "window of 2, one head each": {"sliding_window": 2, "num_key_value_heads": 4},
             "yarn, heads of 20, sharded": {"sliding_window": None, "head_dim": 20, **rope(YARN), "shards": True},
         },
     ),
@@ -174,6 +181,7 @@ FAMILIES: dict[str, Family] = {
                 "attention_bias": True,
             },
         },
+        seed=5,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -205,6 +213,50 @@ FAMILIES: dict[str, Family] = {
             },
         },
     ),
+    "llava": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {"image_token_index": 63},
+        {
+            "around Llama": rope(LLAMA3),
+            "around Mistral, sharded": {"model_type": "mistral", "sliding_window": 9, "shards": True},
+            "around Qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+        },
+        text="LlamaConfig",
+    ),
+    "mistral3": Family(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {"image_token_index": 63, "head_dim": 12, "sliding_window": None},
+        {"around Mistral": {"model_type": "mistral"}},
+        text="MistralConfig",
+    ),
+    "gemma3_wrapped": Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 8, "tie_word_embeddings": True},
+        {"around Gemma-3": {"image_token_index": 63, "mm_tokens_per_image": 4, "sliding_window_pattern": 2}},
+        text="Gemma3TextConfig",
+    ),
+    "mistral_native": Family(
+        "MistralForCausalLM",
+        "MistralConfig",
+        {},
+        {
+            "window of 9, heads of 12": {"sliding_window": 9, "head_dim": 12},
+            "no window, one head each": {"sliding_window": None, "num_key_value_heads": 4},
+            "yarn": {"sliding_window": None, **rope(YARN)},
+        },
+        native=True,
+    ),
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
 }
 
 
@@ -227,28 +279,87 @@ def made(name: str, case: str) -> Made:
     family = FAMILIES[name]
     given = SIZES | family.sizes | family.cases[case]
     shards = given.pop("shards", False)
-    config = getattr(transformers, family.config)(**given)
+    config = wrapper(family, given) if family.text else getattr(transformers, family.config)(**given)
     folder = folder_of_session() / f"{name}-{list(family.cases).index(case)}"
-    model = random_model(getattr(transformers, family.architecture), config)
+    model = random_model(getattr(transformers, family.architecture), config, family.seed)
     with exact():
         model.save_pretrained(folder)
+    if family.native:
+        write_native(folder, config)
     if shards:
         cut(folder)
     return Made(str(folder), Oracle(model))
 
 
+def wrapper(family: Family, given: dict[str, Any]) -> Any:
+    """The config of a vision tower around a text config of these sizes."""
+    outer = {key: given.pop(key) for key in ("image_token_index", "mm_tokens_per_image") if key in given}
+    kind = given.pop("model_type", None)
+    text = transformers.AutoConfig.for_model(kind, **given) if kind else getattr(transformers, family.text)(**given)
+    vision = {"llava": "clip_vision_model", "mistral3": "pixtral", "gemma3": "siglip_vision_model"}
+    outer_class = getattr(transformers, family.config)
+    tower = transformers.AutoConfig.for_model(vision[outer_class.model_type], **VISION)
+    return outer_class(
+        text_config=text, vision_config=tower, tie_word_embeddings=given["tie_word_embeddings"], eos_token_id=1, **outer
+    )
+
+
+def write_native(folder: Path, config: Any) -> None:
+    """Turn a Mistral checkpoint of `transformers` into params.json and consolidated.safetensors."""
+    held = load_file(folder / "model.safetensors")
+    for file in folder.iterdir():
+        file.unlink()
+    d, written = config.head_dim, {}
+    parts = {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"}
+    parts |= {p: f"attention.w{p}" for p in "qkvo"}
+    for name, tensor in held.items():
+        name = name.removeprefix("model.")
+        if ".q_proj" in name or ".k_proj" in name:
+            tensor = tensor.view(-1, 2, d // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        for part, theirs in parts.items():
+            name = re.sub(rf"(self_attn|mlp)\.{part}_proj", theirs, name)
+        name = name.replace("input_layernorm", "attention_norm").replace("post_attention_layernorm", "ffn_norm")
+        name = name.replace("embed_tokens", "tok_embeddings").replace("lm_head", "output")
+        written[name] = tensor.contiguous()
+    save_file(written, folder / "consolidated.safetensors")
+    params = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "head_dim": d,
+        "hidden_dim": config.intermediate_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "max_position_embeddings": config.max_position_embeddings,
+        "sliding_window": config.sliding_window,
+    }
+    if config.rope_parameters["rope_type"] == "yarn":
+        params["yarn"] = {
+            "factor": config.rope_parameters["factor"],
+            "original_max_position_embeddings": config.rope_parameters["original_max_position_embeddings"],
+            "beta": 32,
+            "alpha": 1,
+        }
+    (folder / "params.json").write_text(json.dumps(params))
+
+
 def random_model(kind: type[PreTrainedModel], config: Any, seed: int = 0) -> PreTrainedModel:
     """A float64 model whose every weight is random, and a float32 number, so that a file of either holds it."""
     torch.manual_seed(seed)
-    config._attn_implementation = config._experts_implementation = "eager"
+    for part in (config, config.get_text_config()):
+        part._attn_implementation = part._experts_implementation = "eager"
     with exact():
         model = kind(config)
         for tensors in (model.named_parameters(), model.named_buffers()):
             for name, tensor in tensors:
                 if "inv_freq" in name or "embed_scale" in name:
                     continue
-                level = 0.2 if "norm" in name or "bias" in name else 1.0 if "embed" in name else 0.35
+                rows = 0.15 if config.get_text_config().tie_word_embeddings else 1.0  # else each token is its own echo
+                level = 0.2 if "norm" in name or "bias" in name else rows if "embed" in name else 0.35
                 centre = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
+                centre += 1.5 * ("q_norm" in name or "k_norm" in name)  # attention that looks somewhere
                 new = centre + level * torch.randn(tensor.shape)
                 tensor.data.copy_(new.to(FLOAT32))
         model.tie_weights()

@@ -47,6 +47,7 @@ def tiny_target(
     layers: int = 4,
     heads: int = 4,
     kv_heads: int = 2,
+    intermediate: int | None = None,
     tied: bool = False,
     seed: int = 0,
     max_position: int = 512,
@@ -71,7 +72,7 @@ def tiny_target(
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=2 * hidden,
+        intermediate_size=intermediate or 2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -105,6 +106,7 @@ def tiny_draft(
     num_aux: int = 3,
     layers: int = 1,
     hidden: int | None = None,
+    intermediate: int | None = None,
     draft_vocab: int | None = None,
     seed: int = 1,
     fc_norm: bool = False,
@@ -120,7 +122,7 @@ def tiny_draft(
     given = json.loads((Path(target) / "config.json").read_text())
     width, vocab = given["hidden_size"], given["vocab_size"]
     h, heads, kv_heads, d = hidden or width, 4, 2, 8
-    vocab_d = draft_vocab or vocab
+    vocab_d, inner = draft_vocab or vocab, intermediate or 2 * h
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -147,9 +149,9 @@ def tiny_draft(
             ("self_attn.k", kv_heads * d, columns),
             ("self_attn.v", kv_heads * d, columns),
             ("self_attn.o", h, heads * d),
-            ("mlp.gate", 2 * h, h),
-            ("mlp.up", 2 * h, h),
-            ("mlp.down", h, 2 * h),
+            ("mlp.gate", inner, h),
+            ("mlp.up", inner, h),
+            ("mlp.down", h, inner),
         )
         for part, rows, cols in projections:
             tensors[f"{name}.{part}_proj.weight"] = random(rows, cols)
@@ -166,7 +168,7 @@ def tiny_draft(
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": h,
-        "intermediate_size": 2 * h,
+        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

@@ -22,6 +22,7 @@ import ray
 import ray._private.node
 import ray._private.parameter
 import ray._private.ray_constants as ray_constants
+from ray._private.accelerators import get_accelerator_manager_for_resource
 
 import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
 
@@ -114,7 +115,12 @@ def prepare_environment(folder: Path) -> None:
 
     `ray.init` of a new cluster turns token authentication on by itself unless RAY_AUTH_MODE says otherwise.
     """
-    defaults = {"RAY_USAGE_STATS_ENABLED": "0"}
+    defaults = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Serve replaces a dead proxy after three failed checks; its defaults are 10 s for each.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+    }
     if uses_haproxy():
         place = folder / "haproxy"
         defaults |= {
@@ -136,6 +142,12 @@ def prepare_environment(folder: Path) -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
         ensure_token()
+
+
+def gpus_here() -> int:
+    """How many GPUs Ray would find on this machine."""
+    manager = get_accelerator_manager_for_resource("GPU")
+    return 0 if manager is None else int(manager.get_current_node_num_accelerators())
 
 
 def uses_haproxy() -> bool:

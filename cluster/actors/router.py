@@ -143,6 +143,7 @@ class Router:
         info["ranks"] = [
             {
                 "rank": beat.rank,
+                "pid": self._gang.infos[beat.rank].get("pid"),
                 "steps": beat.steps,
                 "busy": beat.busy,
                 "step": beat.step,

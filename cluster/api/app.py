@@ -1,13 +1,16 @@
-"""The Serve application: one deployment, whose replica owns a gang and is itself the ASGI ingress.
+"""The Serve application. `build_openai_app` is the `import_path` of a Serve config.
 
-A replica runs no model: it tokenizes, routes to a rank, turns tokens into text and streams. `build_openai_app` is the
-`import_path` of a Serve config.
+`ingress: direct` is one deployment, whose replica owns a gang and is itself the ASGI ingress: one hop. `ingress:
+resilient` is two: replicas that own gangs, and in front of them replicas that hold the clients' streams, so that a
+stream outlives the replica that feeds it. Either way a replica runs no model: it tokenizes, routes to a rank, turns
+tokens into text and streams.
 """
 
 import asyncio
 import importlib
 import logging
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,55 +18,35 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from cluster.actors.gang import Gang, GangSpec
-from cluster.actors.messages import EngineClient
-from cluster.actors.peers import gang_name, publish
-from cluster.actors.router import Router
+from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
-from cluster.api.settings import AppSettings, parse, resolve_engine_paths
+from cluster.api.door import EngineDoor
+from cluster.api.feed import feed
+from cluster.api.host import GangHost
+from cluster.api.resilient import SIGN_SHARE, Item, ResilientClient, Sign
+from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.config import EngineConfig
 from cluster.metrics import ServingMetrics, merge
+from cluster.request import Request
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_PERIOD_S = 0.5  # how old the sample may be that other replicas read of this one
-# Admission is the router's, in tokens, so Serve's own limits stay out of the way; a stream may run for minutes, so a
-# replica that leaves gets the time to finish it.
-DEPLOYMENT_DEFAULTS: dict[str, Any] = {
-    "max_ongoing_requests": 10_000,
-    "graceful_shutdown_wait_loop_s": 0.5,
-    "graceful_shutdown_timeout_s": 600.0,
-    "health_check_period_s": 2.0,
-    "health_check_timeout_s": 10.0,
-    "max_constructor_retry_count": 3,
-    "ray_actor_options": {"num_cpus": 0.5},
-}
+PEERS_TIMEOUT_S = 0.8
 
 
-class GangService:
-    """What the routes of a replica use (`cluster.api.service.Service`)."""
+class DirectService:
+    """What the routes of a replica with a gang of its own use (`cluster.api.service.Service`)."""
 
-    def __init__(self, router: Router, gang: Gang, model: Any, tokenizer: Any) -> None:
-        self.engine: EngineClient = router
+    def __init__(self, host: GangHost, model: Any, tokenizer: Any) -> None:
+        self.engine: EngineClient = host.router
         self.model = model
         self.tokenizer = tokenizer
-        self.metrics = ServingMetrics(model_name=model.model_id)
-        self._gang = gang
+        self.metrics = host.metrics
 
     async def metrics_page(self) -> bytes:
         """The Prometheus text of all replicas and ranks, whichever replica is asked."""
         samples = await self.engine.metrics()
         return await asyncio.to_thread(merge, [self.metrics.serialize(), *samples])
-
-    async def publish(self) -> None:
-        """Keep this replica's sample readable for the others, until cancelled."""
-        said = b""
-        while True:
-            sample = self.metrics.serialize()
-            if sample != said:
-                await publish(self._gang, sample)
-                said = sample
-            await asyncio.sleep(PUBLISH_PERIOD_S)
 
 
 class Replica:
@@ -72,49 +55,133 @@ class Replica:
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang and, meanwhile, load what REST needs; returns when requests can be served."""
         _bind_to_node_only()
-        context = serve.get_replica_context()
-        llm = settings.llm
-        config = resolve_engine_paths(llm.engine_config())
-        name = gang_name(f"{context.app_name}/{context.deployment}", context.replica_id.unique_id)
-        self._gang = Gang(GangSpec(config, llm.layout(), name, factory))
-        rest = asyncio.create_task(asyncio.to_thread(_load_rest, config))
-        started = time.monotonic()
+        self._host = GangHost(settings, factory)
+        rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config))
         try:
-            await self._gang.start()
+            await self._host.start()
             self._make_app, tokenizer, model_info = await rest
         except BaseException:
             rest.cancel()
-            self._gang.kill()
+            self._host.gang.kill()
             raise
-        info = self._gang.infos[0]
-        model = model_info(
-            model_id=llm.model_loading_config.model_id,
-            context_length=info["context_length"],
-            vocab_size=info["vocab_size"],
-            created=int(time.time()),
-        )
-        self._router = Router(self._gang)
-        self._router.start()
-        self._service = GangService(self._router, self._gang, model, tokenizer)
-        self._publishing = asyncio.create_task(self._service.publish())
-        logger.info("gang %s is ready after %.1f s: %s", name, time.monotonic() - started, info)
+        model = model_info(created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0]))
+        self._service = DirectService(self._host, model, tokenizer)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
         return self._make_app(self._service)
 
     async def check_health(self) -> None:
-        """Fail while any rank is dead or stalled, so that Serve replaces the replica and its gang."""
-        if reason := self._gang.trouble():
-            raise RuntimeError(reason)
+        """Fail once the gang is lost for good; see `GangHost.check_health`."""
+        self._host.check_health()
 
     async def __del__(self) -> None:
-        """Serve awaits this when the replica leaves: end the streams, the shards and the placement group."""
-        if hasattr(self, "_publishing"):
-            self._publishing.cancel()
-            await self._router.close()
-        if hasattr(self, "_gang"):
-            await self._gang.stop()
+        """Serve awaits this when the replica leaves."""
+        if hasattr(self, "_host"):
+            await self._host.close()
+
+
+class EngineReplica:
+    """A gang behind a separate ingress, which calls it through a Serve handle."""
+
+    async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
+        """Start the gang; returns when requests can be served."""
+        _bind_to_node_only()
+        self._host = GangHost(settings, factory)
+        await self._host.start()
+        info = self._host.gang.infos[0]
+        self._facts = _model_facts(settings, info)
+        config = self._host.config
+        model = f"{config.model_path} ({info.get('dtype', config.dtype)})"
+        self._sign = Sign(model, int(info.get("speculative_num_draft_tokens", 1)) - 1)
+        self._period_s = SIGN_SHARE * config.watchdog_timeout_s
+
+    async def generate(self, request: Request) -> AsyncGenerator[Item, None]:
+        """What `feed` gives for a request; Serve closes it when the ingress cancels its call."""
+        items = feed(self._host.router, request, self._sign, self._period_s, self._leaving)
+        try:
+            async for item in items:
+                yield item
+        finally:
+            await items.aclose()
+
+    def _leaving(self) -> str:
+        return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
+
+    async def model_facts(self) -> dict[str, Any]:
+        """What a `ModelInfo` is made of, without the time of its creation."""
+        return self._facts
+
+    async def status(self) -> GangStatus:
+        """See `EngineClient.status`."""
+        return await self._host.router.status()
+
+    async def metrics(self) -> list[bytes]:
+        """The samples of all engine replicas and of their ranks, whichever replica is asked."""
+        return [self._host.metrics.serialize(), *await self._host.router.metrics()]
+
+    async def check_health(self) -> None:
+        """Fail once the gang is lost for good; see `GangHost.check_health`."""
+        self._host.check_health()
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica leaves."""
+        if hasattr(self, "_host"):
+            await self._host.close()
+
+
+class ResilientService:
+    """What the routes of an ingress replica use (`cluster.api.service.Service`)."""
+
+    def __init__(self, engine: EngineClient, model: Any, tokenizer: Any, metrics: ServingMetrics, peers: Any) -> None:
+        """`peers` is the handle of the ingress deployment itself."""
+        self.engine = engine
+        self.model = model
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self._peers = peers
+
+    async def metrics_page(self) -> bytes:
+        """The Prometheus text of all replicas and ranks, whichever replica is asked; those that do not answer miss."""
+        ingresses, engines = await asyncio.gather(self._ingresses(), self.engine.metrics())
+        return await asyncio.to_thread(merge, [*ingresses, *engines])
+
+    async def _ingresses(self) -> list[bytes]:
+        """One sample per ingress replica, this one's at least."""
+        try:
+            asked = self._peers.broadcast("sample")
+            answers = await asked.results_async(timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
+        except Exception:
+            logger.exception("the metrics of the other ingress replicas cannot be read")
+            answers = []
+        return [sample for sample in answers if isinstance(sample, bytes)] or [self.metrics.serialize()]
+
+
+class IngressReplica:
+    """The REST routes alone; the gangs are behind a handle."""
+
+    async def __init__(self, settings: AppSettings, engine: Any) -> None:  # type: ignore[misc]
+        """Load what REST needs, and wait for an engine replica; returns when requests can be served."""
+        _bind_to_node_only()
+        context = serve.get_replica_context()
+        config = resolve_engine_paths(settings.llm.engine_config())
+        door = EngineDoor(engine)
+        rest = asyncio.create_task(asyncio.to_thread(_load_rest, config))
+        facts = await door.call("model_facts")
+        self._make_app, tokenizer, model_info = await rest
+        model = model_info(created=int(time.time()), **facts)
+        self._metrics = ServingMetrics(model_name=model.model_id)
+        client = ResilientClient(door, config, context.replica_id.unique_id, self._metrics.on_resumed)
+        peers = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._service = ResilientService(client, model, tokenizer, self._metrics, peers)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The FastAPI app; Serve calls this once, after the constructor."""
+        return self._make_app(self._service)
+
+    async def sample(self) -> bytes:
+        """This replica's registry sample, for the other ingress replicas."""
+        return self._metrics.serialize()
 
 
 def _bind_to_node_only() -> None:
@@ -134,6 +201,15 @@ def _bind_to_node_only() -> None:
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", host))  # type: ignore[attr-defined]
 
 
+def _model_facts(settings: AppSettings, info: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `ModelInfo`, all but `created`, from what rank 0 says."""
+    return {
+        "model_id": settings.llm.model_loading_config.model_id,
+        "context_length": info["context_length"],
+        "vocab_size": info["vocab_size"],
+    }
+
+
 def _load_rest(config: EngineConfig) -> tuple[Any, Any, Any]:
     """The REST routes, the tokenizer and the model card's type. Imported here, off the loop: it takes seconds."""
     ingress = importlib.import_module("cluster.api.ingress")
@@ -148,16 +224,26 @@ def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:
     """The application of validated settings; `factory` names what builds an engine, for tests."""
     llm = settings.llm
     name = "aerie-" + llm.model_loading_config.model_id.replace("/", "--").replace(".", "_").replace("#", "_")
-    options = {**DEPLOYMENT_DEFAULTS, **llm.deployment_config}
+    if settings.ingress == "direct":
+        front = _deployment(serve.ingress()(Replica), name, llm.deployment_config, llm.runtime_env)
+        direct: Application = front.bind(settings, factory)
+        return direct
+    engine = _deployment(EngineReplica, f"{name}-engine", llm.deployment_config, llm.runtime_env)
+    front = _deployment(serve.ingress()(IngressReplica), name, settings.ingress_deployment_config, llm.runtime_env)
+    resilient: Application = front.bind(settings, engine.bind(settings, factory))
+    return resilient
+
+
+def _deployment(replica: Any, name: str, given: dict[str, Any], runtime_env: dict[str, Any]) -> Any:
+    """A deployment of a kind of replica: the defaults of this project with what is given laid over them."""
+    options = {**DEPLOYMENT_DEFAULTS, **given}
     options["ray_actor_options"] = {
         **DEPLOYMENT_DEFAULTS["ray_actor_options"],
-        **({"runtime_env": llm.runtime_env} if llm.runtime_env else {}),
-        **llm.deployment_config.get("ray_actor_options", {}),
+        **({"runtime_env": runtime_env} if runtime_env else {}),
+        **given.get("ray_actor_options", {}),
     }
-    ingress: Any = serve.ingress()(Replica)
-    deployment: Any = serve.deployment(ingress)
-    application: Application = deployment.options(name=name, **options).bind(settings, factory)
-    return application
+    deployment: Any = serve.deployment(replica)
+    return deployment.options(name=name, **options)
 
 
 def build_openai_app(args: dict[str, Any]) -> Application:

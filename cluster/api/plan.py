@@ -19,7 +19,7 @@ from cluster.api.settings import (
     read_yaml,
     resolve_engine_paths,
 )
-from cluster.arch import read_target
+from cluster.arch.split import check_models
 from cluster.config import (
     ALIASES,
     SPECULATIVE_CONFIG,
@@ -28,7 +28,6 @@ from cluster.config import (
     Settings,
     as_config_error,
     nearest,
-    tree_shape,
 )
 
 BUILDER = "cluster.api.app:build_openai_app"
@@ -38,6 +37,7 @@ MODEL_KEYS = {"model": "model_source", "model_path": "model_source", "tokenizer"
     name: name for name in ("model_id", "model_source", "tokenizer_source")
 }
 HTTP_KEYS = {"http_host": "host", "http_port": "port"}
+APP_KEYS = tuple(name for name in AppSettings.model_fields if name != "llm_configs")
 OWN_KEYS = ("allow_unauthenticated", "accelerator_type")
 
 
@@ -98,8 +98,22 @@ class ServePlan:
         return max(1, int(count or 1))
 
     def resources(self, name: str) -> float:
-        """How much of a resource the gangs of the first replicas ask for together."""
+        """How much of a resource the gangs of the first replicas ask for together, a redeploy's surge not counted."""
         return self.replicas * sum(bundle.get(name, 0.0) for bundle in self.settings.llm.layout().bundles)
+
+    def check_room(self, available: Mapping[str, float]) -> None:
+        """Refuse gangs that there is too little of a resource for, of those that `available` tells about.
+
+        Raises:
+            ConfigError: naming the resource.
+        """
+        for name, there in available.items():
+            if self.resources(name) > there:
+                raise ConfigError(
+                    f"{self.replicas} replica(s) of {self.engine.tp_size} rank(s) need {self.resources(name):g} "
+                    f"{name}, and this machine has {there:g}; lower tp_size or num_replicas, change "
+                    "placement_group_config, or give the --address of a cluster that has them"
+                )
 
 
 def make_plan(config: str | None, overrides: Sequence[str]) -> ServePlan:
@@ -120,11 +134,10 @@ def make_plan(config: str | None, overrides: Sequence[str]) -> ServePlan:
         raise as_config_error(error) from None
     settings = parse(file.applications[0].args)
     engine = resolve_engine_paths(settings.llm.engine_config())
-    tree_shape(engine)
-    read_target(engine.model_path)
     draft = engine.speculative_draft_model_path
     if draft is not None and not (Path(draft) / "config.json").is_file():
         raise ConfigError(f"speculative_draft_model_path {draft!r} has no config.json; give the folder of a draft")
+    check_models(engine)
     if file.http_options.host not in LOOPBACK and not file.allow_unauthenticated:
         raise ConfigError(
             f"http_host {file.http_options.host!r} is reachable from other machines and there are no API keys; "
@@ -180,6 +193,9 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
     if head in ServeFile.model_fields and head != "applications" and rest:
         _descend(data, key, value)
         return
+    if head in APP_KEYS:
+        _descend(_app_args(data), key, value)
+        return
     llm = _llm_entry(data)
     engine = llm.setdefault("engine_kwargs", {})
     if key in MODEL_KEYS:
@@ -197,7 +213,15 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
     elif head in LLMConfig.model_fields and rest:
         _descend(llm, key, value)
     else:
-        known = [*EngineConfig.model_fields, *ALIASES, *HTTP_KEYS, *MODEL_KEYS, *DEPLOYMENT_OPTIONS, *OWN_KEYS]
+        known = [
+            *EngineConfig.model_fields,
+            *ALIASES,
+            *HTTP_KEYS,
+            *MODEL_KEYS,
+            *DEPLOYMENT_OPTIONS,
+            *OWN_KEYS,
+            *APP_KEYS,
+        ]
         raise ConfigError(f"unknown setting {key!r}{nearest(key, known)}")
 
 
@@ -230,11 +254,15 @@ def _descend(data: dict[str, Any], key: str, value: Any) -> None:
     data[last] = value
 
 
+def _app_args(data: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the application, made when they are missing."""
+    args: dict[str, Any] = data.setdefault("applications", [{}])[0].setdefault("args", {})
+    return args
+
+
 def _llm_entry(data: dict[str, Any]) -> dict[str, Any]:
     """The one entry of llm_configs, made when it is missing and read when it is the path of a file."""
-    applications = data.setdefault("applications", [{}])
-    args = applications[0].setdefault("args", {})
-    entries = args.setdefault("llm_configs", [{}])
+    entries = _app_args(data).setdefault("llm_configs", [{}])
     if isinstance(entries[0], str):
         entries[0] = read_yaml(entries[0])
     entry: dict[str, Any] = entries[0]

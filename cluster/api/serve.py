@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.actors.local import LocalRay, uses_haproxy
+from cluster.actors.local import LocalRay, gpus_here, uses_haproxy
 from cluster.api.plan import ServePlan, check_port, make_plan
 from cluster.config import ConfigError
 
@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args.config, args.overrides)
     address = args.address or os.environ.get("RAY_ADDRESS")
     check_port(plan.http)
+    if not address:
+        plan.check_room({"GPU": gpus_here()})
     phases.end("settings")
     signals = StopSignals()
     signals.install()

@@ -22,8 +22,7 @@ FOREIGN: Mapping[str, str] = {
     "callback_config": "there are no initialisation hooks",
     "experimental_configs": "there are none",
     "accelerator_config": "use accelerator_type and placement_group_config",
-    "ingress_cls_config": "the replica itself is the ingress",
-    "ingress_deployment_config": "the replica itself is the ingress; use deployment_config",
+    "ingress_cls_config": "the ingress is Aerie's own",
 }
 DEPLOYMENT_OPTIONS = (
     "num_replicas",
@@ -43,6 +42,21 @@ DEPLOYMENT_OPTIONS = (
     "rolling_update_percentage",
     "max_surge_percent",
 )
+
+
+# Admission is the router's, in tokens, so Serve's own limits stay out of the way; a stream may run for minutes, so a
+# replica that leaves gets the time to finish it; and the next one is there before it does.
+DEPLOYMENT_DEFAULTS: dict[str, Any] = {
+    "max_ongoing_requests": 10_000,
+    "graceful_shutdown_wait_loop_s": 0.5,
+    "graceful_shutdown_timeout_s": 600.0,
+    "max_surge_percent": 100,
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 10.0,
+    "max_constructor_retry_count": 3,
+    "ray_actor_options": {"num_cpus": 0.5},
+}
+ROOM_TIMEOUT_S = 120.0  # how long a gang waits for its bundles
 
 
 class ServingSettings(Settings):
@@ -93,11 +107,7 @@ class LLMConfig(ServingSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key in self.deployment_config:
-            if key not in DEPLOYMENT_OPTIONS:
-                hint = "; use placement_group_config" if key.startswith("placement_group") else ""
-                hint = hint or nearest(key, list(DEPLOYMENT_OPTIONS))
-                raise ConfigError(f"unknown setting 'deployment_config.{key}'{hint}")
+        _check_options("deployment_config", self.deployment_config)
         self.engine_config()
         self.layout()
         return self
@@ -122,8 +132,12 @@ class LLMConfig(ServingSettings):
         return EngineConfig.from_kwargs(kwargs)
 
     def layout(self) -> Layout:
-        """The bundles of the gang, one per rank."""
+        """The bundles of the gang, one per rank. Where a redeploy has no room beside the replica that leaves, the gang
+        waits for as long as that one may take to finish its streams.
+        """
         config = self.engine_config()
+        options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}
+        leaves_s = 0.0 if options["max_surge_percent"] else float(options["graceful_shutdown_timeout_s"])
         placing = self.placement_group_config
         try:
             return layout_of(
@@ -133,6 +147,7 @@ class LLMConfig(ServingSettings):
                 strategy=placing.strategy if placing else "PACK",
                 device=config.device,
                 accelerator_type=self.accelerator_type,
+                timeout_s=ROOM_TIMEOUT_S + leaves_s,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -142,7 +157,8 @@ class AppSettings(ServingSettings):
     """The `args` of the application: what stands under `applications[].args` in a Serve config."""
 
     llm_configs: list[LLMConfig]
-    ingress: Literal["direct"] = "direct"
+    ingress: Literal["direct", "resilient"] = "direct"
+    ingress_deployment_config: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -162,12 +178,25 @@ class AppSettings(ServingSettings):
                 f"llm_configs must have exactly one entry, got {len(self.llm_configs)}; "
                 "deploy further models as further applications"
             )
+        _check_options("ingress_deployment_config", self.ingress_deployment_config)
+        if self.ingress_deployment_config and self.ingress == "direct":
+            raise ConfigError(
+                "ingress_deployment_config needs ingress: resilient; with ingress: direct the replica that owns the "
+                "gang is the ingress, and deployment_config is its"
+            )
         return self
 
     @property
     def llm(self) -> LLMConfig:
         """The one model."""
         return self.llm_configs[0]
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    for key in options:
+        if key not in DEPLOYMENT_OPTIONS:
+            hint = "; use placement_group_config" if key.startswith("placement_group") else ""
+            raise ConfigError(f"unknown setting '{name}.{key}'{hint or nearest(key, list(DEPLOYMENT_OPTIONS))}")
 
 
 def parse(args: Mapping[str, Any]) -> AppSettings:

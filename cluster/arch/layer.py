@@ -111,6 +111,13 @@ class LayerGeometry:
         return self.head_dim if self.latent is None else self.latent.rope
 
     @property
+    def token_columns(self) -> int:
+        """How many MLP columns a token takes."""
+        if self.moe is None:
+            return self.intermediate
+        return self.moe.active * self.moe.intermediate + self.moe.shared
+
+    @property
     def mlp_columns(self) -> int:
         """The narrowest MLP of the layer, which has to be cut over ranks."""
         if self.moe is None:

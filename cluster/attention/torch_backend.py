@@ -11,6 +11,18 @@ from cluster.batch import AttentionPlan, Group
 from cluster.kv.pool import KVPool
 
 
+def run_of(slots: Tensor) -> slice | Tensor:
+    """How the pool is read at `slots` `[R, L]`: by an index `[R * L]`, or as a slice, which copies nothing, where a
+    request is alone in its group and its slots follow one another. On a GPU asking would wait for the device.
+    """
+    flat = slots.reshape(-1)
+    if slots.shape[0] == 1 and flat.shape[0] and flat.device.type == "cpu":
+        first = int(flat[0])
+        if int(flat[-1]) - first == flat.shape[0] - 1 and bool((flat[1:] - flat[:-1] == 1).all()):
+            return slice(first, first + flat.shape[0])
+    return flat
+
+
 class TorchAttention:
     """Attends over one runner's pool. Bound to the pool at construction: a batch never carries a pool."""
 
@@ -33,13 +45,13 @@ class TorchAttention:
         self._scale, self._value_dim = scale, head_dim if value_dim is None else value_dim
         self._plan: AttentionPlan | None = None
         self._biases: dict[int | None, list[Tensor]] = {}
-        self._flat: list[Tensor] = []
+        self._reads: list[slice | Tensor] = []
 
     def bind(self, plan: AttentionPlan) -> None:
         """Use `plan` for the calls of the next forward; what is equal in every layer is made once, here."""
         repeat = self._heads // self._kv_heads
         self._plan = plan
-        self._flat = [group.slots.reshape(-1) for group in plan.groups]
+        self._reads = [run_of(group.slots) for group in plan.groups]
         self._biases = {None: [group.bias.repeat(1, repeat, 1)[:, None] for group in plan.groups]}
         for window in set(self._windows.values()):
             narrow = [windowed(group.bias, window) for group in plan.groups]
@@ -52,8 +64,10 @@ class TorchAttention:
         memory.index_copy_(0, self._plan.write, kv)
         biases = self._biases[self._windows.get(layer)]
         parts = [
-            self._group(memory.index_select(0, flat), q, group, bias, sinks)
-            for group, flat, bias in zip(self._plan.groups, self._flat, biases, strict=True)
+            self._group(
+                memory[read] if isinstance(read, slice) else memory.index_select(0, read), q, group, bias, sinks
+            )
+            for group, read, bias in zip(self._plan.groups, self._reads, biases, strict=True)
         ]
         if not parts:
             return q.new_zeros(q.shape[0], self._heads * self._value_dim)

@@ -1,4 +1,6 @@
-"""`aerie bench`: speed without Ray (offline), as served (serving), and how well the draft predicts (acceptance)."""
+"""`aerie bench`: speed without Ray (offline), as served (serving), how well the draft predicts (acceptance), and what
+it costs ranks to step together (lockstep).
+"""
 
 import argparse
 import sys
@@ -7,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import acceptance, offline, serving
+from cluster.bench import acceptance, lockstep, offline, serving
 from cluster.bench.pair import Pair
 from cluster.bench.report import json_line, write_json
 
-PARTS = ("offline", "serving", "acceptance")
+PARTS = ("offline", "serving", "acceptance", "lockstep")
 DEFAULT_PARTS = ("offline", "serving")
 DIFFERENT = 1
 
@@ -69,6 +71,10 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if part == "acceptance":
         result = acceptance.measure(pair, acceptance.QUICK if args.quick else acceptance.Size(), say)
         return result, acceptance.show(result)
+    if part == "lockstep":
+        sized = lockstep.QUICK if args.quick else lockstep.Size()
+        result = lockstep.measure(pair, replace(sized, repeats=args.repeats or sized.repeats), say)
+        return result, lockstep.show(result)
     result = serving.measure(pair, serving.QUICK if args.quick else serving.Size(), say)
     return result, serving.show(result)
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from cluster.bench.live import LiveView, short
+from cluster.bench.rank_counts import RankCounts, rank_table, read_ranks, since
 from cluster.bench.report import first_difference, json_line, median, ratio, table
 from cluster.bench.server import LOCAL_CONFIG, ServerProcess
 from cluster.bench.streams import Prompt, Stream, accept_length, pace, run_together, served_model
@@ -35,12 +36,13 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Side:
-    """What one server gave: every round of all prompts at once, and of the first prompt alone."""
+    """What one server gave: every round of all prompts at once, and of the first prompt alone; and by which ranks."""
 
     startup_s: float = 0.0
     together: list[list[Stream]] = field(default_factory=list)
     alone: list[list[Stream]] = field(default_factory=list)
     left: int = 0
+    ranks: dict[int, RankCounts] = field(default_factory=dict)
 
     @property
     def streams(self) -> list[Stream]:
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     plain = _serve_and_stream("without speculation", args, [PLAIN])
     result = compare(spec, plain)
     result["seconds"] = time.monotonic() - began
-    print(f"\n{prompt_table(spec, plain)}\n\n{summary_table(result)}\n")
+    print(f"\n{prompt_table(spec, plain)}\n\n{rank_table(spec.ranks)}\n\n{summary_table(result)}\n")
     for difference in result["differences"]:
         print(f"not the same tokens: {difference}")
     for stream in [*spec.streams, *plain.streams]:
@@ -102,11 +104,12 @@ def stream_rounds(port: int, title: str, max_tokens: int, rounds: int) -> Side:
     """All prompts at once and the first one alone, `rounds` times, after a warm-up that is not measured."""
     model = served_model(port)
     run_together(port, model, PROMPTS, min(WARM_UP_TOKENS, max_tokens))
-    side = Side()
+    side, before = Side(), read_ranks(port)
     for number in range(1, rounds + 1):
         view = LiveView(f"{title}, round {number} of {rounds}", max_tokens)
         side.together.append(run_together(port, model, PROMPTS, max_tokens, view))
         side.alone.append(run_together(port, model, PROMPTS[:1], max_tokens))
+    side.ranks = since(before, read_ranks(port))
     return side
 
 
@@ -131,6 +134,7 @@ def compare(spec: Side, plain: Side) -> dict[str, Any]:
         "startup_seconds_plain": plain.startup_s,
         "streams": len(spec.streams) + len(plain.streams),
         "processes_left": spec.left + plain.left,
+        "ranks": [{"rank": rank, **_counts(counts)} for rank, counts in spec.ranks.items()],
         "differences": differences,
     }
 
@@ -168,6 +172,15 @@ def summary_table(result: dict[str, Any]) -> str:
     rows.insert(0, ("accept length", result["accept_length"], 1.0, ""))
     same = "yes, every token" if result["identical"] else "NO"
     return table(("", "speculation", "without", "ratio"), rows) + f"\nsame output: {same}; failed: {result['failed']}"
+
+
+def _counts(counts: RankCounts) -> dict[str, Any]:
+    return {
+        "requests": counts.requests,
+        "tokens": counts.tokens,
+        "accept_length": counts.accept_length,
+        "padded_rows": counts.padded_rows,
+    }
 
 
 def _first_token_ms(rounds: Sequence[Sequence[Stream]]) -> list[float]:

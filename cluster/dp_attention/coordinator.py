@@ -3,48 +3,70 @@
 It does not know what the rows mean; it gathers, compares headers in Python, and applies the pure plan function.
 """
 
+import zlib
 from collections.abc import Sequence
 
 from cluster.config import TreeShape
-from cluster.dp_attention.plan import HEADER, Facts, PlanRule, StepPlan
+from cluster.dp_attention.plan import HEADER, Call, Facts, Ops, PlanRule, StepPlan, script
 from cluster.mesh import Mesh, OutOfStepError
 
 
 class Coordinator:
-    """Keeps one rank in step with its gang."""
+    """Keeps one rank in step with its gang. `order` is a checksum of what this rank ran last."""
 
-    def __init__(self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape]) -> None:
-        """`shapes` are the trees by tier, the deepest one last."""
-        self._mesh, self._rule, self._shapes = mesh, rule, shapes
+    def __init__(
+        self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None
+    ) -> None:
+        """`shapes` are the trees by tier, the deepest one last; the ops are what the models call of the exchange."""
+        self._mesh, self._rule, self._shapes, self._target, self._draft = mesh, rule, shapes, target, draft
+        self._ops = zlib.crc32(repr((target, draft)).encode())
         self._digest = 0
-        self.step = 0
+        self._plan: StepPlan | None = None
+        self.step = self.order = 0
 
     def header(self) -> Facts:
         """This rank's facts with nothing to do, voting for the deepest tree."""
         calls = self._mesh.world.clock.calls
-        return Facts(self._mesh.epoch, self.step, self._digest, calls, num_steps=len(self._shapes) - 1)
+        return Facts(
+            self._mesh.epoch,
+            self.step,
+            self._digest,
+            calls,
+            num_steps=len(self._shapes) - 1,
+            rule=self._fingerprint(),
+            order=self.order,
+        )
 
     def agree(self, facts: Facts) -> StepPlan:
-        """The plan of the next step.
+        """The plan of the next step; `taken` says when that step is over.
 
         Raises:
-            OutOfStepError: a rank's header differs from this rank's.
+            OutOfStepError: a rank's header differs from the others', or this rank has not taken its last step.
         """
         self._mesh.position = (self.step, "agree")
+        if self._plan is not None:
+            raise self._off(self._mesh.rank, f"agrees on step {self.step} but has not taken the one before")
         table = [Facts(*row) for row in self._mesh.all_gather_row(facts)]
-        for rank, other in enumerate(table):
-            for name in HEADER:
-                self._compare(rank, name, getattr(other, name), getattr(facts, name))
+        for name in HEADER:
+            self._compare(name, [getattr(row, name) for row in table], range(len(table)))
+        for leader in range(0, len(table), self._rule.attn_tp):
+            group = range(leader, min(leader + self._rule.attn_tp, len(table)))
+            self._compare("order", [table[rank].order for rank in group], group)
         plan = self._rule.plan(table, self._shapes[-1])
         if plan.step != self.step:
-            raise OutOfStepError(
-                f"rank {self._mesh.rank}: the plan is for step {plan.step}, this is step {self.step}",
-                self._mesh.rank,
-                self.step,
-                "agree",
-            )
-        self.step, self._digest = self.step + 1, plan.digest
+            raise self._off(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
+        self.step, self._digest, self._plan = self.step + 1, plan.digest, plan
         return plan
+
+    def script(self) -> list[Call]:
+        """What this rank may call of its exchange in the step agreed on."""
+        assert self._plan is not None, "there is no script before a plan"
+        shape = self._shapes[self._plan.num_steps]
+        return script(self._plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
+
+    def taken(self) -> None:
+        """The step agreed on is over."""
+        self._plan = None
 
     def confirm(self, plan: StepPlan, results: int) -> None:
         """Compare what the ranks made of the facts, and what the ranks of a group made of the last step.
@@ -52,17 +74,28 @@ class Coordinator:
         Raises:
             OutOfStepError: another plan, or other tokens.
         """
-        own = (plan.digest, results)
-        for rank, theirs in enumerate(self._mesh.all_gather_row(own)):
-            self._compare(rank, "plan", theirs[0], own[0])
-            if rank // self._rule.attn_tp == self._mesh.dp_rank:
-                self._compare(rank, "results", theirs[1], own[1])
+        table = self._mesh.all_gather_row((plan.digest, results))
+        self._compare("plan", [row[0] for row in table], range(len(table)))
+        for leader in range(0, len(table), self._rule.attn_tp):
+            group = range(leader, min(leader + self._rule.attn_tp, len(table)))
+            self._compare("results", [table[rank][1] for rank in group], group)
 
-    def _compare(self, rank: int, name: str, theirs: int, own: int) -> None:
-        if theirs != own:
-            raise OutOfStepError(
-                f"rank {rank} is at {name} {theirs}, rank {self._mesh.rank} at {own} (step {self.step}, phase agree)",
-                rank,
-                self.step,
-                "agree",
-            )
+    def _fingerprint(self) -> int:
+        """A checksum of all that plans and scripts follow from besides the facts."""
+        trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]
+        sizes = (self._mesh.world.size, self._mesh.attn.size)
+        rule = (self._rule.attn_tp, self._rule.padding, self._rule.waste)
+        return zlib.crc32(repr((sizes, rule, trees, self._ops)).encode())
+
+    def _compare(self, name: str, values: list[int], ranks: range) -> None:
+        """Refuse values that differ; guilty is who differs from most, or from the first where there are as many."""
+        if len(set(values)) == 1:
+            return
+        right = max(values, key=values.count)
+        odd = next(i for i, value in enumerate(values) if value != right)
+        other = ranks[values.index(right)]
+        raise self._off(ranks[odd], f"is at {name} {values[odd]}, rank {other} at {right}")
+
+    def _off(self, rank: int, what: str) -> OutOfStepError:
+        step = self.step if self._plan is None else self._plan.step
+        return OutOfStepError(f"rank {rank} {what} (step {step}, phase agree)", rank, step, "agree")

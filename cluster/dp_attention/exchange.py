@@ -1,16 +1,21 @@
 """How rows travel between ranks around the sharded parts of a model, held to the step's script.
 
 Every method is called by every rank, in the order of the script and with its rows; with one rank in an axis it is the
-identity. A rank that would call something else raises before it enters a collective.
+identity. A rank that would call something else, or bring rows of another size, raises before it enters a collective.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from cluster.dp_attention.orders import shared
 from cluster.dp_attention.plan import Call
-from cluster.mesh import GangError, Mesh, OutOfStepError
+from cluster.mesh import Axis, GangError, Mesh, OutOfStepError
+
+T = TypeVar("T")
 
 
 class Exchange:
@@ -19,9 +24,10 @@ class Exchange:
     `vocab_over_world`: embedding and head are sharded over all ranks; otherwise over the attention group.
     """
 
-    def __init__(self, mesh: Mesh, vocab_over_world: bool = False) -> None:
-        self._mesh, self._wide = mesh, vocab_over_world and mesh.attn_dp > 1
+    def __init__(self, mesh: Mesh, dtype: torch.dtype, vocab_over_world: bool = False) -> None:
+        self._mesh, self._dtype, self._wide = mesh, dtype, vocab_over_world and mesh.attn_dp > 1
         self._script: deque[Call] = deque()
+        self._call = Call("before the script", "", ())
         self._step = 0
 
     def begin(self, step: int, calls: Iterable[Call]) -> None:
@@ -35,89 +41,130 @@ class Exchange:
             OutOfStepError: naming the first one.
         """
         if self._script:
-            call = self._script[0]
-            raise self._off(call.phase, f"ended where {call.op} of rows {list(call.rows)} comes next")
+            self._call = self._script[0]
+            raise self._off(f"ended where {self._next_words()} comes next")
+
+    def share(self, words: list[int]) -> list[int]:
+        """The leader's `words`, on every rank of the attention group."""
+        attn, count = self._mesh.attn_facts, self._next("share").rows[self._mesh.dp_rank]
+        if self._mesh.leads and len(words) != count:
+            raise self._off(f"brings {len(words)} words to share where {count} are planned")
+        return self._run(attn, lambda: shared(words, count, attn))
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Partial sums of own rows `[T, ..]` over the attention group -> their sum."""
-        self._next("reduce", rows.shape[0])
-        return self._run(self._mesh.attn.all_reduce, rows)
+        call = self._next("reduce")
+        self._check(rows, self._own(call), call.width)
+        return self._summed(rows)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Own rows `[T, H]` -> the rows of every group."""
-        return self._spread(rows, self._next("gather", rows.shape[0]))
+        call = self._next("gather")
+        self._check(rows, self._own(call), call.width)
+        return self._spread(rows, call)
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Partial sums for the rows of every group -> own rows `[T, H]`, summed."""
-        return self._collect(rows, self._next("scatter"))
+        call = self._next("scatter")
+        return self._collect(rows, call)
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
-        call = self._next("embed", ids.shape[0])
-        if not self._wide:
-            return self._run(self._mesh.attn.all_reduce, lookup(ids))
-        return self._collect(lookup(self._spread(ids, call)), call)
+        call = self._next("embed")
+        self._check(ids, self._own(call))
+        if self._wide:
+            return self._collect(lookup(self._spread(ids, call)), call)
+        rows = lookup(ids)
+        self._check(rows, self._own(call), call.width)
+        return self._summed(rows)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """Rows `[T, H]` -> logits of all shards `[T, n * v]`, where `project` gives this shard's columns `[T, v]`."""
-        call = self._next("head", rows.shape[0])
-        attn = self._mesh.attn
+        call, axis = self._next("head"), self._mesh.attn
+        own = self._own(call)
+        self._check(rows, own, call.width)
         if not self._wide:
-            logits, own = project(rows), rows.shape[0]
-            return self._run(lambda r: attn.swap(r.repeat(attn.size, 1), [own] * attn.size), logits)
-        counts = self._counts(call)
-        mine = self._run(lambda r: self._mesh.world.swap(r, counts), project(self._spread(rows, call)))
-        return self._join(mine, call)
+            logits, counts = project(rows), [own] * axis.size
+            self._check(logits, own, call.columns)
+            return self._run(axis, lambda: axis.swap(logits.repeat(axis.size, 1), counts))
+        axis, counts = self._mesh.world, self._counts(call)
+        logits = project(self._spread(rows, call))
+        self._check(logits, sum(counts), call.columns)
+        return self._join(self._run(axis, lambda: axis.swap(logits, counts)), call)
 
-    def _next(self, op: str, rows: int | None = None) -> Call:
+    def _next(self, op: str) -> Call:
         """The call that the script has next, which must be this one."""
         if not self._script:
-            raise self._off("after the script", f"calls {op} where the step ends")
-        call = self._script.popleft()
-        self._mesh.position = (self._step, call.phase)
-        if call.op != op:
-            raise self._off(call.phase, f"calls {op} where {call.op} of rows {list(call.rows)} comes next")
-        planned = call.rows[self._mesh.dp_rank]
-        if rows is not None and rows != planned:
-            raise self._off(call.phase, f"brings {rows} rows to {op} where {planned} are planned")
-        return call
+            self._call = self._call._replace(phase=f"after {self._call.phase}")
+            raise self._off(f"calls {op} where the step ends")
+        self._call = self._script.popleft()
+        self._mesh.position = (self._step, self._call.phase)
+        if self._call.op != op:
+            raise self._off(f"calls {op} where {self._next_words()} comes next")
+        return self._call
 
-    def _off(self, phase: str, what: str) -> OutOfStepError:
-        rank = self._mesh.rank
+    def _check(self, rows: Tensor, count: int, width: int | None = None) -> None:
+        """Refuse rows other than planned; `width` is None for token ids `[T]`."""
+        planned = (count,) if width is None else (count, width)
+        dtype = torch.int64 if width is None else self._dtype
+        if rows.shape != planned or rows.dtype != dtype:
+            brings = f"brings {list(rows.shape)} of {rows.dtype}"
+            raise self._off(f"{brings} to {self._call.op} where {list(planned)} of {dtype} are planned")
+
+    def _own(self, call: Call) -> int:
+        return call.rows[self._mesh.dp_rank]
+
+    def _next_words(self) -> str:
+        return f"{self._call.op} of rows {list(self._call.rows)}"
+
+    def _off(self, what: str) -> OutOfStepError:
+        rank, phase = self._mesh.rank, self._call.phase
         return OutOfStepError(f"rank {rank} {what} (step {self._step}, phase {phase})", rank, self._step, phase)
 
-    def _run(self, collective: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    def _run(self, axis: Axis, collective: Callable[[], T]) -> T:
+        """Enter one collective over `axis`, and see to it that it was entered."""
+        clock = self._mesh.world.clock
+        entered = clock.calls + (axis.size > 1)
         try:
-            return collective(rows)
+            result = collective()
         except GangError:
             raise
         except RuntimeError as error:
             raise self._mesh.explain(error) from error
+        if clock.calls != entered:
+            raise self._off(f"did not enter the collective of {self._next_words()} once")
+        return result
 
     def _counts(self, call: Call) -> list[int]:
         """Rows that each rank of the world sends: a group's ranks share its rows among them."""
         n = self._mesh.attn.size
         return [rows * (i + 1) // n - rows * i // n for rows in call.rows for i in range(n)]
 
+    def _summed(self, rows: Tensor) -> Tensor:
+        """Partial sums of own rows -> their sum over the attention group."""
+        attn = self._mesh.attn
+        return self._run(attn, lambda: attn.all_reduce(rows))
+
     def _spread(self, rows: Tensor, call: Call) -> Tensor:
         """Own rows -> those of every group. With one group everybody has them already."""
+        world = self._mesh.world
         if self._mesh.attn_dp == 1:
             return rows
         start, stop = self._mesh.attn.part.span(rows.shape[0])
         counts = self._counts(call)
-        return self._run(lambda r: self._mesh.world.gather(r, counts), rows[start:stop])
+        return self._run(world, lambda: world.gather(rows[start:stop], counts))
 
     def _collect(self, rows: Tensor, call: Call) -> Tensor:
         """Partial sums of every group's rows -> own rows, summed over the world."""
+        world = self._mesh.world
+        self._check(rows, sum(call.rows), call.width)
         if self._mesh.attn_dp == 1:
-            return self._run(self._mesh.world.all_reduce, rows)
+            return self._run(world, lambda: world.all_reduce(rows))
         counts = self._counts(call)
-        mine = self._run(lambda r: self._mesh.world.reduce_scatter(r, counts), rows)
-        return self._join(mine, call)
+        return self._join(self._run(world, lambda: world.reduce_scatter(rows, counts)), call)
 
     def _join(self, mine: Tensor, call: Call) -> Tensor:
         """This rank's share of its group's rows -> all rows of the group."""
-        attn = self._mesh.attn
-        planned = call.rows[self._mesh.dp_rank]
+        attn, planned = self._mesh.attn, self._own(call)
         counts = [planned * (i + 1) // attn.size - planned * i // attn.size for i in range(attn.size)]
-        return self._run(lambda r: attn.gather(r, counts), mine)
+        return self._run(attn, lambda: attn.gather(mine, counts))

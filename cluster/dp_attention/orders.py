@@ -4,6 +4,8 @@ The followers' slot and sampling tables follow the leader's by what changed, so 
 """
 
 import struct
+import zlib
+from array import array
 from collections.abc import Iterator
 
 import torch
@@ -45,6 +47,11 @@ def unpack(words: list[int]) -> Order:
         ),
         writes=tuple(SlotWrite(next(w), next(w), next(w)) for _ in range(next(w))),
     )
+
+
+def checksum(order: Order) -> int:
+    """A checksum of `order`, the same on every rank."""
+    return zlib.crc32(array("q", pack(order)))
 
 
 def shared(words: list[int], count: int, axis: Axis) -> list[int]:

@@ -17,9 +17,11 @@ class Facts(NamedTuple):
     """One rank's row: a header that all ranks must agree on, then what its group brings to the step.
 
     Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` how many
-    collectives the rank has entered. Sizes: `decodes` requests decode, `prompt_rows` prompt rows ride along, `finals`
-    prompts finish, `order_words` integers describe the batch to the group's followers, `num_steps` is the deepest tree
-    that the rank votes for, `requests` are its waiting and running ones, `leaving` says that the gang is to end.
+    collectives the rank has entered, `rule` a checksum of what plans and scripts follow from; a group's ranks also
+    agree on `order`, a checksum of what the rank ran last. Sizes: `decodes` requests decode, `prompt_rows` prompt rows
+    ride along, `finals` prompts finish, `order_words` integers describe the batch to the group's followers,
+    `num_steps` is the deepest tree that the rank votes for, `requests` are its waiting and running ones, `leaving`
+    says that the gang is to end.
     """
 
     epoch: int
@@ -33,9 +35,11 @@ class Facts(NamedTuple):
     num_steps: int = 0
     requests: int = 0
     leaving: int = 0
+    rule: int = 0
+    order: int = 0
 
 
-HEADER = ("epoch", "step", "digest", "calls")
+HEADER = ("epoch", "step", "digest", "calls", "rule")
 
 
 class StepPlan(NamedTuple):
@@ -107,36 +111,47 @@ class PlanRule:
 
 
 class Call(NamedTuple):
-    """One entry of a step's script: the exchange method that comes next, and the rows of each group that enter it."""
+    """One entry of a step's script: the exchange method that comes next, and the rows of each group that enter it.
+
+    Rows are `width` wide; those of a head become `columns` logits on each rank.
+    """
 
     phase: str
     op: str
     rows: tuple[int, ...]
+    width: int = 0
+    columns: int = 0
 
 
 class Ops(NamedTuple):
     """The exchange methods that one forward of a model calls, in order, and those that its head calls.
 
-    `runners` models share a draft: at level l runner l runs the rows of levels 1 to l, at extend all run.
+    `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row. `runners`
+    models share a draft: at level l runner l runs the rows of levels 1 to l, at extend all run.
     """
 
     forward: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
+    width: int = 0
+    columns: int = 0
     runners: int = 1
 
 
-def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None) -> list[Call]:
-    """Every call of the exchange in a step of this plan, in order; `draft` is None in plain decoding.
+def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, followed: bool = False) -> list[Call]:
+    """Every call of the exchange in a step of this plan, in order; `draft` is None in plain decoding. `followed`: the
+    leaders of the groups first share their orders.
 
     A rank that is about to do anything else is out of step, and is told so before it can mislead its peers.
     """
+    if plan.quiet or plan.leaving:
+        return []
     r, c = plan.planned_decodes, plan.planned_prompt_rows
     levels = tuple(n * shape.topk for n in r)
-    calls: list[Call] = []
+    calls = [Call("order", "share", plan.order_words)] if followed else []
 
     def forward(phase: str, ops: Ops, rows: tuple[int, ...], head_rows: tuple[int, ...]) -> None:
-        calls.extend(Call(phase, op, rows) for op in ops.forward)
-        calls.extend(Call(phase, op, head_rows) for op in ops.head)
+        calls.extend(Call(phase, op, rows, ops.width) for op in ops.forward)
+        calls.extend(Call(phase, op, head_rows, ops.width, ops.columns) for op in ops.head)
 
     if draft is not None:
         for level in range(1, shape.num_steps):
@@ -148,6 +163,6 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None) -> 
     if draft is not None:
         extend_rows = tuple(n * (shape.num_steps + 1) + b for n, b in zip(r, c, strict=True))
         for _ in range(draft.runners - 1):
-            calls.extend(Call("extend", op, extend_rows) for op in draft.forward)
+            calls.extend(Call("extend", op, extend_rows, draft.width) for op in draft.forward)
         forward("extend", draft, extend_rows, tuple(n + f for n, f in zip(r, plan.finals, strict=True)))
     return calls

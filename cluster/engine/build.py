@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from cluster.arch import DraftSpec, TargetArch, read_target
+from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.arch.split import check_models
+from cluster.arch.stored import stored_shapes
 from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
@@ -17,18 +19,19 @@ from cluster.dp_attention.plan import Ops, PlanRule
 from cluster.engine.assemble import Assembler
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
+from cluster.engine.pace import pace_of
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.forward.sampler import SamplingTable
 from cluster.kv.budget import page_count
 from cluster.kv.cache import KVCache
-from cluster.mesh import Mesh, Part, Rendezvous, Store, join
+from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
 from cluster.models.draft import Draft as DraftModel
 from cluster.models.layer import NoExchange, TokenExchange
 from cluster.models.load import WHOLE, Sharding, local_heads
-from cluster.models.registry import check_draft, check_target, load_draft_list, load_target
+from cluster.models.registry import check_target, load_draft_list, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
@@ -74,35 +77,10 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     device = _device(config)
     if device.type == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    check_split(config)
+    check_models(config)
+    check_target(config.model_path)
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
     return assemble(config, mesh, device)
-
-
-def check_split(config: EngineConfig) -> None:
-    """Refuse models that cannot be split over the ranks; reads the heads of the checkpoints only.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    part = Part(0, config.tp_size // config.attn_dp_size)
-    arch = check_target(config.model_path)
-    geometries = {"the target": min(arch.layers, key=lambda g: g.mlp_columns)}
-    folder = config.speculative_draft_model_path
-    if folder is not None and config.speculative_draft_parallel == "sharded":
-        overrides = config.speculative_draft_overrides
-        geometries["the draft"] = check_draft(folder, arch, overrides=overrides).layer
-    for name, geometry in geometries.items():
-        try:
-            local_heads(geometry, part)
-        except ConfigError as error:
-            hint = ", or set speculative_draft_parallel to replicated" if name == "the draft" else ""
-            raise ConfigError(f"{name}: {error}{hint}") from None
-        if geometry.mlp_columns < config.tp_size:
-            raise ConfigError(
-                f"{name}: an MLP of {geometry.mlp_columns} columns cannot be split over tp_size {config.tp_size}; "
-                "lower tp_size"
-            )
 
 
 def assemble(
@@ -126,7 +104,7 @@ def assemble(
     positions = context + shape.num_steps + 2
     wide = config.vocab_parallel == "world"
     apart = mesh.world.size == 1
-    held_to_script = Exchange(mesh, wide)
+    held_to_script = Exchange(mesh, dtype, wide)
     exchange: TokenExchange = NoExchange() if apart else held_to_script
     vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part
     sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
@@ -170,15 +148,15 @@ def assemble(
     sampling = SamplingTable(rows + 1, dtype, device)
     shapes = tiers(shape)
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
+    target_ops = Ops() if apart else Ops(*target.ops)
+    draft_ops = None if not models else Ops() if apart or not shared else Ops(*models[0].ops, len(models))
     lockstep = Lockstep(
         mesh=mesh,
-        coordinator=Coordinator(mesh, rule, shapes),
+        coordinator=Coordinator(mesh, rule, shapes, target_ops, draft_ops),
         exchange=held_to_script,
         assembler=Assembler(cache.table, sampling, shape.window, dtype),
         step=Step(target_runner, draft, carried),
         shapes=shapes,
-        target_ops=Ops() if apart else Ops(*target.ops),
-        draft_ops=None if not models else Ops() if apart or not shared else Ops(*models[0].ops, len(models)),
         debug=config.debug_lockstep,
     )
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
@@ -192,7 +170,7 @@ def assemble(
             shape=shape,
             context_length=context,
             cache=cache,
-            scheduler=Scheduler(config, cache, shape.window),
+            scheduler=Scheduler(config, cache, shape.window, pace_of(arch.layer, shape.num_draft_tokens, device.type)),
             lockstep=lockstep,
             watch=watch,
             tokenizer=_tokenizer(config),
@@ -217,9 +195,11 @@ def check_algorithm(config: EngineConfig, spec: DraftSpec) -> None:
 
 
 def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None:
-    """Refuse a gang whose ranks have different settings or targets; threads and folders may differ between machines."""
+    """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
     own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
-    own["target"] = repr(arch)
+    own["target"], draft = repr(arch), config.speculative_draft_model_path
+    overrides = config.speculative_draft_overrides
+    own["draft"] = None if draft is None else repr(read_draft(draft, stored_shapes(draft), arch, overrides))
     for rank, text in enumerate(mesh.everyones("config", json.dumps(own, sort_keys=True))):
         theirs = json.loads(text)
         for name in sorted(own.keys() | theirs.keys()):

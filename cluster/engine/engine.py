@@ -49,7 +49,7 @@ class Engine(Rank):
         self._seeds = random.Random(parts.config.random_seed)
         self._over: list[RequestOutput] = []
         self._trees = self._tree_tokens = 0
-        self._mixed = False
+        self._busiest = 0
 
     @property
     def has_work(self) -> bool:
@@ -117,13 +117,13 @@ class Engine(Rank):
             GangError: a peer is gone, or ranks are out of step.
         """
         p, started = self._p, time.perf_counter()
-        schedule = p.scheduler.schedule(self._mixed)
+        schedule = p.scheduler.schedule(self._busiest)
         order = schedule.order(p.cache.table.take_journal())
         scheduled = time.perf_counter()
         ran = p.lockstep.run(order, len(self._sequences), self._vote(len(schedule.decodes)))
         done = time.perf_counter()
         self._ran(ran, done - started)
-        self._mixed = any(ran.plan.decodes)
+        self._busiest = max(ran.plan.decodes)
         outputs, lens, seconds = self._over, [], {"schedule": scheduled - started, "agree": ran.agreed}
         self._over = []
         if ran.stepped is not None:
@@ -242,6 +242,7 @@ class Engine(Rank):
             committed_tokens=sum(len(o.token_ids) for o in outputs),
             cached_tokens=sum(s.cached_tokens or 0 for s in fresh),
             prompt_tokens=sum(s.prompt_len for s in fresh),
+            admitted=len(fresh),
             retracted=schedule.retracted,
             running=status.running,
             waiting=status.waiting,

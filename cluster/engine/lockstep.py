@@ -11,9 +11,9 @@ from cluster.batch import Order
 from cluster.config import TreeShape
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.orders import pack, shared, unpack
+from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
-from cluster.dp_attention.plan import Ops, StepPlan, script
+from cluster.dp_attention.plan import StepPlan
 from cluster.engine.assemble import Assembler
 from cluster.mesh import GangError, Mesh
 from cluster.spec.step import Step, Stepped
@@ -35,7 +35,7 @@ class Ran:
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the gang. `shapes` are the trees by tier; the ops are what the models call of the exchange."""
+    """One rank's side of the gang. `shapes` are the trees by tier."""
 
     mesh: Mesh
     coordinator: Coordinator
@@ -43,8 +43,6 @@ class Lockstep:
     assembler: Assembler
     step: Step
     shapes: tuple[TreeShape, ...]
-    target_ops: Ops
-    draft_ops: Ops | None
     debug: bool = False
     left: bool = False
     leaving: bool = False
@@ -76,7 +74,10 @@ class Lockstep:
             agreed = time.perf_counter() - began
             self.left = plan.leaving
             shape = self.shapes[plan.num_steps]
+            self.exchange.begin(plan.step, self.coordinator.script())
             stepped = None if plan.quiet or plan.leaving else self._run(order, words, plan, shape)
+            self.exchange.end()
+            self.coordinator.taken()
         except GangError:
             raise
         except RuntimeError as error:
@@ -88,15 +89,14 @@ class Lockstep:
     def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> Stepped:
         mesh = self.mesh
         if mesh.attn.size > 1:
-            words = shared(words, plan.order_words[mesh.dp_rank], mesh.attn_facts)
+            words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
                 self.assembler.follow(order)
         order = padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
-        batch = self.assembler.batch(order)
-        self.exchange.begin(plan.step, script(plan, shape, self.target_ops, self.draft_ops))
-        stepped = self.step.run(batch, shape)
-        self.exchange.end()
+        if mesh.attn.size > 1:
+            self.coordinator.order = checksum(order)
+        stepped = self.step.run(self.assembler.batch(order), shape)
         if self.debug:
             self._results = zlib.crc32(repr((stepped.tokens.tolist(), stepped.accept_len.tolist())).encode())
         return stepped

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from cluster.batch import Order, PromptChunk, SlotWrite
 from cluster.config import EngineConfig
+from cluster.engine.pace import Pace
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache
 
@@ -62,16 +63,42 @@ class Schedule:
         )
 
 
+@dataclass(slots=True)
+class Room:
+    """What prompt chunks may still take of a step: `rows`, and where a `pace` is kept, no more than `allowance`."""
+
+    rows: int
+    allowance: float = 0.0
+    pace: Pace | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether a row more may ride."""
+        return self.rows > 0 and (self.pace is None or self.allowance >= 1.0)
+
+    def take(self, start: int, stop: int) -> int:
+        """How many of the prompt rows `start` to `stop - 1` ride."""
+        count = min(stop - start, self.rows)
+        if self.pace is not None:
+            count = min(count, self.pace.rows(start, self.allowance))
+            self.allowance -= self.pace.cost(start, start + count)
+        self.rows -= count
+        return count
+
+
 class Scheduler:
     """The waiting queue and the running list of one rank."""
 
-    def __init__(self, config: EngineConfig, cache: KVCache, window: int) -> None:
-        """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step."""
+    def __init__(self, config: EngineConfig, cache: KVCache, window: int, pace: Pace | None = None) -> None:
+        """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step. `pace`
+        bounds the prompt rows beside decoding requests where `mixed_prefill_size` does not; None leaves them free.
+        """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._cache, self._window = cache, window
         self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
+        self._pace = None if config.mixed_prefill_size else pace
 
     @property
     def queued_tokens(self) -> int:
@@ -79,18 +106,18 @@ class Scheduler:
         running = sum(len(s.tokens) - s.committed for s in self.running if s.prefilling)
         return running + sum(len(s.tokens) for s in self.waiting)
 
-    def schedule(self, mixed: bool = False) -> Schedule:
-        """The next step's work; leases are grown to hold it. `mixed`: somebody's requests decode meanwhile, and wait
-        for the prompt rows of this step.
+    def schedule(self, busiest: int = 0) -> Schedule:
+        """The next step's work; leases are grown to hold it. `busiest`: as many requests decode on the busiest rank,
+        and wait for the prompt rows of this step.
         """
         plan = Schedule()
         plan.retracted = self._make_room()
         plan.decodes = [s for s in self.running if not s.prefilling]
-        budget = self._mixed_budget if mixed or plan.decodes else self._budget
+        room = self._room(len(plan.decodes), busiest)
         for sequence in self.running:
-            if sequence.prefilling and budget > 0:
-                budget -= self._ride(plan, sequence, budget)
-        while self.waiting and budget > 0 and not plan.retracted:
+            if sequence.prefilling and room.left:
+                self._ride(plan, sequence, room)
+        while self.waiting and room.left and not plan.retracted:
             sequence = self.waiting[0]
             fresh = sequence.cached_tokens is None
             if not self._admit(sequence):
@@ -99,7 +126,7 @@ class Scheduler:
             if fresh:
                 plan.fresh.append(sequence)
             plan.admitted.append(sequence)
-            budget -= self._ride(plan, sequence, budget)
+            self._ride(plan, sequence, room)
         return plan
 
     def release(self, sequence: Sequence) -> None:
@@ -111,11 +138,17 @@ class Scheduler:
         self._cache.close(sequence.lease, sequence.tokens, sequence.committed)
         sequence.lease = None
 
-    def _ride(self, plan: Schedule, sequence: Sequence, budget: int) -> int:
+    def _room(self, decodes: int, busiest: int) -> Room:
+        if not decodes and not busiest:
+            return Room(self._budget)
+        if self._pace is None:
+            return Room(self._mixed_budget)
+        return Room(self._mixed_budget, self._pace.allowance(decodes, busiest), self._pace)
+
+    def _ride(self, plan: Schedule, sequence: Sequence, room: Room) -> None:
         start = sequence.committed
-        stop = min(len(sequence.tokens), start + budget)
+        stop = start + room.take(start, len(sequence.tokens))
         plan.chunks.append(Chunk(sequence, start, stop))
-        return stop - start
 
     def _make_room(self) -> int:
         """Grow the window of every decoding request, retracting from the end of the running list if need be."""

@@ -19,14 +19,15 @@ class PageAllocator:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages.
+        """`count` free pages, in ascending order: tokens that follow one another then lie so, where the free pages do.
 
         Raises:
             MemoryError: fewer are free; nothing is taken.
         """
         if count > len(self._free):
             raise MemoryError(f"{count} pages wanted, {len(self._free)} free")
-        taken = [self._free.pop() for _ in range(count)]
+        taken = sorted(self._free[len(self._free) - count :])
+        del self._free[len(self._free) - count :]
         for page in taken:
             self._is_free[page] = False
         return taken

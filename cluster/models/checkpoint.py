@@ -1,39 +1,38 @@
 """Strict reading of safetensors folders: every tensor is taken or named; quantised ones come as numbers."""
 
-import json
 import logging
 import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cluster.arch.header import Stored
+from cluster.arch.stored import stored_tensors, weight_files
 from cluster.config import ConfigError
-from cluster.models.header import Stored, read_header
 from cluster.models.quant import BLOCK, FLOAT8, GROUP, block_scaled, mxfp4
 
 log = logging.getLogger(__name__)
-RENAMES = (
-    (re.compile(r"^(model\.)?(language_model\.)?(model\.)?"), ""),
-    (re.compile(r"^midlayer\."), "layers.0."),
-    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
-    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
-    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
-)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 Span = tuple[int, int]
 IGNORED = r"rotary_emb\.inv_freq$"
 SCALES = ("_scale_inv", "_scale")
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".qscale_act")
-FILES = ("model.safetensors", "consolidated.safetensors")
-
-
-def normal_name(name: str) -> str:
-    """A name without dialect: no `model.` prefix, `midlayer` as `layers.0`, legacy aux norms as `fc_norm.i`."""
-    for pattern, replacement in RENAMES:
-        name = pattern.sub(replacement, name)
-    return name
 
 
 def as_it_is(name: str) -> str:
@@ -59,47 +58,14 @@ class Checkpoint:
         Raises:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
         """
-        if not Path(folder).is_dir():
-            raise ConfigError(f"model folder {folder!r} does not exist; give a local folder of safetensors")
         self.folder, self._stored_name, self._dry = folder, stored_name, dry
         self._ignored = [re.compile(pattern) for pattern in (IGNORED, *ignored)]
-        self._files: dict[str, tuple[Path, str, Stored]] = {}
-        self._promised: dict[str, Path] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._taken: set[str] = set()
         self._dequantised = 0
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._paths = list(self._find())
-        for path in self._paths:
-            for raw, stored in read_header(path).items():
-                name = normal_name(raw)
-                if name in self._files:
-                    raise ConfigError(f"tensor {raw!r} appears twice in {folder!r}, again in {path.name}")
-                self._files[name] = (path, raw, stored)
-                self.shapes[name] = stored.shape
-
-    def _find(self) -> Iterator[Path]:
-        root = Path(self.folder)
-        for name in FILES:
-            index = root / f"{name}.index.json"
-            if index.is_file():
-                yield from self._indexed(index)
-                return
-            if (root / name).is_file():
-                break
-        yield next((root / name for name in FILES if (root / name).is_file()), root / FILES[0])
-
-    def _indexed(self, index: Path) -> Iterator[Path]:
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            places = {str(tensor): str(file) for tensor, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ConfigError(f"{index.name} in {self.folder!r} is no weight index; write it again") from None
-        for name in sorted(set(places.values())):
-            if Path(name).name != name:
-                raise ConfigError(f"{index.name} in {self.folder!r} names {name!r} outside the folder")
-            yield index.parent / name
-        self._promised = {normal_name(tensor): index.parent / file for tensor, file in places.items()}
+        self._paths, self._promised = weight_files(folder)
+        self._files = stored_tensors(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {name: held.shape for name, (_, _, held) in self._files.items()}
 
     def holds(self, name: str) -> bool:
         """Whether there is a tensor `name`."""
@@ -127,7 +93,7 @@ class Checkpoint:
         path, raw, entry = self._entry(stored, shape)
         index = () if expert is None else (expert,)
         cut = self._read(path, entry, (*index, *_slices(rows, columns)))
-        return self._scaled(stored, raw, entry, cut, rows, columns) if entry.dtype in FLOAT8 else cut
+        return self._scaled(stored, raw, entry, cut, rows, columns) if DTYPES[entry.dtype] in FLOAT8 else cut
 
     def _entry(self, stored: str, shape: tuple[int, ...] | None) -> tuple[Path, str, Stored]:
         if stored not in self._files:
@@ -143,17 +109,17 @@ class Checkpoint:
 
     def _read(self, path: Path, entry: Stored, index: tuple[slice | int, ...]) -> Tensor:
         """A copy of what `index` picks. Pages that were read are given back, so that files do not pile up in memory."""
-        count = entry.stop - entry.start
+        count, dtype = entry.stop - entry.start, DTYPES[entry.dtype]
         if self._dry or not count:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="meta" if self._dry else None)[index].clone()
+            return torch.empty(entry.shape, dtype=dtype, device="meta" if self._dry else None)[index].clone()
         if path not in self._maps:
             with path.open("rb") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         mapped = self._maps[path]
         data = torch.frombuffer(mapped, dtype=torch.uint8, offset=entry.start, count=count)
-        if entry.start % entry.dtype.itemsize:
+        if entry.start % dtype.itemsize:
             data = data.clone()
-        cut = data.view(entry.dtype).view(entry.shape)[index].clone()
+        cut = data.view(dtype).view(entry.shape)[index].clone()
         if count > mmap.PAGESIZE:
             first = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
             mapped.madvise(mmap.MADV_DONTNEED, first, entry.stop - first)
@@ -206,7 +172,7 @@ class Checkpoint:
         parts = []
         for end, tail in (("_blocks", (GROUP // 2,)), ("_scales", ())):
             path, raw, entry = self._entry(stored + end, None if packed is None else (*packed, *tail))
-            if entry.dtype != torch.uint8:
+            if entry.dtype != "U8":
                 raise ConfigError(f"tensor {raw!r} in {str(path)!r} is {entry.dtype}, but MXFP4 is packed in bytes")
             parts.append(self._read(path, entry, index))
         self._dequantised += 1

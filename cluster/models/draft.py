@@ -35,8 +35,8 @@ class Draft(Protocol):
     first_position: int
 
     @property
-    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What a forward and a head call of the exchange, in order."""
+    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
         ...
 
     def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
@@ -139,9 +139,10 @@ class DraftModel:
         self._rotary = RotaryTable(g.rope, g.rope_dim, max_position, load.dtype, load.device)
 
     @property
-    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What a forward and a head call of the exchange, in order."""
-        return ("embed", *LAYER_OPS * self.spec.num_layers), ("head",)
+    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        assert self._head is not None
+        return ("embed", *LAYER_OPS * self.spec.num_layers), ("head",), self.spec.hidden, self._head.columns
 
     def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
         """Share the target's embedding and head where the checkpoint brought none."""
@@ -197,7 +198,8 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
         return identity
     offsets = checkpoint.take("d2t", (spec.draft_vocab_size,)).long()
     if offsets.is_meta:
-        checkpoint.drop("t2d")
+        if "t2d" in checkpoint.shapes:
+            checkpoint.take("t2d", (spec.vocab_size,))
         return identity
     ids = identity.cpu() + offsets
     increasing = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < spec.vocab_size

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
-from cluster.config import ConfigError
+from cluster.arch.split import check_heads
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint, Span, placed
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
@@ -227,9 +227,5 @@ def local_heads(g: LayerGeometry, part: Part) -> LayerGeometry:
     Raises:
         ConfigError: the heads cannot be split so.
     """
-    if g.heads % part.size or (g.kv_heads % part.size and part.size % g.kv_heads):
-        raise ConfigError(
-            f"{g.heads} attention heads and {g.kv_heads} KV heads cannot be split over {part.size} ranks of an "
-            "attention group (tp_size / attn_dp_size); lower tp_size or raise attn_dp_size"
-        )
+    check_heads(g, part.size)
     return replace(g, heads=g.heads // part.size, kv_heads=max(1, g.kv_heads // part.size))

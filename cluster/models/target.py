@@ -47,9 +47,9 @@ class DecoderTarget:
             self._embed_scale = torch.tensor(scale, dtype=dtype, device=device)
 
     @property
-    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What a forward and a head call of the exchange, in order."""
-        return ("embed", *LAYER_OPS * self.arch.num_layers), ("head",)
+    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        return ("embed", *LAYER_OPS * self.arch.num_layers), ("head",), self.arch.hidden, self._head.columns
 
     def get_embed_and_head(self) -> tuple[Embedding, Head]:
         """The embedding and the head, for a draft to share; an embedding's rows are not scaled."""

@@ -44,6 +44,11 @@ class Head:
     weight: Tensor
     vocab: int
 
+    @property
+    def columns(self) -> int:
+        """v, this shard's part of the vocabulary."""
+        return self.weight.shape[1]
+
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """Rows `[T, H]` -> logits `[T, V]`."""
         return exchange.head(rows, self._project)[:, : self.vocab]

@@ -42,8 +42,9 @@ def body(number: int) -> dict[str, Any]:
 
 
 def pages(url: str) -> dict[str, int]:
-    (rank,) = httpx.get(f"{url}/server_info", timeout=30).json()["ranks"]
-    return {name: rank[f"pages_{name}"] for name in ("free", "used", "cached")}
+    """Pages of all ranks together."""
+    ranks = httpx.get(f"{url}/server_info", timeout=30).json()["ranks"]
+    return {name: sum(rank[f"pages_{name}"] for rank in ranks) for name in ("free", "used", "cached")}
 
 
 async def answers(url: str, numbers: list[int], at_once: int) -> list[Any]:

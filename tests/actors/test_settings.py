@@ -50,7 +50,11 @@ def test_ray_serve_llm_words_are_understood():
         (args(lora_config={}), "'lora_config' is not honoured"),
         (args(llm_engine="vLLM"), "'llm_engine' is not honoured"),
         ({**args(), "ingress": "relay"}, "ingress: Input should be 'direct'"),
-        ({**args(), "ingress_deployment_config": {}}, "not honoured"),
+        ({**args(), "ingress_deployment_config": {"num_replicas": 2}}, "needs ingress: resilient"),
+        (
+            {**args(), "ingress": "resilient", "ingress_deployment_config": {"placement_group_strategy": "PACK"}},
+            "unknown setting 'ingress_deployment_config.placement_group_strategy'; use placement_group_config",
+        ),
         ({"llm_configs": ["/no/such.yaml"]}, "cannot read config '/no/such.yaml'"),
     ],
 )
@@ -151,7 +155,7 @@ def test_a_local_ray_has_room_for_the_first_replicas():
         (["deployment_config.autoscaling_config.initial_replicas=2"], 2),
     ):
         plan = make_plan(None, [o if o.startswith(("num", "dep")) else f"deployment_config.{o}" for o in overrides])
-        assert (plan.replicas, plan.resources("CPU")) == (replicas, float(replicas))
+        assert (plan.replicas, plan.resources("CPU")) == (replicas, replicas * float(plan.engine.tp_size))
 
 
 def test_relative_paths_are_found_from_home_the_working_directory_and_the_checkout(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A REST app over a scripted engine: no model, no Ray."""
+"""A REST app over a scripted engine: no model, no Ray. Tests of the whole application take the `local_ray` too."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 from fastapi import FastAPI
 
 from cluster.api.ingress import make_app
+from tests.actors.conftest import local_ray as local_ray
 from tests.api.scripted import Client, ScriptedService, save_tokenizer
 
 

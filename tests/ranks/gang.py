@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.mesh import open_store
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,40 +29,90 @@ class Action:
 
 @dataclass(frozen=True)
 class Case:
-    """One life of a gang. `votes`: a seed for random tiers. `plant`: a divergence by name, on one rank at one step."""
+    """One life of a gang. `own`: settings that differ, by rank. `shaken`: a seed for random tiers and chunk sizes.
+
+    `plant`: what goes wrong on rank `guilty` from step `at_step` on. `naps`: after the last step all ranks sleep this
+    often, and each time another rank rings.
+    """
 
     config: dict[str, Any]
     actions: list[Action] = field(default_factory=list)
-    steps: int = 100_000
-    votes: int | None = None
+    own: dict[int, dict[str, Any]] = field(default_factory=dict)
+    shaken: int | None = None
     plant: str = ""
     guilty: int = 1
     at_step: int = 6
+    naps: int = 0
+
+    @property
+    def world(self) -> int:
+        return int(self.config.get("tp_size", 1))
+
+
+@dataclass
+class Nap:
+    """A sleep of one rank: when it woke, when it rang itself, seconds asleep, and CPU seconds used meanwhile."""
+
+    woke: float
+    rang: float
+    seconds: float
+    cpu: float
+
+
+@dataclass
+class Life:
+    """What a rank tells of a life that ended by agreement.
+
+    `ended`: reason and accepted histogram by request; `rows`: its rows in the target phase of every step, padding not
+    counted, and `padded` the padding; `world_log`, `attn_log`: count and checksum of the collectives it entered.
+    """
+
+    tokens: dict[str, list[int]]
+    ended: dict[str, tuple[str, list[int] | None]]
+    retracted: list[str]
+    rows: list[int]
+    padded: int
+    world_log: list[Any]
+    attn_log: list[Any]
+    pages_used: int
+    seconds: float
+    naps: list[Nap]
+
+
+@dataclass
+class Lost:
+    """What a rank tells of a life that broke: the error, when it came (system-wide clock), and what it named."""
+
+    error: str
+    kind: str
+    rank: int | None
+    step: int | None
+    phase: str | None
+    at: float
+
+
+@dataclass
+class Dead:
+    """A process that is gone, with its exit code."""
+
+    code: int
+
+
+Answer = Life | Lost | Dead
 
 
 class Ranks:
-    """`world` processes. They live through many cases, each a gang of its own."""
+    """`world` processes. They live through many cases, each a gang of its own; dead ones are started again.
+
+    `struck` is when the plant of the last case did its harm, (system-wide clock, step); None if it never did.
+    """
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self.struck: tuple[float, int] | None = None
         self._epoch = 0
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONWARNINGS": "ignore",
-        }
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks.worker", str(rank)],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world)
-        ]
+        self._fresh = set(range(world))
+        self._processes = [self._start(rank) for rank in range(world)]
 
     def __enter__(self) -> Self:
         return self
@@ -73,25 +121,68 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
 
-    def run(self, case: Case, timeout_s: float = 240.0) -> list[dict[str, Any]]:
+    @staticmethod
+    def _start(rank: int) -> "subprocess.Popen[bytes]":
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore",
+        }
+        command = [sys.executable, "-m", "tests.ranks.worker", str(rank)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, bufsize=0, **pipes)
+
+    def run(self, case: Case, timeout_s: float = 240.0) -> list[Answer]:
         """What every rank answered, in rank order.
 
         Raises:
             TimeoutError: a rank did not answer, named.
-            RuntimeError: a rank's process ended.
         """
-        self._epoch += 1
-        store = open_store("127.0.0.1")
-        line = json.dumps({"port": store.port, "epoch": self._epoch, "case": asdict(case)})
+        self._epoch, self.struck = self._epoch + 1, None
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                self._processes[rank] = self._start(rank)
+                self._fresh.add(rank)
+        while self._fresh:  # imports take their time, which is not the case's
+            self._heard(self._fresh.pop())
+        until = time.monotonic() + timeout_s
+        port = self._opened()
+        line = json.dumps({"port": port, "epoch": self._epoch, "case": asdict(case)})
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-        return self._answers(time.monotonic() + timeout_s)
+            self._tell(process, line)
+        return self._answers(until)
 
-    def _answers(self, until: float) -> list[dict[str, Any]]:
-        answers: dict[int, dict[str, Any]] = {}
+    def lives(self, case: Case, timeout_s: float = 240.0) -> list[Life]:
+        """What every rank told of a life that must not break."""
+        answers = self.run(case, timeout_s)
+        broken = [answer for answer in answers if not isinstance(answer, Life)]
+        assert not broken, broken
+        return answers  # type: ignore[return-value]
+
+    def _opened(self) -> int:
+        """Rank 0 opens the store of the next life."""
+        self._tell(self._processes[0], "open")
+        return int(self._heard(0)["port"])
+
+    def _heard(self, rank: int) -> dict[str, Any]:
+        """The next line of a rank."""
+        stdout = self._processes[rank].stdout
+        assert stdout is not None
+        line: dict[str, Any] = json.loads(stdout.readline())
+        return line
+
+    @staticmethod
+    def _tell(process: "subprocess.Popen[bytes]", line: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(line.encode() + b"\n")
+
+    def _answers(self, until: float) -> list[Answer]:
+        answers: dict[int, Answer] = {}
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
                 assert process.stdout is not None
@@ -99,11 +190,28 @@ class Ranks:
             while len(answers) < self.world:
                 ready = selector.select(max(0.0, until - time.monotonic()))
                 if not ready:
-                    raise TimeoutError(f"ranks {sorted(set(range(self.world)) - set(answers))} do not answer")
+                    silent = sorted(set(range(self.world)) - set(answers))
+                    for process in self._processes:
+                        process.kill()
+                        process.wait()
+                    raise TimeoutError(f"ranks {silent} do not answer")
                 for key, _ in ready:
-                    text = key.fileobj.readline()  # type: ignore[union-attr]
-                    if not text:
-                        code = self._processes[key.data].wait()
-                        raise RuntimeError(f"rank {key.data} ended with {code}")
-                    answers[key.data] = json.loads(text)
+                    # The pipes have no buffer on this side: what is not read here still shows in the next select.
+                    answer = self._answer(key.data, key.fileobj.readline())  # type: ignore[union-attr]
+                    if answer is not None:
+                        answers[key.data] = answer
+                        selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(self.world)]
+
+    def _answer(self, rank: int, line: bytes) -> Answer | None:
+        if not line:
+            return Dead(self._processes[rank].wait())
+        said = json.loads(line)
+        if "struck" in said:
+            self.struck = tuple(said["struck"])
+            return None
+        if "error" in said:
+            return Lost(**said)
+        said["ended"] = {name: tuple(end) for name, end in said["ended"].items()}
+        said["naps"] = [Nap(**nap) for nap in said["naps"]]
+        return Life(**said)

@@ -1,12 +1,381 @@
-"""Planted divergences: what goes wrong on one rank only, from one step on. Each must be reported, never acted out."""
+"""Planted divergences: what goes wrong on one rank only, from one step on. Each must be reported, never acted out.
 
+A plant is a function that changes the rank it is given; `Harm` says when it is due and takes everything back.
+"""
+
+import os
+import signal
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from cluster.engine import Rank
+import torch
+from torch import Tensor
 
-PLANTS: dict[str, Callable[[Rank, int], Callable[[], None]]] = {}
+from cluster.batch import Batch
+from cluster.config import TreeShape
+from cluster.dp_attention.plan import Facts, PlanRule, StepPlan
+from cluster.engine import Rank, lockstep
+from cluster.mesh import Axis
+from cluster.spec.inputs import EagleDraftInput
 
 
-def plant(name: str, rank: Rank, at_step: int) -> Callable[[], None]:
+class Harm:
+    """One plant in one rank: due from step `at_step` on, once; `struck(step)` is told when."""
+
+    def __init__(self, rank: Rank, at_step: int, struck: Callable[[int], None]) -> None:
+        self.lockstep, self.mesh = rank._lockstep, rank._lockstep.mesh
+        self.exchange, self.coordinator, self.step = (
+            rank._lockstep.exchange,
+            rank._lockstep.coordinator,
+            rank._lockstep.step,
+        )
+        self._at_step, self._struck, self._done = at_step, struck, False
+        self._kept: list[tuple[Any, str, Any]] = []
+
+    def put(self, where: Any, name: str, value: Any) -> None:
+        """Replace an attribute, until `undo`."""
+        self._kept.append((where, name, vars(where).get(name, Harm)))
+        setattr(where, name, value)
+
+    def undo(self) -> None:
+        for where, name, value in reversed(self._kept):
+            if value is Harm:
+                delattr(where, name)
+            else:
+                setattr(where, name, value)
+
+    def due(self, step: int) -> bool:
+        """Whether it is time; when so it counts as done, once."""
+        if self._done or step < self._at_step:
+            return False
+        self._done = True
+        self._struck(step)
+        return True
+
+    def in_call(self, op: str, phase: str, wrong: Callable[..., Tensor]) -> None:
+        """In the first `op` of `phase` call `wrong(true, *args)` in the place of `true(*args)`."""
+        true = getattr(self.exchange, op)
+
+        def call(*args: Any) -> Tensor:
+            script = self.exchange._script
+            here = script and (script[0].op, script[0].phase) == (op, phase)
+            result: Tensor = wrong(true, *args) if here and self.due(self.exchange._step) else true(*args)
+            return result
+
+        self.put(self.exchange, op, call)
+
+    def before_agreement(self, change: Callable[[], None]) -> None:
+        """Call `change` before the ranks agree on a step."""
+        true = self.coordinator.header
+
+        def header() -> Facts:
+            if self.due(self.coordinator.step):
+                change()
+            return true()
+
+        self.put(self.coordinator, "header", header)
+
+    def in_run(self, wrong: Callable[..., Any]) -> None:
+        """In a step call `wrong(true, batch, shape)` in the place of the true step."""
+        true = self.step.run
+
+        def run(batch: Any, shape: TreeShape) -> Any:
+            return wrong(true, batch, shape) if self.due(self.exchange._step) else true(batch, shape)
+
+        self.put(self.step, "run", run)
+
+    def in_unpacked(self, wrong: Callable[[Any], Any]) -> None:
+        """On a follower, change an order that it got; `wrong` gives None for one that it cannot change."""
+        true = lockstep.unpack
+
+        def unpack(words: list[int]) -> Any:
+            order = true(words)
+            changed = wrong(order) if self.exchange._step >= self._at_step else None
+            return order if changed is None or not self.due(self.exchange._step) else changed
+
+        self.put(lockstep, "unpack", unpack)
+
+
+Plant = Callable[[Harm], None]
+
+
+def plant(name: str, rank: Rank, at_step: int, struck: Callable[[int], None]) -> Callable[[], None]:
     """Plant it in this rank; returns what undoes it."""
-    return PLANTS[name](rank, at_step)
+    harm = Harm(rank, at_step, struck)
+    PLANTS[name](harm)
+    return harm.undo
+
+
+def skip(op: str, phase: str) -> Plant:
+    """Do not call it, go on with a result of the right shape."""
+
+    def wrong(harm: Harm, rows: Tensor, local: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        call = harm.exchange._script[0]
+        own, every = call.rows[harm.mesh.dp_rank], sum(call.rows)
+        if op == "head":
+            return rows.new_zeros(own, call.columns * harm.mesh.world.size)
+        if op == "embed":
+            assert local is not None
+            return local(rows)
+        return {"reduce": rows, "gather": rows.new_zeros(every, call.width), "scatter": rows[:own]}[op]
+
+    return lambda harm: harm.in_call(op, phase, lambda _, *args: wrong(harm, *args))
+
+
+def instead(op: str, phase: str, wrong: Callable[..., Tensor]) -> Plant:
+    return lambda harm: harm.in_call(op, phase, wrong)
+
+
+def twice(true: Callable[..., Tensor], *args: Any) -> Tensor:
+    true(*args)
+    return true(*args)
+
+
+def swapped(harm: Harm) -> None:
+    """Calls scatter where the MLP begins."""
+    harm.in_call("gather", "target", lambda _, rows: harm.exchange.scatter(rows))
+
+
+def whole_layer(harm: Harm) -> None:
+    def run(true: Callable[..., Any], *args: Any) -> Any:
+        model = harm.step._target.model
+        harm.put(model, "_layers", model._layers[:-1])
+        return true(*args)
+
+    harm.in_run(run)
+
+
+def draft_level(harm: Harm) -> None:
+    """Drafts one level less than the tree has."""
+    true = harm.step._draft.draft
+
+    def draft(batch: Any, carried: Any, noise: Any, shape: TreeShape) -> Any:
+        if shape.num_steps > 1 and harm.due(harm.exchange._step):
+            shape = harm.lockstep.shapes[shape.num_steps - 1]
+        return true(batch, carried, noise, shape)
+
+    harm.put(harm.step._draft, "draft", draft)
+
+
+def no_extend(harm: Harm) -> None:
+    """Carries nothing over instead of running the committed rows through the draft."""
+    draft = harm.step._draft
+    true = draft.extend
+
+    def extend(batch: Batch, *args: Any) -> EagleDraftInput:
+        if not harm.due(harm.exchange._step):
+            return true(batch, *args)
+        spec, carried = draft._runner.model.spec, harm.step._carried
+        rows, device = batch.rows.shape[0], carried.hidden.device
+        return EagleDraftInput.create_idle_input(spec, draft._topk, carried.hidden.dtype, device, rows)
+
+    harm.put(draft, "extend", extend)
+
+
+def not_entered(name: str) -> Plant:
+    """The mesh returns without entering the collective, as if there were nothing to send."""
+
+    def plant(harm: Harm) -> None:
+        true = getattr(Axis, name)
+
+        def collective(axis: Axis, rows: Tensor, counts: list[int]) -> Tensor:
+            step, phase = harm.mesh.position
+            if axis is harm.mesh.world and phase != "agree" and harm.due(step):
+                return rows.new_zeros({"gather": sum(counts)}.get(name, counts[axis.rank]), *rows.shape[1:])
+            result: Tensor = true(axis, rows, counts)
+            return result
+
+        harm.put(Axis, name, collective)
+
+    return plant
+
+
+def other_tier(harm: Harm) -> None:
+    harm.in_run(lambda true, batch, shape: true(batch, harm.lockstep.shapes[shape.num_steps - 1]))
+
+
+def not_taken(harm: Harm) -> None:
+    """Gives the last step's results again, without a step."""
+    true, last = harm.step.run, []
+
+    def run(batch: Any, shape: TreeShape) -> Any:
+        if last and harm.due(harm.exchange._step):
+            return last[0]
+        last[:] = [true(batch, shape)]
+        return last[0]
+
+    harm.put(harm.step, "run", run)
+
+
+def stale_plan(harm: Harm) -> None:
+    """Runs the plan of the step before, once it is another one."""
+    true, last = harm.coordinator.agree, []
+
+    def agree(facts: Facts) -> StepPlan:
+        plan = true(facts)
+        changed = last and last[0].decodes != plan.decodes and not plan.quiet
+        if changed and harm.due(plan.step):
+            return last[0]  # type: ignore[no-any-return]
+        last[:] = [plan]
+        return plan
+
+    harm.put(harm.coordinator, "agree", agree)
+
+
+def planned(change: Callable[[StepPlan], StepPlan]) -> Plant:
+    """The rule gives this rank another plan than its peers, of the same facts."""
+
+    def plant(harm: Harm) -> None:
+        true = PlanRule.plan
+
+        def plan(rule: PlanRule, table: Any, shape: TreeShape) -> StepPlan:
+            made = true(rule, table, shape)
+            return change(made) if change(made) != made and harm.due(made.step) else made
+
+        harm.put(PlanRule, "plan", plan)
+
+    return plant
+
+
+def agrees_twice(harm: Harm) -> None:
+    true = harm.coordinator.agree
+
+    def agree(facts: Facts) -> StepPlan:
+        plan = true(facts)
+        return true(harm.coordinator.header()) if harm.due(plan.step) else plan
+
+    harm.put(harm.coordinator, "agree", agree)
+
+
+def false_facts(harm: Harm) -> None:
+    """Announces one decoding request more than it has."""
+    true = harm.coordinator.agree
+    harm.put(
+        harm.coordinator,
+        "agree",
+        lambda facts: true(facts._replace(decodes=facts.decodes + harm.due(facts.step))),
+    )
+
+
+def no_idle_rows(harm: Harm) -> None:
+    """Forgets to pad."""
+    true = lockstep.padded
+
+    def padded(order: Any, plan: StepPlan, group: int, idle_row: int) -> Any:
+        full = true(order, plan, group, idle_row)
+        return order if full != order and harm.due(plan.step) else full
+
+    harm.put(lockstep, "padded", padded)
+
+
+def set_before(change: Callable[[Harm], None]) -> Plant:
+    return lambda harm: harm.before_agreement(lambda: change(harm))
+
+
+def later(harm: Harm, by: int) -> None:
+    harm.coordinator.step += by
+
+
+def other_tree(harm: Harm) -> None:
+    *others, deepest = harm.coordinator._shapes
+    harm.coordinator._shapes = (*others, deepest.model_copy(update={"num_draft_tokens": deepest.num_draft_tokens - 1}))
+
+
+def other_padding(harm: Harm) -> None:
+    harm.coordinator._rule = replace(harm.coordinator._rule, padding="padded", waste=0.9)
+
+
+def unpacked(wrong: Callable[[Any], Any]) -> Plant:
+    return lambda harm: harm.in_unpacked(wrong)
+
+
+def chunks_turned(order: Any) -> Any:
+    turned = order._replace(chunks=order.chunks[::-1])
+    return turned if len(order.chunks) > 1 and turned != order else None
+
+
+def decode_dropped(order: Any) -> Any:
+    return order._replace(decodes=order.decodes[1:]) if order.decodes else None
+
+
+def decodes_turned(order: Any) -> Any:
+    return order._replace(decodes=order.decodes[::-1]) if len(order.decodes) > 1 else None
+
+
+def writes_lost(order: Any) -> Any:
+    return order._replace(writes=()) if order.writes else None
+
+
+def other_seed(order: Any) -> Any:
+    changed = tuple(s._replace(seed=s.seed + 1) for s in order.samplings)
+    return order._replace(samplings=changed) if changed else None
+
+
+def other_results(true: Callable[..., Any], *args: Any) -> Any:
+    stepped = true(*args)
+    return replace(stepped, tokens=stepped.tokens + 1)
+
+
+def breaks(*_: Any) -> Any:
+    raise ValueError("a bug of this rank alone")
+
+
+def dies(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ran(wrong: Callable[..., Any]) -> Plant:
+    return lambda harm: harm.in_run(wrong)
+
+
+PLANTS: dict[str, Plant] = {
+    **{
+        f"skips {op}, {phase}": skip(op, phase)
+        for phase in ("draft", "target", "extend")
+        for op in ("embed", "reduce", "gather", "scatter", "head")
+    },
+    "skips a layer": whole_layer,
+    "skips a draft level": draft_level,
+    "skips the extend phase": no_extend,
+    "does not take the step": not_taken,
+    "gather not entered": not_entered("gather"),
+    "reduce_scatter not entered": not_entered("reduce_scatter"),
+    "one gather more": instead("gather", "draft", twice),
+    "one reduce more": instead("reduce", "extend", twice),
+    "one head more": instead("head", "extend", twice),
+    "scatter before gather": swapped,
+    "one row more": instead("gather", "target", lambda true, rows: true(torch.cat([rows, rows[:1]]))),
+    "one row less": instead("gather", "target", lambda true, rows: true(rows[:-1])),
+    "one id less": instead("embed", "draft", lambda true, ids, lookup: true(ids[:-1], lookup)),
+    "one summed row less": instead("scatter", "extend", lambda true, rows: true(rows[:-1])),
+    "wrong hidden width": instead("gather", "draft", lambda true, rows: true(rows[:, :-1])),
+    "wrong width of a sum": instead("reduce", "target", lambda true, rows: true(rows.repeat(1, 2))),
+    "wrong head width": instead(
+        "head", "target", lambda true, rows, project: true(rows, lambda given: project(given)[:, 1:])
+    ),
+    "wrong dtype": instead("scatter", "target", lambda true, rows: true(rows.float())),
+    "other tier": other_tier,
+    "stale plan": stale_plan,
+    "stale plan of the rule": planned(lambda plan: plan._replace(step=plan.step - 1)),
+    "stale epoch": set_before(lambda harm: setattr(harm.mesh, "epoch", harm.mesh.epoch - 1)),
+    "skipped step": set_before(lambda harm: later(harm, 1)),
+    "step taken twice": set_before(lambda harm: later(harm, -1)),
+    "other last plan": set_before(lambda harm: setattr(harm.coordinator, "_digest", 1)),
+    "agrees twice": agrees_twice,
+    "other padding rule": set_before(other_padding),
+    "other tree": set_before(other_tree),
+    "wrong group": set_before(lambda harm: setattr(harm.mesh, "attn", harm.mesh.world)),
+    "false facts": false_facts,
+    "no idle rows": no_idle_rows,
+    "follower turns the chunks": unpacked(chunks_turned),
+    "follower drops a request": unpacked(decode_dropped),
+    "follower turns the requests": unpacked(decodes_turned),
+    "follower loses writes": unpacked(writes_lost),
+    "follower samples otherwise": unpacked(other_seed),
+    "breaks": ran(breaks),
+    "dies": ran(dies),
+    "other plan, padding": planned(lambda plan: plan._replace(padded=not plan.padded)),
+    "other plan, tier": planned(lambda plan: plan._replace(num_steps=max(0, plan.num_steps - 1))),
+    "other results": ran(other_results),
+}

@@ -2,9 +2,13 @@
 
 import json
 import sys
+import threading
 import time
+import traceback
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -12,130 +16,197 @@ from torch import Tensor
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, Rank, build_rank
-from cluster.mesh import Axis, GangError, Rendezvous
+from cluster.mesh import Axis, GangError, Rendezvous, Store, open_store
 from cluster.request import Request, SamplingParams
+from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
+
+HOST = "127.0.0.1"
+SENT = {"reduce_scatter": sum, "swap": sum}  # those that send rows to all; the others send own rows
+RING_AFTER_S = 0.5
 
 
 class Log:
-    """Every collective over the whole world that this rank entered: name, sizes, width, dtype, in order."""
+    """Every collective that this rank entered over one axis: name, counts, width, dtype, in order."""
 
     def __init__(self) -> None:
         self.count, self.digest = 0, 0
-        self._kept: list[tuple[str, Any]] = []
-
-    def attach(self, rank: Rank) -> None:
-        """Log what the rank's axes do from now on."""
-        world, log = rank._lockstep.mesh.world, self
-        for name in ("gather", "reduce_scatter", "swap"):
-            true = getattr(Axis, name)
-            self._kept.append((name, true))
-
-            def logged(axis: Axis, rows: Tensor, counts: Sequence[int], name: str = name, true: Any = true) -> Tensor:
-                if axis is world:
-                    log.add(f"{name} {list(counts)} {list(rows.shape[1:])} {rows.dtype}")
-                return true(axis, rows, counts)
-
-            setattr(Axis, name, logged)
-
-    def detach(self) -> None:
-        for name, true in self._kept:
-            setattr(Axis, name, true)
-        self._kept = []
+        self.last: deque[str] = deque(maxlen=3)
 
     def add(self, line: str) -> None:
         self.count += 1
         self.digest = zlib.crc32(line.encode(), self.digest)
+        self.last.append(line)
+
+    def told(self) -> list[Any]:
+        return [self.count, self.digest, *self.last]
+
+
+class Logs:
+    """The logs of the world and of the attention group, kept while it is attached."""
+
+    def __init__(self, rank: Rank) -> None:
+        mesh = rank._lockstep.mesh
+        self.world, self.attn = Log(), Log()
+        self._by_axis = {id(mesh.world): self.world, id(mesh.attn): self.attn}
+        self._true = {name: getattr(Axis, name) for name in ("gather", "reduce_scatter", "swap", "broadcast")}
+        for name, true in self._true.items():
+            setattr(Axis, name, self._logged(name, true))
+
+    def detach(self) -> None:
+        for name, true in self._true.items():
+            setattr(Axis, name, true)
+
+    def _logged(self, name: str, true: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def logged(axis: Axis, rows: Tensor, *counts: Any) -> Tensor:
+            log = self._by_axis.get(id(axis))
+            if log is not None and axis.size > 1:
+                shape = list(rows.shape)
+                if counts:
+                    sent = SENT[name](counts[0]) if name in SENT else counts[0][axis.rank]
+                    assert rows.shape[0] == sent, f"{rows.shape[0]} rows to {name}, counts {counts[0]}"
+                    shape = [*counts[0], *rows.shape[1:]]
+                log.add(f"{name} {shape} {rows.dtype}")
+            return true(axis, rows, *counts)
+
+        return logged
 
 
 def main(rank: int) -> None:
     """Answer cases until the input ends."""
+    store: Store | None = None
+    say({"ready": rank})
     for line in sys.stdin:
+        if line == "open\n":
+            store = open_store(HOST)
+            say({"port": store.port})
+            continue
         message = json.loads(line)
-        started = time.monotonic()
+        where = Rendezvous(HOST, message["port"], message["epoch"])
         try:
-            answer = run(rank, Rendezvous("127.0.0.1", message["port"], message["epoch"]), message["case"])
-        except (GangError, ConfigError) as error:
-            answer = {
-                "error": str(error),
-                "kind": type(error).__name__,
-                "rank": getattr(error, "rank", None),
-                "step": getattr(error, "step", None),
-                "phase": getattr(error, "phase", None),
-            }
-        answer["seconds"] = time.monotonic() - started
-        print(json.dumps(answer), flush=True)
+            say(asdict(run(message["case"], rank, where, store)))
+        except Exception as error:
+            said = {name: getattr(error, name, None) for name in ("rank", "step", "phase")}
+            at = time.monotonic()
+            known = isinstance(error, GangError | ConfigError)
+            text = str(error) if known else traceback.format_exc()
+            say(asdict(Lost(text, type(error).__name__, **said, at=at)))
 
 
-def run(rank: int, rendezvous: Rendezvous, case: dict[str, Any]) -> dict[str, Any]:
+def _struck(step: int) -> None:
+    say({"struck": [time.monotonic(), step]})
+
+
+def say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None) -> Life:
     """Build the rank, do what the case says step by step, and leave together with the peers."""
-    config = EngineConfig.from_kwargs(case["config"])
-    engine = build_rank(config, rank, rendezvous)
-    log = Log()
-    log.attach(engine)
-    undo = plant(case["plant"], engine, case["at_step"]) if case["plant"] and rank == case["guilty"] else None
+    config = EngineConfig.from_kwargs(case["config"] | case["own"].get(str(rank), {}))
+    engine = build_rank(config, rank, rendezvous, store if rank == 0 else None)
+    logs = Logs(engine)
+    undo: Callable[[], None] | None = None
+    if case["plant"] and rank == case["guilty"]:
+        undo = plant(case["plant"], engine, case["at_step"], _struck)
     try:
-        return _steps(engine, case, log)
+        return _steps(engine, case, logs)
     except BaseException as error:
         engine.close(f"{type(error).__name__}: {error}")
         raise
     finally:
-        log.detach()
         if undo is not None:
             undo()
+        logs.detach()
 
 
-def _steps(engine: Rank, case: dict[str, Any], log: Log) -> dict[str, Any]:
-    mesh = engine._lockstep.mesh
-    actions = [a for a in case["actions"] if a["dp_rank"] == mesh.dp_rank and mesh.leads]
+def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
+    mesh, began = engine._lockstep.mesh, time.monotonic()
+    actions = deque(a for a in case["actions"] if mesh.leads and a["dp_rank"] == mesh.dp_rank)
     last = max((a["step"] for a in case["actions"]), default=0)
-    if case["votes"] is not None and isinstance(engine, Engine):
-        votes = Random(case["votes"] * 1009 + mesh.rank)
-        engine._vote = lambda _: votes.randint(0, engine._p.shape.num_steps)  # type: ignore[method-assign]
-    tokens: dict[str, list[int]] = {}
-    ended: dict[str, Any] = {}
-    retracted = padded = step = 0
-    while step <= last or not engine.quiet:
-        if step == case["steps"]:
-            break
-        while actions and actions[0]["step"] <= step:
-            _do(engine, actions.pop(0))
-        result = engine.step()
-        retracted += result.stats.retracted
-        padded += result.stats.padded_rows
-        if isinstance(engine, Engine):
-            engine.check_pages()
-        for output in result.outputs:
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            if output.finish_reason is not None:
-                counts = output.speculation
-                accepted = None if counts is None else list(counts.accepted)
-                ended[output.request_id] = [output.finish_reason, accepted]
-        step += 1
-    status = engine.status()
+    life = Life({}, {}, [], [], 0, [], [], 0, 0.0, [])
+    if isinstance(engine, Engine):
+        _watch_retraction(engine, life.retracted)
+        if case["shaken"] is not None:
+            _shake(engine, Random(case["shaken"] * 1009 + mesh.rank))
+    while len(life.rows) <= last or not engine.quiet:
+        while actions and actions[0]["step"] <= len(life.rows):
+            _do(engine, actions.popleft())
+        _step(engine, life)
+    for number in range(case["naps"]):
+        life.naps.append(_nap(engine, rings=number % mesh.world.size == mesh.rank))
+        _step(engine, life)
+    life.pages_used = engine.status().pages_used
     engine.leave()
     engine.step()
     assert engine.left, "the ranks did not leave together"
     engine.close()
-    return {
-        "tokens": tokens,
-        "ended": ended,
-        "steps": step,
-        "retracted": retracted,
-        "padded": padded,
-        "collectives": [log.count, log.digest],
-        "pages_used": status.pages_used,
-    }
+    life.world_log, life.attn_log = logs.world.told(), logs.attn.told()
+    life.seconds = time.monotonic() - began
+    return life
+
+
+def _step(engine: Rank, life: Life) -> None:
+    result = engine.step()
+    life.padded += result.stats.padded_rows
+    life.rows.append(result.stats.target_rows)
+    if isinstance(engine, Engine):
+        engine.check_pages()
+    for output in result.outputs:
+        life.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if output.finish_reason is not None:
+            counts = output.speculation
+            life.ended[output.request_id] = (output.finish_reason, None if counts is None else list(counts.accepted))
+
+
+def _nap(engine: Rank, rings: bool) -> Nap:
+    """Sleep until a rank rings; the one that `rings` does so from another thread."""
+    rang: list[float] = []
+
+    def ring() -> None:
+        rang.append(time.monotonic())
+        engine.ring()
+
+    if rings:
+        threading.Timer(RING_AFTER_S, ring).start()
+    began, cpu = time.monotonic(), time.process_time()
+    engine.sleep()
+    woke, used = time.monotonic(), time.process_time() - cpu
+    return Nap(woke, rang[0] if rang else 0.0, woke - began, used)
+
+
+def _watch_retraction(engine: Engine, names: list[str]) -> None:
+    scheduler = engine._p.scheduler
+    true = scheduler._retract
+
+    def retract(sequence: Any) -> None:
+        names.append(sequence.request.request_id)
+        true(sequence)
+
+    scheduler._retract = retract  # type: ignore[method-assign]
+
+
+def _shake(engine: Engine, random: Random) -> None:
+    """Random tiers and chunk sizes from step to step."""
+    scheduler, deepest = engine._p.scheduler, engine._p.shape.num_steps
+    true = scheduler.schedule
+
+    def schedule(mixed: bool = False) -> Any:
+        scheduler._budget = random.choice((1, 2, 5, 13, 64, 1 << 30))
+        scheduler._mixed_budget = random.choice((1, 3, scheduler._budget))
+        return true(mixed)
+
+    scheduler.schedule = schedule  # type: ignore[method-assign]
+    engine._vote = lambda _: random.randint(0, deepest)  # type: ignore[method-assign]
 
 
 def _do(engine: Rank, action: dict[str, Any]) -> None:
     fields = action["request"]
     if action["kind"] == "abort":
-        engine.abort(fields["request_id"])
+        engine.abort(fields["request_id"])  # type: ignore[attr-defined]
         return
     params = SamplingParams(**fields["params"])
-    prompt = tuple(fields["prompt_token_ids"])
-    engine.submit(Request(fields["request_id"], prompt, params))  # type: ignore[attr-defined]
+    engine.submit(Request(fields["request_id"], tuple(fields["prompt_token_ids"]), params))  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

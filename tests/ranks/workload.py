@@ -1,5 +1,6 @@
 """Seeded workloads: who asks what of which rank, and when. The same seed gives the same actions."""
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ def workload(
     *,
     vocab: int,
     horizon: int,
+    text: Sequence[int] = (),
     longest: int = 40,
     most_tokens: int = 16,
     idle: tuple[int, ...] = (),
@@ -27,22 +29,30 @@ def workload(
 ) -> list[Action]:
     """`requests` requests over `horizon` steps; ranks in `idle` get none, the others unevenly by `skew`.
 
-    A share of them shares a prefix, a share is aborted some steps after it came.
+    Prompts are cuts of `text`, or random ids where there is none. A share of them shares a prefix, a share of `aborts`
+    is aborted some steps after it came, some may end early with an end token.
     """
     random = Random(seed)
     ranks = [rank for rank in range(dp_size) if rank not in idle]
     weights = [skew**-i for i in range(len(ranks))]
-    prefixes = [[random.randrange(vocab) for _ in range(longest // 2)] for _ in range(3)]
+
+    def piece(length: int) -> list[int]:
+        if not text:
+            return [random.randrange(vocab) for _ in range(length)]
+        start = random.randrange(len(text) - length)
+        return list(text[start : start + length])
+
+    prefixes = [piece(longest // 2) for _ in range(3)]
     actions = []
     for number in range(requests):
         step, rank = random.randrange(horizon), random.choices(ranks, weights)[0]
-        prompt = [random.randrange(vocab) for _ in range(random.randint(1, longest // 2))]
+        prompt = piece(random.randint(1, longest // 2))
         if random.random() < 0.4:
             prompt = random.choice(prefixes) + prompt
         params = random.choice(SAMPLINGS) | {
             "seed": random.getrandbits(40),
             "max_tokens": random.randint(1, most_tokens),
-            "ignore_eos": True,
+            "ignore_eos": random.random() < 0.8,
         }
         name = f"r{number}"
         actions.append(Action(step, rank, "submit", {"request_id": name, "prompt_token_ids": prompt, "params": params}))

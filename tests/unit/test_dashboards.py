@@ -14,7 +14,7 @@ from cluster.metrics import PHASES, EngineMetrics, ServingMetrics, StepStats, me
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
-ROWS = ["Overview", "Latency", "Speculation", "Ranks", "KV", "Requests and errors"]
+ROWS = ["Overview", "Latency", "Speculation", "Ranks", "KV", "Requests and errors", "Faults"]
 
 FUNCTIONS = {"sum", "rate", "increase", "max", "min", "avg", "count", "histogram_quantile", "clamp_min"}
 WORDS = {"and", "or", "unless", "bool", "offset"}
@@ -36,7 +36,9 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     engine.observe_step(
         StepStats(phase_seconds=dict.fromkeys(PHASES, 0.1), accept_lens=[2], accepted_by_depth=[1], drafts=1)
     )
-    page = merge([engine.serialize(), ServingMetrics(model_name="m").serialize()]).decode()
+    serving = ServingMetrics(model_name="m")
+    serving.on_loss(0, "died", "target")
+    page = merge([engine.serialize(), serving.serialize()]).decode()
     series: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -32,6 +32,7 @@ STEP = StepStats(
     committed_tokens=24,
     cached_tokens=5,
     prompt_tokens=21,
+    admitted=3,
     retracted=1,
     running=8,
     waiting=2,
@@ -73,6 +74,7 @@ def test_a_step_is_added_field_by_field() -> None:
         "aerie_generated_tokens_total": 48,
         "aerie_cached_tokens_total": 10,
         "aerie_prompt_tokens_total": 42,
+        "aerie_admitted_requests_total": 6,
         "aerie_retractions_total": 2,
         "aerie_running_requests": 8,
         "aerie_waiting_requests": 2,
@@ -270,3 +272,16 @@ def test_samples_of_another_shape_are_refused(sample: bytes, message: str) -> No
 
 def test_merging_nothing_is_an_empty_page() -> None:
     assert merge([]) == b""
+
+
+def test_losses_and_restarts_of_a_gang() -> None:
+    metrics = ServingMetrics(model_name="m")
+    metrics.on_loss(1, "died", "target")
+    metrics.on_loss(1, "died", "target")
+    metrics.on_restart(2.5)
+    metrics.on_resumed()
+    page = merge([metrics.serialize()]).decode()
+    assert 'aerie_rank_losses_total{kind="died",model_name="m",phase="target",rank="1"} 2.0' in page
+    assert 'aerie_gang_restarts_total{model_name="m"} 1.0' in page
+    assert 'aerie_gang_restart_seconds_sum{model_name="m"} 2.5' in page
+    assert 'aerie_resumed_streams_total{model_name="m"} 1.0' in page

@@ -9,7 +9,7 @@ from cluster.arch.draft.eagle3 import read_eagle3
 from cluster.arch.draft.facts import Facts, aux_boundaries
 from cluster.arch.draft.mistral import read_mistral
 from cluster.arch.draft.mtp import read_mtp
-from cluster.arch.draft.recognise import kind_of
+from cluster.arch.draft.recognise import is_native, kind_of
 from cluster.arch.draft.spec import Choice, DraftLayer, DraftSpec, Kind
 from cluster.arch.keys import Keys, Shapes, read_json
 from cluster.arch.target import TargetArch
@@ -36,8 +36,7 @@ def read_draft(
         ConfigError: config and tensors disagree, the draft does not fit the target, or its format is not served; the
             message gives both numbers.
     """
-    native = "eagle_linear.weight" in shapes
-    file = "params.json" if native else "config.json"
+    file = "params.json" if is_native(shapes) else "config.json"
     keys = Keys(read_json(folder, file), folder, file)
     facts = Facts(overrides or {})
     spec = READERS[kind_of(folder, keys.data, shapes)](folder, keys, shapes, target, facts)

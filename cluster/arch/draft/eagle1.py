@@ -33,7 +33,7 @@ def read_eagle1(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
             f"draft {folder!r}: config.json {'asks for' if bias else 'denies'} a bias of fc (without the key bias, fc "
             f"has one) but tensor 'fc.bias' {state}; correct bias in config.json"
         )
-    vocabulary = vocabulary_of(folder, keys, shapes, target, geometry.hidden)
+    vocabulary = vocabulary_of(folder, keys, shapes, target, geometry.hidden, mapped=True)
     count = layer_count(folder, keys, shapes)
     return DraftSpec(
         kind="eagle1",

@@ -5,6 +5,7 @@ rope over neighbouring pairs, llama-4's scaling of queries, a final norm, the ta
 are told apart by their tensors, and params.json must agree, so that an MLA draft is never taken for GQA.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,7 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
     given = {key: value for key, value in params.data.items() if key not in NOT_SERVED}
     plain = mistral_native(Keys(given | {"sliding_window": None}, folder, "params.json"))
     same_target(folder, Keys({"vocab_size": params.data.get("vocab_size")}, folder, "params.json"), target)
-    latent = "layers.0.attention.wkv_a_with_mqa.weight" in shapes
+    latent = any(re.match(r"layers\.0\.attention\.(wq_[ab]|wkv_)", name) for name in shapes)
     asked = [key for key in LATENT_KEYS if params.data.get(key) is not None]
     if latent != bool(asked):
         raise ConfigError(
@@ -58,7 +59,6 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
     if len(listed) != plain.num_layers or any(w is not None and (type(w) is not int or w < 1) for w in listed):
         raise ConfigError(f"params.json of {folder!r}: sliding_window must be a size, or one per layer: {windows!r}")
     vocabulary = vocabulary_of(folder, Keys({}, folder, "params.json"), _common(shapes), target, geometry.hidden)
-    final = "norm.weight" in shapes
     scaling = params.section("llama_4_scaling")
     grown = None
     if scaling.data:
@@ -72,7 +72,6 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
         draft_vocab_size=vocabulary.size,
         dtype="bfloat16",
         input_source="final_postnorm",
-        final_norm=final,
         recurrent=facts.choose("recurrent", "post", "vLLM's Mistral EAGLE (SGLang's GQA variant: pre)"),
         embed=vocabulary.embed,
         head=vocabulary.head,

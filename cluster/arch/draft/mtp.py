@@ -11,7 +11,7 @@ from typing import Literal
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import draft_geometry, latent_geometry, same_target
+from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target
 from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
 from cluster.arch.keys import Keys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
@@ -104,9 +104,7 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
             f"draft {folder!r} does not fit the target: hidden_size {geometry.hidden} against {target.hidden}"
         )
     at = form.prefix.format(index=numbers[0])
-    own_head = form.head is not None and f"{at}{form.head}weight" in shapes
     own_embed = f"{at}embed_tokens.weight" in shapes
-    shared_head = own_head and not form.chained
     names = (
         (r"^fc\.", form.prefix + form.joined),
         (r"^embed_norm\.", form.prefix + form.embed_norm),
@@ -117,7 +115,7 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
         (r"^layers\.0\.", form.inner),
         *DEEPSEEK_NAMES,
     )
-    copies = [rf"^layers\.\d+\.{name}" for name in ("shared_head\\.head", "embed_tokens") if not form.chained]
+    copies = [rf"^layers\.\d+\.{name}\.weight$" for name in ("shared_head\\.head", "embed_tokens") if not form.chained]
     return DraftSpec(
         kind="mtp",
         dialect=form.dialect,
@@ -131,7 +129,7 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
         pair_norms=True,
         recurrent=facts.choose("recurrent", form.recurrent, f"format {form.dialect}"),
         embed="own" if own_embed and form.chained else "target",
-        head="own" if own_head and not shared_head else "target",
+        head="own" if form.chained else "target",
         zero_first=form.zero_first,
         runners=len(numbers),
         first_index=numbers[0],
@@ -143,8 +141,8 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
 
 def _geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str, target: TargetArch) -> LayerGeometry:
     """The decoder layer's sizes; experts are those of the target's last layer."""
-    dense = f"{prefix}.mlp.up_proj.weight" in shapes
-    if f"{prefix}.self_attn.kv_a_proj_with_mqa.weight" in shapes:
+    dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
+    if is_latent(shapes, prefix):
         return latent_geometry(keys, dense)
     geometry = draft_geometry(folder, keys, shapes, prefix)
     if dense:

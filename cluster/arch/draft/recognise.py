@@ -65,24 +65,19 @@ def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
         ConfigError: a format that is not served, named where it is known.
     """
     refuse_unserved(folder, data, shapes)
-    if "eagle_linear.weight" in shapes:
+    if is_native(shapes):
         return "mistral"
-    if any(re.search(r"\.eh_proj\.weight$|^mtp_layers\.\d+\.input_proj\.", name) for name in shapes):
+    if any(re.search(r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.", name) for name in shapes):
         return "mtp"
-    queries = (shapes.get(f"layers.0.self_attn.{name}.weight") for name in ("q_proj", "q_a_proj"))
-    query = next((shape for shape in queries if shape is not None), None)
-    if query is None or len(query) != 2:
+    if not any(name.startswith("layers.0.self_attn.") for name in shapes):
         raise ConfigError(
-            f"draft {folder!r} is in no known format: 'layers.0.self_attn.q_proj.weight' (or 'midlayer...') is "
-            f"missing or no matrix; served are {SERVED}"
+            f"draft {folder!r} is in no known format: there is no 'layers.0.self_attn' (or 'midlayer'); served are "
+            f"{SERVED}"
         )
-    fused = shapes.get("fc.weight", ())
-    plain = len(fused) == 2 and fused[1] == 2 * fused[0] and query[1] == fused[0]
-    if plain and "layers.0.hidden_norm.weight" not in shapes:
-        if "layers.0.input_layernorm.weight" in shapes:
-            raise ConfigError(
-                f"draft {folder!r}: fc.weight {list(fused)} and q_proj {list(query)} are EAGLE-1's, which norms "
-                "nothing before the attention of layer 0, but 'layers.0.input_layernorm.weight' is there"
-            )
-        return "eagle1"
-    return "eagle3"
+    signs = ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight")
+    return "eagle3" if any(name in shapes for name in signs) else "eagle1"
+
+
+def is_native(shapes: Shapes) -> bool:
+    """Whether these are Mistral's names for a draft's tensors."""
+    return "eagle_linear.weight" in shapes or any(name.startswith("layers.0.attention.") for name in shapes)

@@ -33,7 +33,7 @@ def draft_geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str = "layer
     Raises:
         ConfigError: a bias that the config denies.
     """
-    if f"{prefix}.self_attn.kv_a_proj_with_mqa.weight" in shapes:
+    if is_latent(shapes, prefix):
         return latent_geometry(keys)
     data: dict[str, Any] = {k: v for k, v in keys.data.items() if k not in ("attention_bias", "mlp_bias")}
     if data.get("model_type") == "llama4_text" and data.get("intermediate_size_mlp"):
@@ -47,8 +47,15 @@ def draft_geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str = "layer
         geometry,
         attention_bias=f"{prefix}.self_attn.q_proj.bias" in shapes,
         out_bias=_bias(folder, keys, shapes, "attention_bias", f"{prefix}.self_attn.o_proj.bias"),
-        qk_norm=f"{prefix}.self_attn.q_norm.weight" in shapes,
+        qk_norm=any(f"{prefix}.self_attn.{part}_norm.weight" in shapes for part in "qk"),
         mlp_bias=_bias(folder, keys, shapes, "mlp_bias", f"{prefix}.mlp.up_proj.bias"),
+    )
+
+
+def is_latent(shapes: Shapes, prefix: str) -> bool:
+    """Whether the layer's attention is latent, by any of its tensors."""
+    return any(
+        f"{prefix}.self_attn.{part}.weight" in shapes for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
     )
 
 
@@ -95,8 +102,12 @@ class Vocabulary(NamedTuple):
     mapped: bool
 
 
-def vocabulary_of(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, hidden: int) -> Vocabulary:
+def vocabulary_of(
+    folder: str, keys: Keys, shapes: Shapes, target: TargetArch, hidden: int, mapped: bool = False
+) -> Vocabulary:
     """The draft's vocabulary: rows of its head, which `draft_vocab_size` must confirm.
+
+    `mapped`: a `d2t` may pick rows of the target's head; else a draft with a `d2t` has a head of its own.
 
     Raises:
         ConfigError: sizes disagree, or there is nothing that could be shared.
@@ -108,15 +119,22 @@ def vocabulary_of(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, h
         head = "tied"
     if own_head and keys.data.get("draft_vocab_size") is None:
         size = shapes["lm_head.weight"][0]
+        if size != target.vocab_size and "d2t" not in shapes:
+            raise ConfigError(
+                f"draft {folder!r}: tensor 'lm_head.weight' has {size} rows, but without draft_vocab_size it ranks "
+                f"all {target.vocab_size} ids of the target"
+            )
     if not own_embed and hidden != target.hidden:
         raise ConfigError(
             f"draft {folder!r}: hidden_size {hidden} differs from the target's {target.hidden}, so it cannot "
             "share the target's embedding; the draft's checkpoint must hold embed_tokens.weight"
         )
-    if head == "target" and (hidden != target.hidden or (size != target.vocab_size and "d2t" not in shapes)):
+    if head == "target" and (
+        hidden != target.hidden or (size != target.vocab_size and not (mapped and "d2t" in shapes))
+    ):
         raise ConfigError(
             f"draft {folder!r}: without lm_head.weight it shares the target's head, which needs hidden_size "
-            f"{target.hidden}, and draft_vocab_size {target.vocab_size} or a tensor 'd2t'"
+            f"{target.hidden} and draft_vocab_size {target.vocab_size}; tensor 'lm_head.weight' is missing"
         )
     return Vocabulary("own" if own_embed else "target", head, size, "d2t" in shapes)
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.attention import torch_backend
 from cluster.attention.plan import bias_of, causal_bias, reach_of, window_group
-from cluster.attention.torch_backend import TorchAttention
+from cluster.attention.torch_backend import TorchAttention, run_of
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
 
@@ -110,3 +111,33 @@ def test_a_window_at_the_end_of_the_table_stays_inside() -> None:
     assert torch.equal(reach.window[1], table[1, :6])
     assert reach.bias[1].isinf().all() and not reach.bias[0].any()
     assert not reach.prefix[1].any(), "beyond its own count a request reads the sink"
+
+
+@pytest.mark.parametrize("q", [1, 5])
+def test_slots_that_follow_one_another_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch, q: int) -> None:
+    """The slice and its twin, the gather, give the same bits; the chunk's own rows are read after they are written."""
+    torch.manual_seed(q)
+    table = (torch.arange(40) + 7).view(1, 40)
+    reach = reach_of(table, torch.tensor([0]), torch.tensor([23]), 23, q, torch.float32)
+    group = window_group(reach, causal_bias(q, torch.float32, CPU), slice(0, q))
+    plan = AttentionPlan.of(reach.window.view(-1), group)
+    queries, new = torch.randn(q, 4, D), torch.randn(q, 2, 2, D)
+    start = torch.randn(1, 60, 2, 2, D)
+
+    def attend() -> Tensor:
+        pool = KVPool(1, 60, 2, D, torch.float32, CPU)
+        pool.kv.copy_(start)
+        attention = TorchAttention(pool, 4, 2, D)
+        attention.bind(plan)
+        return attention(0, queries, new)
+
+    assert run_of(group.slots) == slice(7, 7 + 23 + q)
+    fast = attend()
+    monkeypatch.setattr(torch_backend, "run_of", lambda slots: slots.reshape(-1))
+    assert torch.equal(fast, attend())
+
+
+@pytest.mark.parametrize("slots", [[[4, 5, 7, 8]], [[4, 6, 5, 7]], [[5, 4, 3]], [[1, 2], [3, 4]], [[0, 0]], [[]]])
+def test_other_slots_are_gathered(slots: list[list[int]]) -> None:
+    index = run_of(torch.tensor(slots, dtype=torch.int64))
+    assert isinstance(index, Tensor) and index.tolist() == [slot for row in slots for slot in row]

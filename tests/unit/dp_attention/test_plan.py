@@ -112,33 +112,67 @@ class FakeMesh(Mesh):
         return [row, Facts(*row)._replace(**self.change)]
 
 
-@pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls"])
+@pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule"])
 def test_a_header_that_differs_names_rank_step_and_field(name: str) -> None:
-    coordinator = Coordinator(FakeMesh({name: 99}), rule(), tiers(SHAPE))
-    with pytest.raises(OutOfStepError, match=rf"rank 1 is at {name} 99, rank 0 at 0 \(step 0, phase agree\)") as caught:
+    coordinator = Coordinator(FakeMesh({name: 99}), rule(), tiers(SHAPE), TARGET)
+    with pytest.raises(
+        OutOfStepError, match=rf"rank 1 is at {name} 99, rank 0 at \d+ \(step 0, phase agree\)"
+    ) as caught:
         coordinator.agree(coordinator.header())
     assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, 0, "agree")
 
 
 def test_steps_go_on_while_headers_agree() -> None:
-    coordinator = Coordinator(FakeMesh({"decodes": 3}), rule(), tiers(SHAPE))
-    plans = [coordinator.agree(coordinator.header()) for _ in range(4)]
+    coordinator = Coordinator(FakeMesh({"decodes": 3}), rule(), tiers(SHAPE), TARGET)
+    plans = []
+    for _ in range(4):
+        plans.append(coordinator.agree(coordinator.header()))
+        coordinator.taken()
     assert [plan.step for plan in plans] == [0, 1, 2, 3] and plans[0].decodes == (0, 3)
 
 
 def test_a_stale_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE))
+    coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
     first = coordinator.agree(coordinator.header())
+    coordinator.taken()
     monkeypatch.setattr(PlanRule, "plan", lambda *_: first)
-    with pytest.raises(OutOfStepError, match="the plan is for step 0, this is step 1"):
+    with pytest.raises(OutOfStepError, match="rank 0 has a plan for step 0 in step 1"):
+        coordinator.agree(coordinator.header())
+
+
+def test_a_step_must_be_taken_before_the_next_is_agreed_on() -> None:
+    coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
+    coordinator.agree(coordinator.header())
+    with pytest.raises(OutOfStepError, match="agrees on step 1 but has not taken the one before"):
+        coordinator.agree(coordinator.header())
+
+
+def test_who_differs_from_most_is_guilty_whoever_looks() -> None:
+    for own in range(4):
+        mesh = FakeMesh({})
+        mesh.rank = own
+        table = [facts()._replace(step=0, rule=9 if rank == 2 else 8) for rank in range(4)]
+        mesh.all_gather_row = lambda _, table=table: table  # type: ignore[method-assign, misc]
+        coordinator = Coordinator(mesh, rule(), tiers(SHAPE), TARGET)
+        with pytest.raises(OutOfStepError, match="rank 2 is at rule 9, rank 0 at 8"):
+            coordinator.agree(coordinator.header())
+
+
+@pytest.mark.parametrize("attn_tp", [1, 2])
+def test_ranks_of_a_group_ran_the_same_order(attn_tp: int) -> None:
+    coordinator = Coordinator(FakeMesh({"order": 5}), rule(attn_tp=attn_tp), tiers(SHAPE), TARGET)
+    if attn_tp == 1:
+        coordinator.agree(coordinator.header())
+        return
+    with pytest.raises(OutOfStepError, match="rank 1 is at order 5, rank 0 at 0"):
         coordinator.agree(coordinator.header())
 
 
 def test_confirming_compares_what_was_made_of_the_facts() -> None:
-    coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE))
+    coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
     plan = coordinator.agree(coordinator.header())
     for row, name in (((plan.digest + 1, 7), "plan"), ((plan.digest, 8), "results")):
         mesh = FakeMesh({})
         mesh.all_gather_row = lambda own, row=row: [own, row]  # type: ignore[method-assign, misc]
         with pytest.raises(OutOfStepError, match=f"rank 1 is at {name}"):
-            Coordinator(mesh, replace(rule(), attn_tp=2), tiers(SHAPE)).confirm(plan, 7)
+            Coordinator(mesh, replace(rule(), attn_tp=2), tiers(SHAPE), TARGET).confirm(plan, 7)

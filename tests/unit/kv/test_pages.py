@@ -35,3 +35,10 @@ def test_a_page_is_freed_once() -> None:
 def test_the_sink_has_no_owner() -> None:
     with pytest.raises(ValueError, match="page 0"):
         PageAllocator(3).give([SINK_PAGE])
+
+
+def test_pages_that_come_back_in_any_order_are_handed_out_in_ascending_order() -> None:
+    pages = PageAllocator(8)
+    taken = pages.take(6)
+    pages.give([taken[i] for i in (3, 0, 5, 1, 4, 2)])
+    assert pages.take(6) == [1, 2, 3, 4, 5, 6]

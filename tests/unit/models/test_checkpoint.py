@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cluster.arch.stored import normal_name
 from cluster.config import ConfigError
-from cluster.models.checkpoint import Checkpoint, normal_name
+from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.layer import NoExchange
 from cluster.models.load import WHOLE

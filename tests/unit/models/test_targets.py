@@ -1,4 +1,4 @@
-"""Every target family against `transformers` in float64: logits, every boundary, prefill and decode, one rank and two."""
+"""Every target family against `transformers` in float64: logits, all boundaries, prefill, decode, one rank and two."""
 
 import pytest
 import torch

@@ -9,31 +9,30 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from cluster.config import ConfigError
 
 LONGEST = 100_000_000  # bytes of JSON, the format's own bound
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
 }
+"""Bytes of a number of each dtype that is read."""
 
 
 class Stored(NamedTuple):
     """Where a tensor lies: bytes `start` to `stop - 1` of its file."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -93,20 +92,20 @@ def _entry(name: str, entry: Any, base: int, path: Path) -> Stored:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _broken(path, f"tensor {name!r} must have dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _broken(path, f"tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise _broken(path, f"tensor {name!r} has dtype {dtype!r}; known: {', '.join(SIZES)}")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
             raise _broken(path, f"tensor {name!r} has {what} {str(numbers)[:80]}, which must list sizes")
     if len(shape) > 8 or len(offsets) != 2:
         raise _broken(path, f"tensor {name!r} has {len(shape)} dimensions and {len(offsets)} offsets")
-    count = prod(shape) * DTYPES[dtype].itemsize
+    count = prod(shape) * SIZES[dtype]
     if offsets[1] - offsets[0] != count:
         raise _broken(
             path,
             f"tensor {name!r} lies at bytes {offsets[0]} to {offsets[1]}, but {dtype} of shape {shape} takes {count}",
         )
-    return Stored(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
+    return Stored(dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""A gang and its router as one Serve replica has them, whether it is the ingress itself or stands behind one."""
+
+import asyncio
+import logging
+import time
+
+from ray import serve
+
+from cluster.actors.gang import Gang, GangSpec
+from cluster.actors.messages import Loss
+from cluster.actors.peers import gang_name, publish
+from cluster.actors.router import Router
+from cluster.api.settings import AppSettings, resolve_engine_paths
+from cluster.metrics import ServingMetrics
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_PERIOD_S = 0.5  # how old the sample may be that other replicas read of this one
+
+
+class GangHost:
+    """The gang of a replica from its start to its end; what it loses and wins back is counted in `metrics`."""
+
+    def __init__(self, settings: AppSettings, factory: str) -> None:
+        """`factory` names what builds an engine."""
+        context = serve.get_replica_context()
+        llm = settings.llm
+        self.config = resolve_engine_paths(llm.engine_config())
+        self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id)
+        self.leaving = False
+        name = gang_name(f"{context.app_name}/{context.deployment}", context.replica_id.unique_id)
+        self.gang = Gang(GangSpec(self.config, llm.layout(), name, factory), on_loss=self._note)
+        self.router = Router(self.gang, on_resumed=self.metrics.on_resumed)
+        self._publishing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the gang, and begin to serve.
+
+        Raises:
+            ConfigError, PlacementError, GangError: it cannot be started; nothing of it is left.
+        """
+        started = time.monotonic()
+        await self.gang.start()
+        self.router.start()
+        self._publishing = asyncio.create_task(self._publish())
+        logger.info(
+            "gang %s is ready after %.1f s: %s", self.gang.spec.name, time.monotonic() - started, self.gang.infos[0]
+        )
+
+    def check_health(self) -> None:
+        """Fail once the gang could not be brought back, so that Serve replaces the replica.
+
+        A gang that restarts is unhealthy, and /health says so, but its streams wait for it here.
+
+        Raises:
+            RuntimeError: with the reason.
+        """
+        if reason := self.router.lost:
+            raise RuntimeError(reason)
+
+    async def close(self) -> None:
+        """End the streams, the shards and the placement group."""
+        self.leaving = True
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await self.router.close()
+        await self.gang.stop()
+
+    def _note(self, loss: Loss) -> None:
+        if loss.restored_s is None:
+            self.metrics.on_loss(loss.rank, loss.kind, loss.phase)
+        else:
+            self.metrics.on_restart(loss.restored_s)
+
+    async def _publish(self) -> None:
+        """Keep this replica's sample readable for the others, until cancelled."""
+        said = b""
+        while True:
+            sample = self.metrics.serialize()
+            if sample != said:
+                await publish(self.gang, sample)
+                said = sample
+            await asyncio.sleep(PUBLISH_PERIOD_S)

@@ -1,0 +1,54 @@
+"""Whether the models fit the ranks and each other, told from the heads of the checkpoints; nothing is loaded."""
+
+from cluster.arch.draft import read_draft
+from cluster.arch.layer import LayerGeometry
+from cluster.arch.read import read_target
+from cluster.arch.stored import stored_shapes
+from cluster.config import ConfigError, EngineConfig, tree_shape
+
+
+def check_models(config: EngineConfig) -> None:
+    """Refuse models that cannot run as configured: a tree that the draft cannot fill, a draft that does not fit the
+    target, heads or an MLP that cannot be split over the ranks.
+
+    Raises:
+        ConfigError: naming the setting and the remedy.
+    """
+    shape = tree_shape(config)
+    target = read_target(config.model_path)
+    geometries = {"the target": min(target.layers, key=lambda layer: layer.mlp_columns)}
+    folder = config.speculative_draft_model_path
+    if folder is not None:
+        draft = read_draft(folder, stored_shapes(folder), target, config.speculative_draft_overrides)
+        if shape.topk > draft.draft_vocab_size:
+            raise ConfigError(
+                f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; "
+                "lower it"
+            )
+        if config.speculative_draft_parallel == "sharded":
+            geometries["the draft"] = draft.layer
+    for name, geometry in geometries.items():
+        hint = ", or set speculative_draft_parallel to replicated" if name == "the draft" else ""
+        try:
+            check_heads(geometry, config.tp_size // config.attn_dp_size)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}{hint}") from None
+        if geometry.mlp_columns < config.tp_size:
+            raise ConfigError(
+                f"{name}: an MLP of {geometry.mlp_columns} columns cannot be split over tp_size {config.tp_size}; "
+                f"lower tp_size{hint}"
+            )
+
+
+def check_heads(geometry: LayerGeometry, ranks: int) -> None:
+    """Refuse attention that cannot be split over so many ranks; KV heads are replicated where there are fewer.
+
+    Raises:
+        ConfigError: with both numbers of heads.
+    """
+    heads, kv_heads = geometry.heads, geometry.kv_heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ConfigError(
+            f"{heads} attention heads and {kv_heads} KV heads cannot be split over {ranks} ranks of an "
+            "attention group (tp_size / attn_dp_size); lower tp_size or raise attn_dp_size"
+        )

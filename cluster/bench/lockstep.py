@@ -1,0 +1,260 @@
+"""`aerie bench lockstep`: what it costs ranks to step together, and how long one holds up another.
+
+Two ranks as processes over gloo on loopback, one torch thread each, no Ray. Every comparison is a life of a gang; the
+lives take turns in every repeat, every other time in opposite order. Figures are medians over the repeats, ratios are
+taken within one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.bench import routing
+from cluster.bench.pair import DEFAULT, Pair
+from cluster.bench.ranks import Case, Job, Life, RankProcesses
+from cluster.bench.report import machine, median, ratio, table
+from cluster.bench.stall import Stall, stall_of
+
+CHUNK_ROWS = 512
+GOAL_STALL = 2.0
+PADDED, EXACT = {"dp_padding": "padded"}, {"dp_padding": "exact"}
+ALONE, ALL_ALONE, IDLE, BUSY, REPLICATED, UNEVEN, UNEVEN_PADDED = (
+    "dp1",
+    "dp1, all requests",
+    "dp2, one rank idle",
+    "dp2, both busy",
+    "dp2, both busy, replicated draft",
+    "dp2, uneven, exact counts",
+    "dp2, uneven, padded",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured: `requests` per rank, and the prompt that a rank takes while the other decodes."""
+
+    requests: int = 4
+    prompt_tokens: int = 64
+    new_tokens: int = 96
+    long_tokens: int = 8192
+    steady_tokens: int = 256
+    repeats: int = 3
+
+
+QUICK = Size(new_tokens=32, long_tokens=1024, steady_tokens=96, repeats=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One life of a gang in numbers; seconds are medians over the steps in which only trees were verified."""
+
+    step_s: float
+    draft_s: float
+    agree_share: float
+    tokens_per_s: float
+    padded_share: float
+
+
+def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Run everything and return the figures, JSON-ready."""
+    cases = _cases(pair, size)
+    runs: dict[str, list[Figures]] = {name: [] for name in cases}
+    texts: dict[str, dict[str, list[int]]] = {}
+    paced, unpaced = _stall_case(pair, size), _stall_case(pair, size, CHUNK_ROWS)
+    bounded: list[Stall] = []
+    free: list[Stall] = []
+    with RankProcesses(2) as ranks:
+        for repeat in range(size.repeats):
+            say(f"lockstep: repeat {repeat + 1} of {size.repeats}, {len(cases) + 1} gangs")
+            bounded.append(stall_of(ranks.run(paced)))
+            if not repeat:  # that it is many times longer needs no median
+                free.append(stall_of(ranks.run(unpaced)))
+            for name in list(cases)[:: -1 if repeat % 2 else 1]:
+                lives = ranks.run(cases[name])
+                runs[name].append(figures(lives))
+                texts[name] = {job: tokens for life in lives for job, tokens in life.tokens.items()}
+    return report(pair, size, runs, texts, bounded, free)
+
+
+def figures(lives: Sequence[Life]) -> Figures:
+    """The numbers of a life, from what its ranks saw; rank 0 has requests in all of them."""
+    steps = list(zip(*(life.steps for life in lives), strict=True))
+    most = max(step[0].decodes for step in steps)
+    steady = [step for step in steps if step[0].decodes == most and not any(s.prompt_rows for s in step)]
+    padded, target = (sum(getattr(s, name) for step in steps for s in step) for name in ("padded_rows", "target_rows"))
+    ended = max(times[-1] for life in lives for times in life.times.values())
+    began = min(at for life in lives for at in life.submitted.values())
+    return Figures(
+        step_s=median([step[0].seconds for step in steady]),
+        draft_s=median([step[0].phases["draft"] for step in steady]),
+        # The rank that comes last waits for nobody: what is left is the agreement itself.
+        agree_share=median([ratio(min(s.phases["agree"] for s in step), step[0].seconds) for step in steady]),
+        tokens_per_s=sum(len(t) for life in lives for t in life.tokens.values()) / (ended - began),
+        padded_share=ratio(padded, padded + target),
+    )
+
+
+def report(
+    pair: Pair,
+    size: Size,
+    runs: dict[str, list[Figures]],
+    texts: dict[str, dict[str, list[int]]],
+    bounded: Sequence[Stall],
+    free: Sequence[Stall],
+) -> dict[str, Any]:
+    """All comparisons, ratios within a repeat."""
+
+    def over(name: str, base: str, key: str = "step_s") -> float:
+        pairs = zip(runs[name], runs[base], strict=True)
+        return median([ratio(getattr(a, key), getattr(b, key)) for a, b in pairs])
+
+    same = [tokens == texts[ALL_ALONE][job] for text in texts.values() for job, tokens in text.items()]
+    return {
+        "what": "lockstep",
+        "machine": machine(),
+        "target": "/".join(pair.target.split("/")[-2:]),
+        "repeats": size.repeats,
+        "requests_per_rank": size.requests,
+        "long_tokens": size.long_tokens,
+        "stall_ratio": median([s.ratio for s in bounded]),
+        "stall_ratio_unbounded": median([s.ratio for s in free]),
+        "stall": {"bounded": _stall_figures(bounded), "unbounded": _stall_figures(free)},
+        "idle_rank_step_ratio": over(IDLE, ALONE),
+        "both_busy_throughput_ratio": over(BUSY, ALL_ALONE, "tokens_per_s"),
+        "both_busy_step_ratio": over(BUSY, ALL_ALONE),
+        "agreement_share": median([f.agree_share for f in runs[BUSY]]),
+        "padding": {
+            "idle_rows_share": median([f.padded_share for f in runs[UNEVEN_PADDED]]),
+            "step_ratio": over(UNEVEN_PADDED, UNEVEN),
+        },
+        "replicated_draft": {
+            "step_ratio": over(REPLICATED, BUSY),
+            "draft_phase_ratio": over(REPLICATED, BUSY, "draft_s"),
+        },
+        "gangs": {
+            name: {key: median([getattr(f, key) for f in of]) for key in Figures.__slots__} for name, of in runs.items()
+        },
+        "same_texts": sum(same),
+        "texts": len(same),
+        "routing": [asdict(row) for row in routing.compare(0)],
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as tables, ratios first."""
+    gangs, stall, padding, draft = (result[key] for key in ("gangs", "stall", "padding", "replicated_draft"))
+
+    def ms(name: str, key: str = "step_s") -> str:
+        return f"{1000 * gangs[name][key]:.2f}"
+
+    def pace(name: str) -> str:
+        return f"{gangs[name]['tokens_per_s']:.1f}"
+
+    ratios = [
+        ("step, dp2 with one rank idle over dp1", result["idle_rank_step_ratio"], ms(IDLE), ms(ALONE), "ms"),
+        ("step, dp2 both busy over dp1 with all", result["both_busy_step_ratio"], ms(BUSY), ms(ALL_ALONE), "ms"),
+        ("tokens/s, the same", result["both_busy_throughput_ratio"], pace(BUSY), pace(ALL_ALONE), "tokens/s"),
+        ("step, uneven ranks, padded over exact", padding["step_ratio"], ms(UNEVEN_PADDED), ms(UNEVEN), "ms"),
+        ("step, replicated over sharded draft", draft["step_ratio"], ms(REPLICATED), ms(BUSY), "ms"),
+        (
+            "draft phase, the same",
+            draft["draft_phase_ratio"],
+            ms(REPLICATED, "draft_s"),
+            ms(BUSY, "draft_s"),
+            "ms",
+        ),
+    ]
+    stalls = [
+        (
+            name,
+            s["ratio"],
+            GOAL_STALL,
+            s["median_ratio"],
+            s["cpu_ratio"],
+            s["prefill_p99_ms"],
+            s["busy_median_ms"],
+            s["busy_p99_ms"],
+            s["first_token_s"],
+            round(s["prompt_steps"]),
+        )
+        for name, s in (("bounded (default)", stall["bounded"]), (f"{CHUNK_ROWS} rows a step", stall["unbounded"]))
+    ]
+    headers = (
+        "rank B's prompt", "p99 / busy median", "goal", "median / busy median", "same in CPU time",
+        "A's p99, ms", "busy median", "busy p99", "B's first token, s", "steps",
+    )  # fmt: skip
+    return "\n".join(
+        [
+            f"lockstep: two ranks over gloo on one machine, one torch thread each, {result['requests_per_rank']} "
+            f"requests a rank, medians of {result['repeats']} repeats",
+            f"stall: rank A decodes while rank B takes a prompt of {result['long_tokens']} tokens, over A's median "
+            "while B decodes as well",
+            table(headers, stalls),
+            "between two outputs of a request; an output is what one step committed, a token or several",
+            "",
+            table(("comparison", "ratio", "this", "against", "unit"), ratios),
+            f"agreement: {result['agreement_share']:.1%} of a step with both ranks busy",
+            f"padding: {padding['idle_rows_share']:.1%} of the rows are idle at {_uneven(result)} requests",
+            f"same tokens as one rank with all requests: {result['same_texts']} of {result['texts']} texts",
+            "",
+            routing.table_of([routing.Row(**row) for row in result["routing"]]),
+        ]
+    )
+
+
+def _uneven(result: dict[str, Any]) -> str:
+    return f"{result['requests_per_rank']} and 1"
+
+
+def _stall_figures(stalls: Sequence[Stall]) -> dict[str, float]:
+    return {key: median([float(getattr(s, key)) for s in stalls]) for key in Stall.__slots__}
+
+
+def _settings(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:
+    settings = pair.config(DEFAULT, requests).model_dump(exclude_none=True)
+    return {
+        **settings,
+        "num_threads": pair.num_threads or 1,
+        "chunked_prefill_size": CHUNK_ROWS,
+        "tp_size": world,
+        "attn_dp_size": world,
+        **more,
+    }
+
+
+def _cases(pair: Pair, size: Size) -> dict[str, Case]:
+    """Every gang but the stalling ones; request i is the same text in all of them."""
+    prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
+
+    def jobs(first: int, second: int = 0, ranks: int = 2) -> list[Job]:
+        on_first = [Job(f"a{i}", 0, prompts[i], size.new_tokens) for i in range(first)]
+        on_second = [Job(f"b{i}", ranks - 1, prompts[size.requests + i], size.new_tokens) for i in range(second)]
+        return on_first + on_second
+
+    own, total = size.requests, 2 * size.requests
+
+    def two(**more: object) -> dict[str, Any]:
+        return _settings(pair, total, 2, **more)
+
+    return {
+        ALONE: Case(_settings(pair, total, 1), jobs(own, ranks=1)),
+        ALL_ALONE: Case(_settings(pair, total, 1), jobs(own, own, ranks=1)),
+        IDLE: Case(two(), jobs(own)),
+        BUSY: Case(two(), jobs(own, own)),
+        REPLICATED: Case(two(speculative_draft_parallel="replicated"), jobs(own, own)),
+        UNEVEN: Case(two(**EXACT), jobs(own, 1)),
+        UNEVEN_PADDED: Case(two(**PADDED), jobs(own, 1)),
+    }
+
+
+def _stall_case(pair: Pair, size: Size, rows: int | None = None) -> Case:
+    """Rank A (0) decodes all the time; rank B (1) decodes as well, then takes the long prompt."""
+    prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
+    [long] = pair.prompts(1, size.long_tokens)
+    more: dict[str, object] = {"max_total_tokens": size.long_tokens + size.requests * 1024}
+    if rows is not None:
+        more["mixed_prefill_size"] = rows
+    jobs = [Job(f"a{i}", 0, prompts[i], size.steady_tokens, again=True) for i in range(size.requests)]
+    jobs += [Job(f"b{i}", 1, prompts[size.requests + i], size.steady_tokens) for i in range(size.requests)]
+    jobs.append(Job("long", 1, long, 2, alone=True))
+    return Case(_settings(pair, 2 * size.requests, 2, **more), jobs, until="long")

@@ -1,0 +1,71 @@
+"""What each rank of a server has done, read from its `/metrics` page."""
+
+import http.client
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.bench.report import table
+from cluster.bench.streams import HOST, TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounts:
+    """Counters of one rank; `accepted` draft tokens of `drafts` trees, `padded_rows` computed only to fill a plan."""
+
+    requests: int = 0
+    tokens: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    padded_rows: int = 0
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens committed per tree; None when nothing was drafted."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else None
+
+
+SERIES = {
+    "aerie_admitted_requests_total": "requests",
+    "aerie_generated_tokens_total": "tokens",
+    "aerie_drafts_total": "drafts",
+    "aerie_accepted_draft_tokens_total": "accepted",
+    "aerie_padded_rows_total": "padded_rows",
+}
+
+
+def read_ranks(port: int) -> dict[int, RankCounts]:
+    """The counters of every rank as they are now."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/metrics")
+        return counts_of(connection.getresponse().read().decode())
+    finally:
+        connection.close()
+
+
+def counts_of(page: str) -> dict[int, RankCounts]:
+    """The counters of a Prometheus page, by rank."""
+    found: dict[int, dict[str, int]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name in SERIES:
+                of_rank = found.setdefault(int(sample.labels["rank"]), {})
+                of_rank[SERIES[sample.name]] = of_rank.get(SERIES[sample.name], 0) + int(sample.value)
+    return {rank: RankCounts(**found[rank]) for rank in sorted(found)}
+
+
+def since(before: Mapping[int, RankCounts], after: Mapping[int, RankCounts]) -> dict[int, RankCounts]:
+    """What was added between two readings."""
+    nothing = RankCounts()
+    return {
+        rank: RankCounts(*(getattr(now, n) - getattr(before.get(rank, nothing), n) for n in RankCounts.__slots__))
+        for rank, now in after.items()
+    }
+
+
+def rank_table(ranks: Mapping[int, RankCounts]) -> str:
+    """One line per rank."""
+    rows = [(rank, c.requests, c.tokens, c.accept_length, c.padded_rows) for rank, c in ranks.items()]
+    return table(("rank", "requests", "tokens", "accept length", "padded rows"), rows)

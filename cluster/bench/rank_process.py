@@ -1,0 +1,93 @@
+"""The process of one measured rank: a case per line of input, what happened per line of output."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from cluster.bench.ranks import LOOPBACK, Job, Life, StepRecord
+from cluster.bench.runs import params_of
+from cluster.config import EngineConfig
+from cluster.engine import Engine, build_rank
+from cluster.mesh import Rendezvous
+from cluster.metrics import StepStats
+from cluster.request import Request
+
+
+def main(rank: int) -> None:
+    """Answer cases until the input ends."""
+    for line in sys.stdin:
+        message = json.loads(line)
+        try:
+            answer = asdict(_live(rank, Rendezvous(LOOPBACK, message["port"], message["epoch"]), message["case"]))
+        except Exception as error:  # whatever it is, the bench is to print it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> Life:
+    config = EngineConfig.from_kwargs(case["settings"])
+    engine = build_rank(config, rank, rendezvous if config.tp_size > 1 else None)
+    assert isinstance(engine, Engine), "only ranks that take requests are measured"
+    try:
+        return _steps(engine, case)
+    except BaseException as error:
+        engine.close(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        engine.close()
+
+
+def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
+    """Step until the gang leaves, which the rank of the awaited request asks for, or every rank when all is done."""
+    waiting = [job for job in (Job(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info()["dp_rank"]]
+    running: dict[str, Job] = {}
+    life, lives = Life(), 0
+    while not engine.left:
+        for job in list(waiting):
+            if job.alone and running:
+                continue
+            waiting.remove(job)
+            name = f"{job.name}#{lives}" if job.name in life.submitted else job.name
+            running[name], lives = job, lives + 1
+            life.submitted[name] = time.perf_counter()
+            engine.submit(Request(name, tuple(job.prompt), params_of(job.new_tokens)))
+        began, cpu = time.perf_counter(), time.process_time()
+        result = engine.step()
+        ended, cpu = time.perf_counter(), time.process_time() - cpu
+        life.steps.append(record(began, ended - began, cpu, result.stats))
+        for output in result.outputs:
+            name = output.request_id
+            life.times.setdefault(name, []).append(ended)
+            life.tokens.setdefault(name, []).extend(output.token_ids)
+            if output.finish_reason is None:
+                continue
+            job = running.pop(name)
+            if job.again:
+                waiting.append(job)
+            if name == case["until"]:
+                engine.leave()
+        if not case["until"] and not waiting and engine.quiet:
+            engine.leave()
+    life.accept_length = engine.status().accept_length
+    return life
+
+
+def record(began: float, seconds: float, cpu: float, stats: StepStats) -> StepRecord:
+    """A step as it is kept."""
+    return StepRecord(
+        began=began,
+        seconds=seconds,
+        cpu=cpu,
+        phases=stats.phase_seconds,
+        decodes=stats.decode_requests,
+        prompt_rows=stats.prompt_rows,
+        target_rows=stats.target_rows,
+        padded_rows=stats.padded_rows,
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

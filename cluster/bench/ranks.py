@@ -1,0 +1,150 @@
+"""The ranks of a gang as processes of their own, without Ray, for measurements: one life of a gang per case.
+
+The processes stay between cases, so that comparisons can take turns in one run without starting Python each time.
+"""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.mesh import open_store
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+LOOPBACK = "127.0.0.1"
+CASE_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A greedy request of a data-parallel rank; EOS is ignored.
+
+    `again`: when it has ended it starts anew, as `name#1`, `name#2` and so on. `alone`: it waits until the rank has no
+    other request.
+    """
+
+    name: str
+    dp_rank: int
+    prompt: Sequence[int]
+    new_tokens: int
+    again: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One life of a gang. It ends when request `until` has ended, or when all have where it is empty."""
+
+    settings: Mapping[str, Any]
+    jobs: Sequence[Job]
+    until: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of one rank: when it began (the machine's clock), wall and CPU seconds, what was in it."""
+
+    began: float
+    seconds: float
+    cpu: float
+    phases: Mapping[str, float]
+    decodes: int
+    prompt_rows: int
+    target_rows: int
+    padded_rows: int
+
+
+@dataclass(slots=True)
+class Life:
+    """What one rank saw: its steps, and per request when it was submitted, when its outputs came, its tokens."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    submitted: dict[str, float] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    accept_length: float = 0.0
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> Self:
+        """From what a rank's process wrote."""
+        return cls(**{**answer, "steps": [StepRecord(**step) for step in answer["steps"]]})
+
+
+class RankProcesses:
+    """Up to `world` processes; `run` gives a case to the first `tp_size` of them."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._epoch = 0
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Self:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore",
+        }
+        for rank in range(self.world):
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "cluster.bench.rank_process", str(rank)],
+                    cwd=CHECKOUT,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def run(self, case: Case) -> list[Life]:
+        """What every rank of the case saw, in rank order.
+
+        Raises:
+            RuntimeError: a rank failed, ended or did not answer; the message names it.
+        """
+        world = int(case.settings.get("tp_size", 1))
+        self._epoch += 1
+        store = open_store(LOOPBACK)
+        line = json.dumps({"port": store.port, "epoch": self._epoch, "case": asdict(case)})
+        for process in self._processes[:world]:
+            assert process.stdin is not None
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        return [Life.of(answer) for answer in self._answers(world)]
+
+    def _answers(self, world: int) -> list[dict[str, Any]]:
+        answers: dict[int, dict[str, Any]] = {}
+        until = time.monotonic() + CASE_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes[:world]):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(answers) < world:
+                ready = selector.select(max(0.0, until - time.monotonic()))
+                if not ready:
+                    raise RuntimeError(f"ranks {sorted(set(range(world)) - set(answers))} do not answer")
+                for key, _ in ready:
+                    text = key.fileobj.readline()  # type: ignore[union-attr]
+                    if not text:
+                        raise RuntimeError(f"rank {key.data} ended with {self._processes[key.data].wait()}")
+                    answer = json.loads(text)
+                    if "error" in answer:
+                        raise RuntimeError(f"rank {key.data} failed: {answer['error']}")
+                    answers[key.data] = answer
+        return [answers[rank] for rank in range(world)]

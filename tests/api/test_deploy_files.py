@@ -1,0 +1,45 @@
+"""The layouts that deploy/serve.yaml shows in comments are as valid as the one that it deploys."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.api.settings import LLMConfig, parse
+
+FILE = Path(__file__).resolve().parents[2] / "deploy" / "serve.yaml"
+
+
+def commented() -> list[Any]:
+    """The YAML of the comments after the config itself, block by block."""
+    text = FILE.read_text().split("\n# One host with eight GPUs", 1)[1]
+    blocks = []
+    for part in ("\n" + text).split("\n#\n"):
+        lines = [line.removeprefix("#") for line in part.splitlines()]
+        if all(line.startswith("   ") for line in lines if line.strip()):
+            blocks.append(yaml.safe_load("\n".join(lines)))
+    return blocks
+
+
+def test_the_gpu_layouts() -> None:
+    one_host, two_hosts, replicas = commented()
+    llm = parse(one_host["args"]).llm
+    layout = llm.layout()
+    assert layout.world == llm.engine_config().attn_dp_size == 8
+    assert layout.strategy == "STRICT_PACK" and layout.bundles[0]["GPU"] == 1
+    assert layout.timeout_s > 600  # a redeploy in place waits for the streams of the replica that leaves
+
+    given = one_host["args"]["llm_configs"][0]
+    wide = LLMConfig.model_validate(
+        {**given, **two_hosts, "engine_kwargs": {**given["engine_kwargs"], **two_hosts["engine_kwargs"]}}
+    )
+    assert wide.layout().world == 16 and wide.layout().strategy == "PACK"
+    many = LLMConfig.model_validate({**given, **replicas})
+    assert many.deployment_config["max_replicas_per_node"] == 1
+
+
+def test_what_a_redeploy_has_room_for_decides_how_long_its_gang_waits() -> None:
+    given = yaml.safe_load(FILE.read_text())["applications"][0]["args"]
+    assert parse(given).llm.layout().timeout_s == 120
+    given["llm_configs"][0]["deployment_config"]["max_surge_percent"] = 0
+    assert parse(given).llm.layout().timeout_s == 180

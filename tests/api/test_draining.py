@@ -1,0 +1,112 @@
+"""Redeploys and scale-downs under load: no request fails, and open streams finish or move."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.actors.counting_engine import SLOW
+from tests.api.apps import Answer, arguments, ask, deploy_config, eventually, serving, settled, shards
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+
+SHORT, LONG = 20, 400  # tokens; the long ones take four seconds
+
+
+class Load:
+    """Twenty short requests and two long streams begin each second, whatever becomes of those before."""
+
+    def __init__(self, url: str) -> None:
+        self.answers: list[tuple[int, Answer]] = []
+        self._url = url
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        asyncio.run(self._run())
+
+    def stop(self) -> None:
+        self._over.set()
+
+    async def _run(self) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=500)) as client:
+            while not self._over.is_set():
+                number = len(tasks)
+                tasks.append(asyncio.create_task(self._ask(client, [number], SHORT, False)))
+                if number % 11 == 0:
+                    tasks.append(asyncio.create_task(self._ask(client, [SLOW, number], LONG, True)))
+                await asyncio.sleep(0.05)
+            await asyncio.gather(*tasks)
+
+    async def _ask(self, client: httpx.AsyncClient, prompt: list[int], count: int, stream: bool) -> None:
+        answer = await ask(client, self._url, prompt, count, stream=stream)
+        right = answer.whole(count) and answer.tokens == [prompt[-1] + 1 + i for i in range(count)]
+        answer.error = answer.error or ("" if right else f"status {answer.status}, {len(answer.tokens)} tokens")
+        self.answers.append((count, answer))
+
+
+@contextmanager
+def under_load(url: str) -> Iterator[Load]:
+    load = Load(url)
+    thread = threading.Thread(target=load.run)
+    thread.start()
+    try:
+        time.sleep(3)
+        yield load
+        time.sleep(3)
+    finally:
+        load.stop()
+        thread.join()
+
+
+def check(load: Load) -> None:
+    failed = [(count, answer.error) for count, answer in load.answers if answer.error]
+    assert failed == [], f"{len(failed)} of {len(load.answers)}: {failed[:5]}"
+    assert sum(count == LONG for count, _ in load.answers) > 5
+    slowest = max(answer.seconds for count, answer in load.answers if count == SHORT)
+    print(f"{len(load.answers)} requests, the slowest short one {slowest:.2f} s")
+
+
+def with_options(args: dict[str, Any], **options: Any) -> dict[str, Any]:
+    args["llm_configs"][0]["deployment_config"].update(options)
+    return args
+
+
+RESILIENT = {
+    "ingress": "resilient",
+    "ingress_deployment_config": {"ray_actor_options": {"num_cpus": 0.1}, "health_check_period_s": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    ("app", "options"),
+    [({}, {}), ({}, {"max_surge_percent": 0}), (RESILIENT, {}), (RESILIENT, {"graceful_shutdown_timeout_s": 0.5})],
+    ids=["direct", "direct, in place", "resilient", "resilient, streams move"],
+)
+def test_a_redeploy_under_load_fails_no_request(app: dict[str, Any], options: dict[str, Any]) -> None:
+    with serving(with_options(arguments(app=app), **options)) as url:
+        with under_load(url) as load:
+            deploy_config(with_options(arguments(app=app, max_queued_tokens=60_000), **options))
+            settled()
+        assert httpx.get(f"{url}/server_info").json()["healthy"]
+        check(load)
+
+
+@pytest.mark.parametrize(
+    ("app", "name"), [({}, "aerie-counting"), (RESILIENT, "aerie-counting-engine")], ids=["direct", "resilient"]
+)
+def test_a_scale_down_under_load_fails_no_request(app: dict[str, Any], name: str) -> None:
+    args = arguments(app=app)
+    with serving(args, {"name": name, "num_replicas": 2}) as url:
+        before = set(shards())
+        with under_load(url) as load:
+            deploy_config(args, {"name": name, "num_replicas": 1})
+            settled()
+        check(load)
+        assert eventually(lambda: len(shards()) == 1)
+        assert set(shards()) < before, "the gang that stays was restarted"

@@ -1,0 +1,274 @@
+"""A stream behind a separate ingress, over engines that die, vanish, fill up and change under it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cluster.actors.messages import GangStatus, Overloaded
+from cluster.actors.streams import RESUMES
+from cluster.api.feed import feed
+from cluster.api.resilient import GoneError, Item, Leaving, Refused, ResilientClient, Sign
+from cluster.config import EngineConfig
+from cluster.request import Request, RequestOutput, SamplingParams, SpeculationCounts
+
+SIGN = Sign("target (float64)", 3)
+TOKENS = 24
+Fate = Callable[[Request, int], Item | None]  # (request, item number) -> what comes instead of the next output
+
+
+@dataclass
+class Engine:
+    """Counts on from the last token that the client did not send itself, two per step; the seed is in the first."""
+
+    fates: list[Fate] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    open: int = 0
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.resumed_tokens]
+        done, trees = request.resumed_tokens, 0
+        self.open += 1
+        try:
+            while done < request.params.max_tokens:
+                count = min(2, request.params.max_tokens - done)
+                tokens = tuple(prompt[-1] + done + i + 1 for i in range(count))
+                done += count
+                ended = done == request.params.max_tokens
+                counts = SpeculationCounts(trees, 3 * trees, (0, trees)) if ended else None
+                finish, cached = "length" if ended else None, 1 + request.resumed_tokens
+                yield RequestOutput(request.request_id, tokens, (), finish, None, cached, counts)
+                trees += 1
+        finally:
+            self.open -= 1
+
+
+class Attempt:
+    def __init__(self, items: Any, fate: Fate, request: Request) -> None:
+        self._items, self._fate, self._request, self._number = items, fate, request, 0
+        self._closing: asyncio.Future[None] | None = None
+
+    async def next(self, timeout_s: float) -> Item:
+        instead = self._fate(self._request, self._number)
+        self._number += 1
+        if instead is not None:
+            return instead
+        item: Item = await anext(self._items)
+        return item
+
+    def close(self) -> None:
+        self._closing = asyncio.ensure_future(self._items.aclose())
+
+
+class Door:
+    """Every attempt has the next fate; the last one is everybody's after that."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def open(self, request: Request) -> Attempt:
+        engine = self.engine
+        engine.requests.append(request)
+        fate = engine.fates[min(len(engine.requests), len(engine.fates)) - 1] if engine.fates else well
+        return Attempt(feed(engine, request, SIGN, 1.0, lambda: ""), fate, request)
+
+    async def call(self, method: str) -> Any:
+        raise GoneError("nobody")
+
+
+def well(request: Request, number: int) -> Item | None:
+    return None
+
+
+def dies_at(at: int) -> Fate:
+    def fate(request: Request, number: int) -> Item | None:
+        if number == at:
+            raise GoneError("the actor died")
+        return None
+
+    return fate
+
+
+def says(at: int, item: Item) -> Fate:
+    return lambda request, number: item if number == at else None
+
+
+def run(*fates: Fate, **settings: Any) -> tuple[list[RequestOutput], Engine, list[None]]:
+    engine, resumed = Engine(list(fates)), []
+    config = EngineConfig(**{"model_path": "m", "restart_timeout_s": 0.5, **settings})
+
+    async def whole() -> list[RequestOutput]:
+        client = ResilientClient(Door(engine), config, "a", lambda: resumed.append(None))
+        request = Request("r", (7, 100), SamplingParams(max_tokens=TOKENS))
+        outputs = [output async for output in client.generate(request)]
+        await asyncio.sleep(0.01)
+        return outputs
+
+    outputs = asyncio.run(whole())
+    assert engine.open == 0, "a dropped attempt still runs"
+    return outputs, engine, resumed
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+WHOLE = list(range(101, 101 + TOKENS))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5, 12])
+def test_a_stream_goes_on_exactly_where_its_engine_died(at: int) -> None:
+    outputs, engine, resumed = run(dies_at(at), well)
+    assert tokens_of(outputs) == WHOLE
+    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
+    assert {(output.request_id, output.cached_tokens) for output in outputs} == {("r", 1)}
+    again = engine.requests[-1]
+    got = max(0, at - 1) * 2
+    assert again.resumed_tokens == got
+    assert again.prompt_token_ids == (7, 100, *WHOLE[:got])
+    assert again.params == engine.requests[0].params and again.params.seed is not None
+    assert again.request_id != "r"  # the dead one's replica may hold that id still
+    assert len(resumed) == (at > 0)
+
+
+def test_many_deaths_lose_and_repeat_nothing_and_the_counts_of_trees_are_those_of_the_whole_stream() -> None:
+    outputs, engine, resumed = run(*[dies_at(at) for at in (4, 2, 3, 2, 2)], well)
+    assert tokens_of(outputs) == WHOLE
+    assert len(resumed) == 5
+    firsts = len(engine.requests)  # the first output of a life ends its prompt, the others are trees
+    trees = len(outputs) - firsts
+    assert outputs[-1].speculation == SpeculationCounts(trees, 3 * trees, (0, trees))
+
+
+def test_a_stream_that_gets_nowhere_ends_with_an_error() -> None:
+    outputs, engine, _ = run(dies_at(3), dies_at(1))
+    assert tokens_of(outputs) == WHOLE[:4]
+    assert outputs[-1].finish_reason == "error" and f"resumed {RESUMES} times" in (outputs[-1].error or "")
+    assert len(engine.requests) == 1 + RESUMES
+
+
+def test_progress_between_deaths_makes_every_resume_the_first() -> None:
+    outputs, _, _ = run(*[dies_at(2)] * (2 * RESUMES), well)
+    assert tokens_of(outputs) == WHOLE
+
+
+def test_nobody_comes_back_in_time() -> None:
+    outputs, _, _ = run(dies_at(3), dies_at(0))
+    assert tokens_of(outputs) == WHOLE[:4]
+    assert outputs[-1].finish_reason == "abort" and "within 0.5 s" in (outputs[-1].error or "")
+
+
+def test_an_engine_that_leaves_hands_its_streams_over() -> None:
+    outputs, _, resumed = run(says(4, Leaving("shutting down")), well)
+    assert tokens_of(outputs) == WHOLE and len(resumed) == 1
+
+
+def test_a_full_queue_refuses_a_new_stream_and_not_one_that_was_taken_before() -> None:
+    full = says(0, Refused("the queue holds 9 tokens"))
+    with pytest.raises(Overloaded, match="holds 9"):
+        run(full, well)
+    outputs, _, _ = run(dies_at(3), full, well)
+    assert tokens_of(outputs) == WHOLE
+
+
+def test_a_request_that_cannot_be_served() -> None:
+    bad = says(1, Refused("prompt: too long"))
+    with pytest.raises(ValueError, match="too long"):
+        run(bad)
+    outputs, _, _ = run(dies_at(3), bad)
+    assert outputs[-1].finish_reason == "error" and "would not resume" in (outputs[-1].error or "")
+
+
+def test_tokens_of_two_models_are_never_mixed() -> None:
+    outputs, _, _ = run(dies_at(3), says(0, Sign("another", 0)))
+    assert tokens_of(outputs) == WHOLE[:4]
+    assert outputs[-1].finish_reason == "abort" and "another is served now" in (outputs[-1].error or "")
+    outputs, _, _ = run(dies_at(1), says(0, Sign("another", 0)))  # nothing was sent yet: nothing to mix
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_closing_the_stream_closes_the_attempt() -> None:
+    engine = Engine()
+
+    async def whole() -> None:
+        client = ResilientClient(Door(engine), EngineConfig(model_path="m"), "a", lambda: None)
+        async with aclosing(client.generate(Request("r", (1,), SamplingParams(max_tokens=9)))) as outputs:
+            async for _ in outputs:
+                assert engine.open == 1
+                break
+        await asyncio.sleep(0.01)
+        assert engine.open == 0
+
+    asyncio.run(whole())
+
+
+def test_without_engines_status_says_so_and_metrics_are_empty() -> None:
+    async def whole() -> None:
+        client = ResilientClient(Door(Engine()), EngineConfig(model_path="m"), "a", lambda: None)
+        assert await client.status() == GangStatus(False, "no engine replica answers: nobody")
+        assert await client.metrics() == []
+
+    asyncio.run(whole())
+
+
+class Scripted:
+    """An engine that does one thing."""
+
+    def __init__(self, *items: RequestOutput | Exception | float) -> None:
+        self.items = items
+        self.closed = False
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        try:
+            for item in self.items:
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, float):
+                    await asyncio.sleep(item)
+                else:
+                    yield item
+        finally:
+            self.closed = True
+
+
+OUTPUT = RequestOutput("r", (1, 2))
+END = RequestOutput("r", (3,), finish_reason="stop")
+FAILED = RequestOutput("r", (), finish_reason="error", error="the gang is lost")
+
+
+@pytest.mark.parametrize(
+    ("script", "leaving", "items"),
+    [
+        ((OUTPUT, END), "", [SIGN, OUTPUT, END]),
+        ((Overloaded("full"),), "", [Refused("full")]),
+        ((ValueError("prompt: bad"),), "", [SIGN, Refused("prompt: bad")]),
+        ((OUTPUT, 0.12, END), "", [SIGN, OUTPUT, SIGN, SIGN, END]),
+        ((OUTPUT, FAILED), "", [SIGN, OUTPUT, FAILED]),
+        ((OUTPUT, FAILED), "lost", [SIGN, OUTPUT, Leaving("lost")]),
+        ((OUTPUT,), "", [SIGN, OUTPUT, Leaving("its stream ended without a reason")]),
+    ],
+    ids=["outputs", "full", "at fault", "a pause", "an error", "an error of a replica that leaves", "cut"],
+)
+def test_feed(script: Any, leaving: str, items: list[Item]) -> None:
+    engine = Scripted(*script)
+
+    async def whole() -> list[Item]:
+        return [item async for item in feed(engine, Request("r", (1,)), SIGN, 0.05, lambda: leaving)]
+
+    assert asyncio.run(whole()) == items
+    assert engine.closed
+
+
+def test_a_feed_that_is_closed_while_it_waits_closes_the_engines_stream() -> None:
+    engine = Scripted(OUTPUT, 30.0, END)
+
+    async def whole() -> None:
+        items = feed(engine, Request("r", (1,)), SIGN, 0.05, lambda: "")
+        assert [await anext(items) for _ in range(3)] == [SIGN, OUTPUT, SIGN]
+        await items.aclose()
+        assert engine.closed
+
+    asyncio.run(whole())

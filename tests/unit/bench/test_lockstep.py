@@ -1,0 +1,112 @@
+import pytest
+
+from cluster.bench import lockstep
+from cluster.bench.lockstep import Figures, figures, report, show
+from cluster.bench.pair import Pair
+from cluster.bench.ranks import Case, Job, Life, RankProcesses, StepRecord
+from cluster.bench.routing import Row
+from cluster.bench.stall import gaps, p99, stall_of
+from tests.tiny import draft_folder, target_folder
+
+
+def step(began: float, seconds: float = 0.1, decodes: int = 2, prompt_rows: int = 0, agree: float = 0.01) -> StepRecord:
+    phases = {"agree": agree, "draft": seconds / 4}
+    return StepRecord(began, seconds, seconds / 2, phases, decodes, prompt_rows, decodes * 4 + prompt_rows, 0)
+
+
+def two_lives() -> list[Life]:
+    """Ten steps of 0.1 s with both ranks busy, then four of 0.3 s with prompt rows on rank B and one of 0.5 s."""
+    ends = [0.1 * i for i in range(1, 11)] + [1.3, 1.6, 1.9, 2.2, 2.7]
+    begins = [0.0, *ends[:-1]]
+    a = Life(times={"a0": ends, "a1": ends}, tokens={"a0": [1] * 15, "a1": [1] * 15}, submitted={"a0": 0.0, "a1": 0.0})
+    b = Life(
+        times={"b0": ends[:9], "b1": ends[:10], "long": ends[14:]},
+        tokens={"b0": [1] * 9, "b1": [1] * 10, "long": [1]},
+        submitted={"b0": 0.0, "b1": 0.0, "long": 1.0},
+    )
+    for at, (began, ended) in enumerate(zip(begins, ends, strict=True)):
+        a.steps.append(step(began, ended - began, agree=0.02))
+        late = at >= 10
+        b.steps.append(step(began, ended - began, decodes=0 if late else 2, prompt_rows=8 if late else 0))
+    return [a, b]
+
+
+def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one() -> None:
+    stall = stall_of(two_lives())
+    assert stall.busy_median_ms == pytest.approx(100.0)
+    assert stall.prefill_p99_ms == pytest.approx(500.0)
+    assert stall.ratio == pytest.approx(5.0)
+    assert stall.median_ratio == pytest.approx(3.0)
+    assert stall.cpu_ratio == pytest.approx(3.0)
+    assert (stall.first_token_s, stall.prompt_steps) == (pytest.approx(1.7), 5)
+
+
+def test_gaps_belong_to_one_request_and_lie_inside_the_window() -> None:
+    life = Life(times={"a": [0.0, 1.0, 3.0, 6.0], "b": [2.0, 2.5]})
+    assert gaps(life, 1.0, 6.0) == [2.0, 3.0, 0.5]
+    assert gaps(life, 1.0, 5.9) == [2.0, 0.5]
+    assert p99(list(range(1, 101))) == 99
+    assert p99([]) == 0.0
+
+
+def test_the_agreement_is_what_the_last_rank_spends_on_it() -> None:
+    lives = two_lives()
+    for life in lives:
+        life.steps = life.steps[:10]
+    got = figures(lives)
+    assert got.step_s == pytest.approx(0.1)
+    assert got.draft_s == pytest.approx(0.025)
+    assert got.agree_share == pytest.approx(0.1), "rank A waits for B in its agreement, B for nobody"
+    assert got.tokens_per_s == pytest.approx((15 + 15 + 9 + 10 + 1) / 2.7)
+
+
+def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("round_robin", 1.0, 2.0, 0.1, 0.2, 1.5, 0.4, 30.0)
+    monkeypatch.setattr(lockstep.routing, "compare", lambda seed: [row])
+    steps = {
+        lockstep.ALONE: 0.010, lockstep.ALL_ALONE: 0.020, lockstep.IDLE: 0.015, lockstep.BUSY: 0.030,
+        lockstep.REPLICATED: 0.033, lockstep.UNEVEN: 0.020, lockstep.UNEVEN_PADDED: 0.025,
+    }  # fmt: skip
+    runs = {name: [Figures(s, s / 5, 0.04, 10 / s, 0.25)] * 3 for name, s in steps.items()}
+    texts = {name: {"a0": [1, 2]} for name in steps}
+    texts[lockstep.IDLE] = {"a0": [1, 3]}
+    stalls = [stall_of(two_lives())]
+    result = report(Pair(), lockstep.Size(), runs, texts, stalls, stalls)
+    assert result["stall_ratio"] == pytest.approx(5.0)
+    assert result["idle_rank_step_ratio"] == pytest.approx(1.5)
+    assert result["both_busy_throughput_ratio"] == pytest.approx(2 / 3)
+    assert result["padding"] == {"idle_rows_share": 0.25, "step_ratio": pytest.approx(1.25)}
+    assert result["replicated_draft"]["step_ratio"] == pytest.approx(1.1)
+    assert (result["same_texts"], result["texts"]) == (6, 7)
+    text = show(result)
+    assert "6 of 7 texts" in text
+    assert "agreement: 4.0% of a step" in text
+    assert "round_robin" in text
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_run_a_case_to_its_end(world: int) -> None:
+    """Real processes over gloo: repeated requests go on until the awaited one has ended, the same on every rank."""
+    target = target_folder()
+    settings = {
+        "model_path": target, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft_folder(target),
+        "dtype": "float64", "device": "cpu", "max_total_tokens": 512, "num_threads": 1,
+        "tp_size": world, "attn_dp_size": world,
+    }  # fmt: skip
+    jobs = [
+        Job("a", 0, [3, 4, 5], 6, again=True),
+        Job("b", world - 1, [6, 7], 9),
+        Job("long", world - 1, list(range(1, 60)), 30, alone=world > 1),
+    ]
+    with RankProcesses(world) as ranks:
+        lives = ranks.run(Case(settings, jobs, until="long"))
+        again = ranks.run(Case(settings, [job for job in jobs if not job.again]))
+        with pytest.raises(RuntimeError, match="failed: ConfigError"):
+            ranks.run(Case({**settings, "model_path": "/nowhere"}, jobs))
+    assert len({len(life.steps) for life in lives}) == 1
+    tokens = {name: got for life in lives for name, got in life.tokens.items()}
+    assert any(name.startswith("a#") for name in tokens)
+    assert (len(tokens["b"]), len(tokens["long"])) == (9, 30)
+    assert {name: got for life in again for name, got in life.tokens.items()} == {n: tokens[n] for n in ("b", "long")}
+    if world > 1:
+        assert lives[1].submitted["long"] >= lives[1].times["b"][-1], "it waits until nothing else runs"

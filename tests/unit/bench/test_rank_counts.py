@@ -1,0 +1,28 @@
+from cluster.bench.rank_counts import RankCounts, counts_of, rank_table, since
+from cluster.metrics import EngineMetrics, StepStats, merge
+
+
+def page(*steps: tuple[int, StepStats]) -> str:
+    metrics = [EngineMetrics(model_name="m", rank=rank) for rank in (0, 1)]
+    for rank, step in steps:
+        metrics[rank].observe_step(step)
+    return merge([m.serialize() for m in metrics]).decode()
+
+
+TREES = StepStats(admitted=2, committed_tokens=7, drafts=2, accept_lens=[3, 4], accepted_by_depth=[2, 2, 1])
+PADDED = StepStats(padded_rows=8, rank=1)
+
+
+def test_what_every_rank_did_between_two_pages() -> None:
+    before = counts_of(page((0, TREES)))
+    after = counts_of(page((0, TREES), (0, TREES), (1, PADDED)))
+    assert before == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts()}
+    assert since(before, after) == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts(padded_rows=8)}
+    assert since({}, after)[0] == RankCounts(4, 14, 4, 10, 0), "a rank that was not there before"
+
+
+def test_a_row_per_rank() -> None:
+    lines = rank_table(counts_of(page((0, TREES), (1, PADDED)))).splitlines()
+    assert lines[0].split("  ")[0] == "rank"
+    assert lines[2].split() == ["0", "2", "7", "3.50", "0"]
+    assert lines[3].split() == ["1", "0", "0", "-", "8"]

@@ -1,0 +1,203 @@
+"""For every family one tensor wrong is an error that names tensor and file, from headers alone, within two seconds."""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.arch import TARGET_FAMILIES, read_target
+from cluster.arch.stored import normal_name
+from cluster.config import ConfigError
+from cluster.models.registry import check_target
+from tests.families import FAMILIES, made
+from tests.unit.models.checkpoints import Tensors, copy_of
+
+FOREIGN = re.compile(r"vision|projector")
+
+
+def file_of(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+def kinds_of(names: list[str]) -> list[str]:
+    """One tensor of each kind, numbers aside, from as late a layer as there is."""
+    found = {re.sub(r"\d+", "*", name): name for name in sorted(names) if not FOREIGN.search(name)}
+    return list(found.values())
+
+
+def removed(held: Tensors, name: str) -> str:
+    del held[name]
+    return name
+
+
+def renamed(held: Tensors, name: str) -> str:
+    held[name + "_"] = held.pop(name)
+    return name
+
+
+def added(held: Tensors, name: str) -> str:
+    extra = re.sub(r"\w+$", "surplus", name)
+    held[extra] = torch.ones(3)
+    return extra
+
+
+def transposed(held: Tensors, name: str) -> str | None:
+    tensor = held[name]
+    turned = tensor.transpose(-1, -2).contiguous() if tensor.dim() > 1 else tensor[None]
+    held[name] = turned
+    return None if turned.shape == tensor.shape else name
+
+
+def truncated(held: Tensors, name: str) -> str:
+    held[name] = held[name][..., :-1].contiguous()
+    return name
+
+
+CHANGES: list[Callable[[Tensors, str], str | None]] = [removed, renamed, added, transposed, truncated]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_one_wrong_tensor_is_named(family: str, change: Callable[[Tensors, str], str | None], tmp_path: Path) -> None:
+    whole = Path(made(family, next(iter(FAMILIES[family].cases))).folder)
+    folder = tmp_path / "bad"
+    shutil.copytree(whole, folder)
+    file = file_of(folder)
+    good = load_file(file)
+    tried = 0
+    for name in kinds_of(list(good)):
+        held = dict(good)
+        expected = change(held, name)
+        if expected is None:
+            continue
+        save_file(held, file)
+        started = time.perf_counter()
+        with pytest.raises(ConfigError) as caught:
+            check_target(str(folder))
+        assert time.perf_counter() - started < 2.0
+        assert normal_name(expected) in str(caught.value), (name, str(caught.value))
+        assert str(file) in str(caught.value), (name, str(caught.value))
+        tried += 1
+    assert tried >= 6
+    save_file(good, file)
+    assert check_target(str(folder)).num_layers == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_cut_short_names_a_tensor(family: str, tmp_path: Path) -> None:
+    folder = tmp_path / "bad"
+    shutil.copytree(made(family, next(iter(FAMILIES[family].cases))).folder, folder)
+    file = file_of(folder)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"tensor '.*' ends at byte \d+ of a file of \d+") as caught:
+        check_target(str(folder))
+    assert str(file) in str(caught.value)
+
+
+def test_a_tensor_that_an_index_promises_is_looked_for_in_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "bad"
+    shutil.copytree(made("llama", "linear rope, sharded").folder, folder)
+    table = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.layers.2.mlp.up_proj.weight"
+    held = load_file(folder / table[name])
+    del held[name]
+    save_file(held, folder / table[name])
+    with pytest.raises(ConfigError, match=rf"{re.escape(normal_name(name))}' is missing in '.*{table[name]}'"):
+        check_target(str(folder))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MambaForCausalLM",
+        "Mamba2ForCausalLM",
+        "FalconMambaForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "JambaForCausalLM",
+        "BambaForCausalLM",
+        "Zamba2ForCausalLM",
+        "FalconH1ForCausalLM",
+        "NemotronHForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "RecurrentGemmaForCausalLM",
+        "RwkvForCausalLM",
+        "KimiLinearForCausalLM",
+        "MiniMaxForCausalLM",
+        "Lfm2ForCausalLM",
+    ],
+)
+def test_targets_with_a_state_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder = copy_of(made("llama", "dynamic rope").folder, tmp_path / "target", architectures=[name])
+    with pytest.raises(ConfigError, match=rf"{name} is recognised; .*not served; known: LlamaForCausalLM") as caught:
+        read_target(folder)
+    assert folder in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*no target served here; known: LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' is not served; known: fp8, mxfp4"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not served; known: default, dynamic"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"head_dim": 7}, "head_dim must be even.*got 7"),
+    ],
+)
+def test_what_is_not_served_is_named(config: dict[str, object], message: str, tmp_path: Path) -> None:
+    folder = copy_of(made("llama", "dynamic rope").folder, tmp_path / "target", **config)
+    with pytest.raises(ConfigError, match=message):
+        read_target(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("qwen3", {"layer_types": ["linear_attention"] * 4}, r"\['linear_attention'\] are recognised and not served"),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, "layer_types must list the 4 layers"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not served"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts do not fall into n_group 3"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false"),
+        ("llava", {"text_config": {"model_type": "mamba"}}, "LlavaForConditionalGeneration around 'mamba'"),
+    ],
+)
+def test_what_a_family_does_not_serve_is_named(
+    family: str, config: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    whole = made(family, next(iter(FAMILIES[family].cases))).folder
+    with pytest.raises(ConfigError, match=message):
+        read_target(copy_of(whole, tmp_path / "target", **config))
+
+
+@pytest.mark.parametrize("key", ["moe", "llama_4_scaling", "q_lora_rank", "vision_encoder"])
+def test_what_the_native_format_does_not_serve_is_named(key: str, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(made("mistral_native", "yarn").folder, folder)
+    params = json.loads((folder / "params.json").read_text()) | {key: {"x": 1}}
+    (folder / "params.json").write_text(json.dumps(params))
+    with pytest.raises(ConfigError, match=rf"params\.json of .*: {key} is recognised and not served"):
+        read_target(str(folder))
+
+
+def test_every_family_has_a_test() -> None:
+    tried = {read_target(made(name, next(iter(f.cases))).folder).family.split("/")[0] for name, f in FAMILIES.items()}
+    assert set(TARGET_FAMILIES) - tried == {
+        "LlavaNextForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration",
+    }, "these two are LLaVA with other vision towers, and no test of their own"
+
+
+def test_drafts_inside_a_target_are_left_to_the_draft(tmp_path: Path) -> None:
+    def add(held: Tensors) -> None:
+        held["model.layers.4.eh_proj.weight"] = torch.ones(32, 64)
+
+    whole = made("deepseek_v3", "low-rank queries").folder
+    with pytest.raises(ConfigError, match=r"layers\.4\.eh_proj"):
+        check_target(copy_of(whole, tmp_path / "unsaid", add))
+    check_target(copy_of(whole, tmp_path / "said", add, num_nextn_predict_layers=1, num_mtp_layers=1))
