@@ -1,5 +1,12 @@
 """The trained demo pair as an instrument: the accept lengths of a draft on fixed prompts."""
 
+import bisect
+import csv
+import inspect
+import queue
+import shlex
+import stat
+import textwrap
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,19 +18,16 @@ from cluster.request import Request, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = str(ROOT / "models/demo/target"), str(ROOT / "models/demo/draft")
-TEXTS = (
-    "import os\nimport sys\n\n\ndef main(argv):\n    parser = ",
-    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
-    "    def read(self, size=-1):\n        if self.closed:\n            raise ValueError(",
-    "def quote(string, safe='/', encoding=None, errors=None):\n    if isinstance(string, str):\n",
-)
+MODULES = (queue, shlex, textwrap, csv, bisect, stat)
+PROMPT = 160
+NEW = 80
 
 
 @cache
 def prompts() -> tuple[tuple[int, ...], ...]:
     tokenizer = build_engine(EngineConfig(model_path=TARGET, context_length=128, num_threads=1)).tokenizer
     assert tokenizer is not None
-    return tuple(tuple(tokenizer.encode(text)) for text in TEXTS)
+    return tuple(tuple(tokenizer.encode(inspect.getsource(m))[-PROMPT:]) for m in MODULES)
 
 
 def accept_lens(
@@ -37,7 +41,7 @@ def accept_lens(
         "speculative_num_steps": 4,
         "speculative_eagle_topk": topk,
         "context_length": 256,
-        "max_running_requests": 4,
+        "max_running_requests": 8,
         "num_threads": 1,
     }
     engine = build_engine(EngineConfig.from_kwargs(given | settings))
@@ -52,8 +56,11 @@ def accept_lens(
         return result
 
     engine.step = step  # type: ignore[method-assign]
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    done = complete(engine, [Request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts())])
+    requests = [
+        Request(f"r{i}", prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=NEW, ignore_eos=True))
+        for i, prompt in enumerate(prompts())
+    ]
+    done = complete(engine, requests)
     return lens, [one.token_ids for one in done]
 
 

@@ -46,23 +46,37 @@ def absolute(held: Tensors) -> None:
 
 
 ON_DISK: dict[str, tuple[Callable[[Tensors], None] | None, dict[str, object]]] = {
-    "aux ids one too high": (None, ids(3, 6, 9)),
-    "aux ids one too low": (None, ids(1, 4, 7)),
     "embedding and hidden swapped": (swapped, {}),
     "aux hidden states high to low": (high_to_low, {}),
     "no final norm": (no_norm, {"eagle_config": {**ids(2, 5, 8)["eagle_config"], "use_last_layernorm": False}}),  # type: ignore[dict-item]
     "a norm on the wrong side of fc": (norm_before_fc, {}),
 }
 OVERRIDES: dict[str, dict[str, object]] = {
-    "ids counted as boundaries": {"aux_numbering": "boundaries"},
     "the normed hidden as residual": {"norm_before_residual": True},
     "the normed output fed back": {"recurrent": "post"},
-    "rope over neighbouring pairs": {"rope_layout": "interleaved"},
 }
+MILD: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "aux ids one too high": (ids(3, 6, 9), {}),
+    "aux ids one too low": (ids(1, 4, 7), {}),
+    "ids counted as boundaries": ({}, {"aux_numbering": "boundaries"}),
+    "rope over neighbouring pairs": ({}, {"rope_layout": "interleaved"}),
+}
+"""These cost this draft 1% to 8% only: neighbouring boundaries of a target this small hold nearly the same. What is
+held here is that they are not ignored: the drafts differ."""
 REFUSED: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a lost final norm": (no_norm, r"norm\.weight' is missing"),
     "d2t read as absolute ids": (absolute, r"'d2t'.*must hold\s+offsets"),
 }
+
+
+@pytest.mark.parametrize("name", MILD)
+def test_a_mild_mistake_is_not_ignored(name: str, tmp_path: Path) -> None:
+    config, overrides = MILD[name]
+    folder = copy_of(DRAFT, tmp_path / "draft", None, **config)
+    lens, texts = accept_lens(folder, speculative_draft_overrides=overrides)
+    assert lens != right()[0]
+    assert mean(lens) < mean(right()[0])
+    assert texts == right()[1], "the text stays that of plain decoding"
 
 
 def costs(lens: list[int]) -> None:
