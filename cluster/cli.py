@@ -14,6 +14,8 @@ from cluster import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("cluster.engine.command", "generate text with the engine alone, without Ray"),
     "serve": ("cluster.api.serve", "serve a model over REST on a local or running Ray cluster"),
+    "inspect": ("cluster.engine.inspect", "say what a checkpoint is and whether it would serve, from its headers"),
+    "export-draft": ("cluster.engine.export", "write a draft in another dialect"),
     "train": ("cluster.train.command", "train the demo target and its draft"),
     "bench": ("cluster.bench.command", "measure speed and acceptance"),
     "demo": ("cluster.bench.demo", "serve the demo pair, stream eight prompts, print what speculation gave"),

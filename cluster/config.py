@@ -29,7 +29,18 @@ SPECULATIVE_CONFIG: dict[str, str] = {
     "model": "speculative_draft_model_path",
     "num_speculative_tokens": "speculative_num_steps",
     "draft_parallel": "speculative_draft_parallel",
+    "draft_overrides": "speculative_draft_overrides",
 }
+
+
+DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
+    "aux_numbering": ("outputs", "boundaries"),
+    "recurrent": ("pre", "post"),
+    "norm_before_residual": (False, True),
+    "rope_layout": ("neox", "interleaved"),
+}
+"""Values of `speculative_draft_overrides`: how aux layer ids count, whether the next level reads the output before or
+after the final norm, whether layer 0's residual is the normed hidden, and how rotary pairs lie."""
 
 
 class ConfigError(ValueError):
@@ -91,7 +102,7 @@ class EngineConfig(Settings):
     )
     max_queued_tokens: int = Field(default=65536, ge=1)
     disable_radix_cache: bool = False
-    speculative_algorithm: Literal["EAGLE3"] | None = None
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = None
     speculative_draft_model_path: str | None = None
     speculative_num_steps: int | None = Field(default=None, ge=1, le=16)
     speculative_eagle_topk: int | None = Field(default=None, ge=1, le=32)
@@ -101,6 +112,9 @@ class EngineConfig(Settings):
         description="from this many decoding requests of a rank on, at most so many levels; {4: 3, 8: 2}",
     )
     speculative_draft_parallel: Literal["sharded", "replicated"] = "sharded"
+    speculative_draft_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="facts that a draft's tensors do not tell; {aux_numbering: boundaries}"
+    )
     tp_size: int = Field(default=1, ge=1, le=1024)
     attn_dp_size: int = Field(default=1, ge=1)
     vocab_parallel: Literal["attention", "world"] = "attention"
@@ -166,6 +180,13 @@ class EngineConfig(Settings):
                     raise ConfigError(f"{name} needs speculative_algorithm: EAGLE3")
         elif self.speculative_draft_model_path is None:
             raise ConfigError("speculative_algorithm needs speculative_draft_model_path: the folder of the draft")
+        for fact, value in self.speculative_draft_overrides.items():
+            if fact not in DRAFT_FACTS:
+                raise ConfigError(f"speculative_draft_overrides: unknown fact {fact!r}{nearest(fact, [*DRAFT_FACTS])}")
+            if value not in DRAFT_FACTS[fact]:
+                raise ConfigError(
+                    f"speculative_draft_overrides: {fact} must be one of {DRAFT_FACTS[fact]}, got {value!r}"
+                )
         for requests, steps in self.speculative_batch_tiers.items():
             if requests < 1 or steps < 0:
                 raise ConfigError(

@@ -1,6 +1,6 @@
 """Architectures read from `config.json`: what a target is, and the one frozen `DraftSpec` of a draft."""
 
-from cluster.arch.draft import DRAFT_FAMILIES, DraftSpec, aux_boundaries, read_draft
+from cluster.arch.draft import DraftLayer, DraftSpec, aux_boundaries, read_draft
 from cluster.arch.keys import Shapes, read_json
 from cluster.arch.layer import Latent, LayerGeometry, Moe
 from cluster.arch.read import TARGET_FAMILIES, is_native, read_target
@@ -8,8 +8,8 @@ from cluster.arch.rope import Rope
 from cluster.arch.target import TargetArch
 
 __all__ = [
-    "DRAFT_FAMILIES",
     "TARGET_FAMILIES",
+    "DraftLayer",
     "DraftSpec",
     "Latent",
     "LayerGeometry",

@@ -126,13 +126,15 @@ class Call(NamedTuple):
 class Ops(NamedTuple):
     """The exchange methods that one forward of a model calls, in order, and those that its head calls.
 
-    `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row.
+    `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row. `runners`
+    models share a draft: at level l runner l runs the rows of levels 1 to l, at extend all run.
     """
 
     forward: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
     width: int = 0
     columns: int = 0
+    runners: int = 1
 
 
 def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, followed: bool = False) -> list[Call]:
@@ -152,12 +154,15 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
         calls.extend(Call(phase, op, head_rows, ops.width, ops.columns) for op in ops.head)
 
     if draft is not None:
-        for _ in range(shape.num_steps - 1):
-            forward("draft", draft, levels, levels)
+        for level in range(1, shape.num_steps):
+            rows = levels if draft.runners == 1 else tuple(n * level for n in levels)
+            forward("draft", draft, rows, levels)
     tree_rows = tuple(n * shape.num_draft_tokens for n in r)
     target_rows = tuple(a + b for a, b in zip(tree_rows, c, strict=True))
     forward("target", target, target_rows, tuple(a + f for a, f in zip(tree_rows, plan.finals, strict=True)))
     if draft is not None:
         extend_rows = tuple(n * (shape.num_steps + 1) + b for n, b in zip(r, c, strict=True))
+        for _ in range(draft.runners - 1):
+            calls.extend(Call("extend", op, extend_rows, draft.width) for op in draft.forward)
         forward("extend", draft, extend_rows, tuple(n + f for n, f in zip(r, plan.finals, strict=True)))
     return calls

@@ -28,12 +28,13 @@ from cluster.kv.budget import page_count
 from cluster.kv.cache import KVCache
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
-from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.draft import Draft as DraftModel
 from cluster.models.layer import NoExchange, TokenExchange
 from cluster.models.load import WHOLE, Sharding, local_heads
-from cluster.models.registry import load_draft, load_target
+from cluster.models.registry import load_draft_list, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.step import Step
 from cluster.text import TextTokenizer
 
@@ -108,12 +109,14 @@ def assemble(
     sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
     watch = Stopwatch()
     target = load_target(config.model_path, dtype, device, exchange, sharding, positions)
-    model: Eagle3Draft | None = None
+    models: list[DraftModel] = []
     shared = config.speculative_draft_parallel == "sharded"
     drafts, parts = (exchange, sharding) if shared else (NoExchange(), WHOLE)
     if config.speculative_draft_model_path is not None:
-        model = load_draft(config.speculative_draft_model_path, target, dtype, device, drafts, parts, positions)
-    spec = None if model is None else model.spec
+        folder, overrides = config.speculative_draft_model_path, config.speculative_draft_overrides
+        models = load_draft_list(folder, target, dtype, device, drafts, parts, positions, overrides, shape.num_steps)
+        check_algorithm(config, models[0].spec)
+    spec = models[0].spec if models else None
     if spec is not None and shape.topk > spec.draft_vocab_size:
         raise ConfigError(
             f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {spec.draft_vocab_size}; "
@@ -122,8 +125,11 @@ def assemble(
 
     layers = [[local_heads(g, sharding.attention) for g in arch.layers]]
     if spec is not None:
-        layers.append([local_heads(spec.layer, parts.attention)] * spec.num_layers)
+        each = [local_heads(layer.geometry, parts.attention) for layer in spec.layers]
+        layers += [each] * len(models)
     token_bytes = sum(pool_bytes(each, dtype) for each in layers)
+    if spec is not None and len(models) > 1:
+        token_bytes += len(models) * spec.hidden * dtype.itemsize + torch.int64.itemsize
     pages = page_count(config, token_bytes, context, shape.window)
     rows = config.max_running_requests
     cache = KVCache(pages, config.page_size, rows, context + shape.window, not config.disable_radix_cache, device)
@@ -133,14 +139,16 @@ def assemble(
     target_runner = TargetRunner(target, *bound[0], boundaries, watch)
     if draft is None:
         draft = NoDraft()
-        if model is not None:
-            draft = drafting([DraftRunner(model, *bound[1], watch)], shape.topk)
+        if models:
+            make = MultiLayerDraft if len(models) > 1 and drafting is EagleDraft else drafting
+            runners = [DraftRunner(model, *own, watch) for model, own in zip(models, bound[1:], strict=True)]
+            draft = make(runners, shape.topk)
     carried = EagleDraftInput.create_idle_input(spec, shape.topk, dtype, device, rows + 1)
     sampling = SamplingTable(rows + 1, dtype, device)
     shapes = tiers(shape)
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
     target_ops = Ops() if apart else Ops(*target.ops)
-    draft_ops = None if model is None else Ops() if apart or not shared else Ops(*model.ops)
+    draft_ops = None if not models else Ops() if apart or not shared else Ops(*models[0].ops, len(models))
     lockstep = Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, target_ops, draft_ops),
@@ -171,11 +179,26 @@ def assemble(
     )
 
 
+def check_algorithm(config: EngineConfig, spec: DraftSpec) -> None:
+    """Refuse a `speculative_algorithm` that is not the draft's.
+
+    Raises:
+        ConfigError: naming the right one.
+    """
+    fits = ("EAGLE3",) if spec.kind == "eagle3" else ("NEXTN", "EAGLE") if spec.kind == "mtp" else ("EAGLE",)
+    if config.speculative_algorithm not in fits:
+        raise ConfigError(
+            f"speculative_algorithm {config.speculative_algorithm} does not fit the draft, which is {spec.dialect}; "
+            f"set it to {fits[0]}"
+        )
+
+
 def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None:
     """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
     own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
     own["target"], draft = repr(arch), config.speculative_draft_model_path
-    own["draft"] = None if draft is None else repr(read_draft(draft, stored_shapes(draft), arch))
+    overrides = config.speculative_draft_overrides
+    own["draft"] = None if draft is None else repr(read_draft(draft, stored_shapes(draft), arch, overrides))
     said = json.dumps(own, sort_keys=True)
     own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
     for rank, text in enumerate(mesh.everyones("config", said)):
@@ -248,5 +271,5 @@ def _info(
         "speculative_eagle_topk": shape.topk,
         "speculative_num_draft_tokens": shape.num_draft_tokens,
         "speculative_batch_tiers": dict(config.speculative_batch_tiers),
-        "draft": None if spec is None else {"aux_boundaries": list(spec.aux_boundaries), "num_aux": spec.num_aux},
+        "draft": None if spec is None else spec.described(),
     }

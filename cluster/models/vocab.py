@@ -76,3 +76,12 @@ def load_head(load: Loader, name: str, vocab: int, hidden: int) -> Head:
 def tied_head(embedding: Embedding, vocab: int) -> Head:
     """The head that shares its weights with `embedding`, turned input-major."""
     return Head(embedding.weight.t().contiguous(), vocab)
+
+
+def chosen_head(whole: Head, ids: Tensor, part: Part) -> Head:
+    """This rank's shard of a head over some of the ids, `ids` `[Vd]` (FR-Spec, arXiv 2502.14856)."""
+    each = -(-ids.shape[0] // part.size)
+    weight = whole.weight[:, ids[part.rank * each : (part.rank + 1) * each]]
+    if weight.shape[1] < each:
+        weight = torch.cat([weight, weight.new_zeros(weight.shape[0], each - weight.shape[1])], 1)
+    return Head(weight.contiguous(), ids.shape[0])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import cluster.arch
+import cluster.arch.draft.eagle3
 import cluster.engine.assemble
 import cluster.engine.engine
 import cluster.models.eagle3
@@ -104,7 +104,7 @@ def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
         return lambda *given: tuple(boundary - 1 for boundary in true(*given))
 
-    changed(patch, cluster.arch, "aux_boundaries", make)
+    changed(patch, cluster.arch.draft.eagle3, "aux_boundaries", make)
 
 
 @bug("prompt ids are not rotated by one")

@@ -107,7 +107,9 @@ def test_the_resolved_settings_are_told(engine: Engine) -> None:
     assert info["speculative_num_draft_tokens"] == 1
     target = target_folder()
     other = build_engine(config_of(target, draft_folder(target, num_aux=5), 2, 4)).info()
-    assert other["draft"] == {"aux_boundaries": [0, 1, 2, 3, 4], "num_aux": 5}
+    told = other["draft"]
+    assert (told["kind"], told["aux_boundaries"], told["num_aux"]) == ("eagle3", [0, 1, 2, 3, 4], 5)
+    assert told["choices"]["aux_numbering"]["value"] == "boundaries"
     assert (other["speculative_num_steps"], other["speculative_eagle_topk"]) == (4, 2)
 
 

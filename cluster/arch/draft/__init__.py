@@ -1,0 +1,43 @@
+"""Drafts: the one frozen `DraftSpec`, and its reading from a checkpoint's shapes and config."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cluster.arch.draft.eagle1 import read_eagle1
+from cluster.arch.draft.eagle3 import read_eagle3
+from cluster.arch.draft.facts import Facts, aux_boundaries
+from cluster.arch.draft.mistral import read_mistral
+from cluster.arch.draft.mtp import read_mtp
+from cluster.arch.draft.recognise import is_native, kind_of
+from cluster.arch.draft.spec import Choice, DraftLayer, DraftSpec, Kind
+from cluster.arch.keys import Keys, Shapes, read_json
+from cluster.arch.target import TargetArch
+
+__all__ = ["Choice", "DraftLayer", "DraftSpec", "Kind", "aux_boundaries", "read_draft"]
+
+READERS: dict[Kind, Callable[[str, Keys, Shapes, TargetArch, Facts], DraftSpec]] = {
+    "eagle1": read_eagle1,
+    "eagle3": read_eagle3,
+    "mistral": read_mistral,
+    "mtp": read_mtp,
+}
+
+
+def read_draft(
+    folder: str, shapes: Shapes, target: TargetArch, overrides: Mapping[str, Any] | None = None
+) -> DraftSpec:
+    """The draft in `folder` for `target`: tensors' names and shapes first, the config second, held against each other.
+
+    `shapes` carries normalised names (`layers.0.*`, `fc_norm.i`, no `model.` prefix); `overrides` are the setting
+    `speculative_draft_overrides`, which decide facts that tensors do not tell.
+
+    Raises:
+        ConfigError: config and tensors disagree, the draft does not fit the target, or its format is not served; the
+            message gives both numbers.
+    """
+    file = "params.json" if is_native(shapes) else "config.json"
+    keys = Keys(read_json(folder, file), folder, file)
+    facts = Facts(overrides or {})
+    spec = READERS[kind_of(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
+    return replace(spec, choices=tuple(facts.choices))

@@ -1,0 +1,55 @@
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same weights, only the tree differs.
+
+x = fc([embed | target's post-norm hidden]), one Llama layer without a norm before its attention, no final norm, the
+target's embedding and head. A config without `bias` means that fc has one. FR-Spec: a `d2t` picks rows of the head.
+"""
+
+from cluster.arch.draft.facts import Facts
+from cluster.arch.draft.spec import DraftLayer, DraftSpec
+from cluster.arch.draft.widths import draft_geometry, layer_count, merged, rope_layout, same_target, vocabulary_of
+from cluster.arch.keys import Keys, Shapes, dtype_of
+from cluster.arch.target import TargetArch
+from cluster.config import ConfigError
+
+
+def read_eagle1(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
+    """The EAGLE-1/2 draft of this config and these shapes.
+
+    Raises:
+        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+    """
+    keys = Keys(merged(outer.section("model").data, outer.data), folder)
+    same_target(folder, keys, target)
+    geometry = rope_layout(draft_geometry(folder, keys, shapes), facts, "neox", "Llama's half-split rope")
+    if geometry.hidden != target.hidden:
+        raise ConfigError(
+            f"draft {folder!r}: an EAGLE-1 draft has the target's width {target.hidden}, but its hidden_size is "
+            f"{geometry.hidden}"
+        )
+    bias = keys.flag("eagle_fc_bias", False) if "eagle_fc_bias" in keys.data else keys.flag("bias", True)
+    if bias != ("fc.bias" in shapes):
+        state = "is there" if "fc.bias" in shapes else "is missing"
+        raise ConfigError(
+            f"draft {folder!r}: config.json {'asks for' if bias else 'denies'} a bias of fc (without the key bias, fc "
+            f"has one) but tensor 'fc.bias' {state}; correct bias in config.json"
+        )
+    vocabulary = vocabulary_of(folder, keys, shapes, target, geometry.hidden, mapped=True)
+    count = layer_count(folder, keys, shapes)
+    return DraftSpec(
+        kind="eagle1",
+        dialect="eagle-1/2",
+        layers=tuple(
+            DraftLayer(geometry, pair=False, hidden_norm="none" if i == 0 else "input_layernorm") for i in range(count)
+        ),
+        target_hidden=target.hidden,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=vocabulary.size,
+        dtype=dtype_of(keys.data),
+        input_source="final_postnorm",
+        fc_bias=bias,
+        final_norm=False,
+        recurrent=facts.choose("recurrent", "pre", "EAGLE-1: the raw output"),
+        embed=vocabulary.embed,
+        head=vocabulary.head,
+        vocab_map=vocabulary.mapped,
+    )

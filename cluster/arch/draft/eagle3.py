@@ -1,0 +1,136 @@
+"""EAGLE-3 in all its dialects: original and SpecForge (`midlayer`), ModelOpt, speculators, EAGLE-3.1, DeepSpec.
+
+Sources: arXiv 2503.01840; SGLang #24663 (layer lists, per-aux norms, legacy `aux_norm_*`); speculators 0.9 (boundary
+ids, nested geometry, `norm_before_residual`); ModelOpt's `eagle_config`; EAGLE-3.1 (`fc_norm`, `norm_output`).
+"""
+
+from cluster.arch.draft.facts import Facts, aux_boundaries
+from cluster.arch.draft.spec import DraftLayer, DraftSpec, HiddenNorm
+from cluster.arch.draft.widths import (
+    draft_geometry,
+    layer_count,
+    merged,
+    rope_layout,
+    same_target,
+    vocabulary_of,
+    windows_of,
+)
+from cluster.arch.keys import Keys, Shapes, dtype_of
+from cluster.arch.layer import LayerGeometry
+from cluster.arch.target import TargetArch
+from cluster.config import ConfigError
+
+
+def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
+    """The EAGLE-3 draft of this config and these shapes.
+
+    Raises:
+        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+    """
+    speculators = outer.data.get("speculators_model_type") is not None
+    nested = outer.section("transformer_layer_config")
+    keys = Keys(merged(nested.data, outer.data), folder) if speculators else outer
+    eagle = outer.section("eagle_config")
+    geometry = rope_layout(draft_geometry(folder, keys, shapes), facts, "neox", "Llama's half-split rope")
+    use_aux = eagle.flag("use_aux_hidden_state", True)
+    same_target(folder, keys, target)
+    boundaries: tuple[int, ...] = ()
+    if use_aux:
+        boundaries = aux_boundaries(keys.data, target.num_layers, folder, facts, speculators)
+    h = geometry.hidden
+    _check_fc(folder, shapes, use_aux, h, boundaries, target)
+    concat, per_aux = "input_norm.weight" in shapes, any(name.startswith("fc_norm.") for name in shapes)
+    _confirm(folder, keys, eagle, "norm_before_fc", concat, "input_norm.weight")
+    flag = "use_aux_norm" if keys.data.get("fc_norm") is None else "fc_norm"
+    _confirm(folder, keys, eagle, flag, per_aux, "fc_norm.0.weight")
+    vocabulary = vocabulary_of(folder, keys, shapes, target, h)
+    convention = "speculators' class default (vLLM assumes true)" if speculators else "EAGLE-3's un-normed residual"
+    before_residual = facts.flag("norm_before_residual", keys, False, convention)
+    norm_output = keys.flag("norm_output")
+    given = keys.data.get("norm_output") is not None
+    recurrent = facts.choose("recurrent", "post" if norm_output else "pre", "config" if given else "EAGLE-3: pre-norm")
+    final_norm = "norm.weight" in shapes or eagle.flag("use_last_layernorm", True)
+    if "norm.weight" in shapes and not eagle.flag("use_last_layernorm", True):
+        raise ConfigError(f"draft {folder!r}: eagle_config.use_last_layernorm is false but 'norm.weight' is there")
+    count = layer_count(folder, keys, shapes)
+    each = windows_of(keys, geometry, count)
+    layers = [DraftLayer(each[0], pair=True, hidden_norm="hidden_norm" if use_aux else "none")]
+    layers += [later_layer(each[i], shapes, f"layers.{i}", h) for i in range(1, count)]
+    unused = [rf"^layers\.{i}\.input_layernorm\.weight$" for i, layer in enumerate(layers) if _sglang(layer)]
+    return DraftSpec(
+        kind="eagle3",
+        dialect=_dialect(outer, shapes, speculators, recurrent == "post" or per_aux),
+        layers=tuple(layers),
+        target_hidden=target.hidden,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=vocabulary.size,
+        dtype=dtype_of(keys.data),
+        input_source="aux" if use_aux else "final_postnorm",
+        aux_boundaries=boundaries if use_aux else (),
+        norm_before_fc=concat,
+        fc_norm=per_aux,
+        fc=use_aux,
+        norm_before_residual=before_residual,
+        final_norm=final_norm,
+        recurrent=recurrent,
+        embed=vocabulary.embed,
+        head=vocabulary.head,
+        vocab_map=vocabulary.mapped,
+        ignored_patterns=tuple(unused),
+    )
+
+
+def later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
+    """A layer after the first, in the meaning that shape and presence tell.
+
+    Its q_proj reads 2 H: it takes the embedding again (DeepSpec). It reads H and has a `hidden_norm`: that is its
+    norm before attention (SGLang). Else it is an ordinary layer (ModelOpt, speculators, vLLM).
+    """
+    name = "q_proj" if geometry.latent is None else "q_a_proj"
+    query = shapes.get(f"{prefix}.self_attn.{name}.weight", ())
+    if len(query) == 2 and query[1] == 2 * hidden and query[1] != hidden:
+        return DraftLayer(geometry, pair=True, hidden_norm="hidden_norm")
+    norm: HiddenNorm = "hidden_norm" if f"{prefix}.hidden_norm.weight" in shapes else "input_layernorm"
+    return DraftLayer(geometry, pair=False, hidden_norm=norm)
+
+
+def _sglang(layer: DraftLayer) -> bool:
+    return not layer.pair and layer.hidden_norm == "hidden_norm"
+
+
+def _check_fc(
+    folder: str, shapes: Shapes, use_aux: bool, hidden: int, boundaries: tuple[int, ...], target: TargetArch
+) -> None:
+    if use_aux:
+        made = (hidden, len(boundaries) * target.hidden)
+        if "fc.weight" in shapes and shapes["fc.weight"] != made:
+            raise ConfigError(
+                f"draft {folder!r}: fc.weight is {list(shapes['fc.weight'])} but {len(boundaries)} aux hidden states "
+                f"of {target.hidden} make it {list(made)}; correct num_aux_hidden_states or the layer ids"
+            )
+    elif hidden != target.hidden:
+        raise ConfigError(
+            f"draft {folder!r}: use_aux_hidden_state is false, so it takes the target's hidden of {target.hidden} as "
+            f"it is, but its hidden_size is {hidden}"
+        )
+
+
+def _confirm(folder: str, keys: Keys, eagle: Keys, key: str, present: bool, name: str) -> None:
+    """Refuse a config that says the opposite of the tensors."""
+    given = keys if keys.data.get(key) is not None else eagle
+    if given.data.get(key) is not None and given.flag(key) != present:
+        state = "is there" if present else "is missing"
+        raise ConfigError(f"draft {folder!r}: config.json says {key} {given.data[key]} but tensor {name!r} {state}")
+
+
+def _dialect(outer: Keys, shapes: Shapes, speculators: bool, newer: bool) -> str:
+    if speculators:
+        return "speculators"
+    if "target_layer_ids" in outer.data:
+        return "deepspec"
+    if newer:
+        return "eagle-3.1"
+    eagle = outer.section("eagle_config").data
+    if {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"} & set(eagle):
+        return "modelopt"
+    return "specforge" if eagle else "original"

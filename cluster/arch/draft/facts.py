@@ -1,0 +1,83 @@
+"""The facts that a draft's tensors do not tell: each from an override, the format's convention, or the config.
+
+Source: draft-checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM; a layer numbering one off took
+first-position acceptance from 45% to 10% (vLLM #43671).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.arch.draft.spec import Choice
+from cluster.arch.keys import Keys
+from cluster.config import ConfigError
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+OVERRIDE = "speculative_draft_overrides"
+
+
+class Facts:
+    """Resolves facts and remembers where each value came from."""
+
+    def __init__(self, overrides: Mapping[str, Any]) -> None:
+        self._overrides = overrides
+        self.choices: list[Choice] = []
+
+    def choose(self, fact: str, value: Any, source: str) -> Any:
+        """The override of `fact`, or `value` as `source` has it."""
+        if fact in self._overrides:
+            value, source = self._overrides[fact], OVERRIDE
+        self.choices.append(Choice(fact, value, source))
+        return value
+
+    def flag(self, fact: str, keys: Keys, default: bool, convention: str) -> bool:
+        """A fact that the config may state under its own name."""
+        given = keys.data.get(fact) is not None
+        return bool(self.choose(fact, keys.flag(fact, default), "config" if given else convention))
+
+
+def aux_boundaries(
+    data: Mapping[str, Any], target_layers: int, where: str, facts: Facts | None = None, speculators: bool = False
+) -> tuple[int, ...]:
+    """Which residual-stream boundaries the draft reads.
+
+    The count: `num_aux_hidden_states`, then the length of `eagle_config.eagle_aux_hidden_state_layer_ids`, then of the
+    top-level list (or DeepSpec's `target_layer_ids`), then 3. Numbering: a top-level list and speculators number
+    boundaries; `eagle_config` and `target_layer_ids` number the layer whose *output* is read, so boundary id + 1,
+    unless they name the layer count itself, which no output has (gpt-oss v3: SGLang #32334), or are the default
+    boundaries (Kimi: SGLang #25454). Without ids and with 3: (2, L // 2, L - 3), EAGLE-3's own choice.
+
+    Raises:
+        ConfigError: ids and count disagree, or boundaries that do not ascend within the target.
+    """
+    keys, facts = Keys(data, where), facts or Facts({})
+    nested = keys.section("eagle_config").numbers(IDS)
+    listed, deep = keys.numbers(IDS), keys.numbers("target_layer_ids")
+    default = [2, target_layers // 2, target_layers - 3]
+    if nested is not None:
+        ids, numbering, source = nested, "outputs", f"convention of eagle_config.{IDS}"
+    elif listed is not None:
+        ids, numbering, source = listed, "boundaries", f"convention of a top-level {IDS}"
+    elif deep is not None:
+        ids, numbering, source = deep, "outputs", "convention of target_layer_ids"
+    else:
+        ids, numbering, source = default, "boundaries", "EAGLE-3's default layers"
+    if speculators:
+        numbering, source = "boundaries", "format speculators"
+    elif numbering == "outputs" and target_layers in ids:
+        numbering, source = "boundaries", f"{target_layers} is no output of {target_layers} layers"
+    elif numbering == "outputs" and ids == default:
+        numbering, source = "boundaries", "the ids are EAGLE-3's default boundaries"
+    if facts.choose("aux_numbering", numbering, source) == "outputs":
+        ids = [i + 1 for i in ids]
+    count = data.get("num_aux_hidden_states")
+    if count is not None and count != len(ids):
+        raise ConfigError(
+            f"config.json of {where!r}: num_aux_hidden_states is {count} but {len(ids)} aux layers are named; "
+            f"list them in eagle_config.{IDS}"
+        )
+    if not ids or sorted(set(ids)) != ids or ids[0] < 0 or ids[-1] > target_layers:
+        raise ConfigError(
+            f"config.json of {where!r}: {IDS} give boundaries {ids}, which must ascend within the target's 0 to "
+            f"{target_layers}; {OVERRIDE}: {{aux_numbering: outputs or boundaries}} says how ids count"
+        )
+    return tuple(ids)

@@ -1,0 +1,162 @@
+"""MTP layers that ship inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo.
+
+x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), one full decoder layer, a norm, a head. Sources: the report
+of DeepSeek-V3 (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Layers beyond one are a draft runner list (SGLang
+#22954).
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cluster.arch.draft.facts import Facts
+from cluster.arch.draft.spec import DraftLayer, DraftSpec
+from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target
+from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
+from cluster.arch.keys import Keys, Shapes, dtype_of
+from cluster.arch.layer import LayerGeometry
+from cluster.arch.target import TargetArch
+from cluster.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one producer spells an MTP layer. `prefix` holds {index}, the layer's number; `inner` its decoder layer."""
+
+    dialect: str
+    prefix: str
+    inner: str
+    joined: str
+    embed_norm: str
+    hidden_norm: str
+    norm: str
+    head: str | None
+    order: Literal["embed_first", "hidden_first"] = "embed_first"
+    zero_first: bool = True
+    unit_offset: bool = False
+    chained: bool = False
+    recurrent: Literal["pre", "post"] = "post"
+
+
+NEXTN = Format(
+    "deepseek-nextn",
+    "layers.{index}.",
+    "layers.{index}.",
+    "eh_proj.",
+    "enorm.",
+    "hnorm.",
+    "shared_head.norm.",
+    "shared_head.head.",
+)
+STEP = replace(
+    NEXTN,
+    dialect="step-3.5",
+    inner="layers.{index}.transformer.",
+    head="shared_head.output.",
+    unit_offset=True,
+    chained=True,
+    recurrent="pre",
+    zero_first=False,
+)
+MIMO = Format(
+    "mimo",
+    "mtp_layers.{index}.",
+    "mtp_layers.{index}.",
+    "input_proj.",
+    "token_layernorm.",
+    "hidden_layernorm.",
+    "final_layernorm.",
+    None,
+    order="hidden_first",
+)
+
+
+def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
+    """The producer's spelling, and the numbers of the MTP layers."""
+    mimo = {int(m[1]) for n in shapes if (m := re.match(r"mtp_layers\.(\d+)\.", n))}
+    if mimo:
+        return MIMO, sorted(mimo)
+    numbers = sorted(
+        {int(m[1]) for n in shapes if (m := re.match(r"layers\.(\d+)\.(eh_proj|shared_head|[eh]norm)\.", n))}
+    )
+    step = any(re.match(r"layers\.\d+\.(transformer|shared_head\.output)\.", n) for n in shapes)
+    return (STEP if step else NEXTN), numbers
+
+
+def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
+    """The MTP draft of this config and these shapes; what belongs to the target in the same checkpoint is left to it.
+
+    Raises:
+        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+    """
+    same_target(folder, keys, target)
+    form, numbers = format_of(shapes)
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        raise ConfigError(f"draft {folder!r}: its MTP layers are {numbers}, which must follow each other")
+    given = keys.data.get("num_nextn_predict_layers")
+    if given is not None and given != len(numbers):
+        raise ConfigError(f"draft {folder!r}: num_nextn_predict_layers is {given} but it holds MTP layers {numbers}")
+    geometry = _geometry(folder, keys, shapes, form.inner.format(index=numbers[0]).rstrip("."), target)
+    if form.unit_offset:
+        geometry = replace(geometry, unit_offset=True)
+    if geometry.hidden != target.hidden:
+        raise ConfigError(
+            f"draft {folder!r} does not fit the target: hidden_size {geometry.hidden} against {target.hidden}"
+        )
+    at = form.prefix.format(index=numbers[0])
+    own_embed = f"{at}embed_tokens.weight" in shapes
+    names = (
+        (r"^fc\.", form.prefix + form.joined),
+        (r"^embed_norm\.", form.prefix + form.embed_norm),
+        (r"^hidden_norm\.", form.prefix + form.hidden_norm),
+        (r"^norm\.", form.prefix + form.norm),
+        (r"^lm_head\.", form.prefix + (form.head or "lm_head.")),
+        (r"^embed_tokens\.", form.prefix + "embed_tokens."),
+        (r"^layers\.0\.", form.inner),
+        *DEEPSEEK_NAMES,
+    )
+    copies = [rf"^layers\.\d+\.{name}\.weight$" for name in ("shared_head\\.head", "embed_tokens") if not form.chained]
+    return DraftSpec(
+        kind="mtp",
+        dialect=form.dialect,
+        layers=(DraftLayer(geometry, pair=False, hidden_norm="input_layernorm"),),
+        target_hidden=target.hidden,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        dtype=dtype_of(keys.data),
+        input_source="final_postnorm",
+        concat_order=form.order,
+        pair_norms=True,
+        recurrent=facts.choose("recurrent", form.recurrent, f"format {form.dialect}"),
+        embed="own" if own_embed and form.chained else "target",
+        head="own" if form.chained else "target",
+        zero_first=form.zero_first,
+        runners=len(numbers),
+        first_index=numbers[0],
+        chained=form.chained,
+        names=names,
+        ignored_patterns=(*copies, *_others(form, numbers)),
+    )
+
+
+def _geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str, target: TargetArch) -> LayerGeometry:
+    """The decoder layer's sizes; experts are those of the target's last layer."""
+    dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
+    if is_latent(shapes, prefix):
+        return latent_geometry(keys, dense)
+    geometry = draft_geometry(folder, keys, shapes, prefix)
+    if dense:
+        return geometry
+    moe = target.layers[-1].moe
+    if moe is None:
+        raise ConfigError(f"draft {folder!r}: its layer has experts, but the target's last layer has none")
+    return replace(geometry, moe=moe)
+
+
+def _others(form: Format, numbers: list[int]) -> tuple[str, ...]:
+    """Patterns of what belongs to the target, or to another runner."""
+    of_target = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\."]
+    listed = "|".join(str(n) for n in numbers)
+    if form.prefix.startswith("layers."):
+        return (*of_target, rf"^layers\.(?!({listed})\.)\d+\.")
+    return (*of_target, r"^layers\.\d+\.")

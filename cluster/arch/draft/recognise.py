@@ -1,0 +1,83 @@
+"""Which format a draft's folder is in, from tensor names and shapes first; formats not served are refused by name."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.arch.draft.spec import Kind
+from cluster.arch.keys import Shapes
+from cluster.config import ConfigError
+
+REFUSED_TENSORS = (
+    (r"^mask_hidden$", "P-EAGLE (arXiv 2602.01469), which drafts in parallel"),
+    (r"^efficient_lm_head", "EAGLE-4, whose licence forbids serving it"),
+    (r"^parallel_draft_heads\.", "ModelOpt's EAGLE with parallel (Medusa) heads"),
+    (r"^medusa_head\.|^\d+\.\d+\.linear\.weight$", "Medusa heads (arXiv 2401.10774)"),
+    (r"^(markov_head|confidence_head)", "DSpark (arXiv 2607.05147)"),
+    (r"(^|\.)embed_layernorm\.|(^|\.)post_embedding_layernorm\.", "HASS's EAGLE with embedding norms"),
+    (r"^mtp\.fc\.|^mtp\.pre_fc_norm", "Qwen3-Next's MTP layer, with gated attention"),
+    (r"\.(lora_A|lora_B)\.", "a LoRA adapter"),
+)
+REFUSED_NAMES = (
+    (r"^p_?eagle", "P-EAGLE (arXiv 2602.01469), which drafts in parallel"),
+    (r"eagle4", "EAGLE-4, whose licence forbids serving it"),
+    (r"^dflash2|^xpress|^domino|^lilicorr", "a block-diffusion draft"),
+    (r"^dflash", "DFlash (arXiv 2602.06036)"),
+    (r"^dspark", "DSpark (arXiv 2607.05147)"),
+    (r"^medusa", "Medusa heads (arXiv 2401.10774)"),
+    (r"^hydra", "Hydra heads"),
+    (r"^mlp_?speculator", "an MLP speculator"),
+)
+SERVED = "EAGLE-1/2, EAGLE-3 and 3.1, Mistral EAGLE, and MTP layers"
+
+
+def _refuse(folder: str, what: str, by: str) -> ConfigError:
+    return ConfigError(f"draft {folder!r} is {what} ({by}); that is not served, use one of: {SERVED}")
+
+
+def refuse_unserved(folder: str, data: Mapping[str, Any], shapes: Shapes) -> None:
+    """Name a known format that is not served.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    for pattern, what in REFUSED_TENSORS:
+        found = next((name for name in shapes if re.search(pattern, name)), None)
+        if found is not None:
+            raise _refuse(folder, what, f"it holds {found!r}")
+    names = [str(name) for name in data.get("architectures") or []]
+    names += [str(data[key]) for key in ("speculators_model_type", "model_type") if data.get(key)]
+    for name in names:
+        for pattern, what in REFUSED_NAMES:
+            if re.search(pattern, name.lower()):
+                raise _refuse(folder, what, f"config.json says {name!r}")
+    if "dflash_config" in data:
+        raise _refuse(folder, "DFlash (arXiv 2602.06036)", "config.json has dflash_config")
+    if (Path(folder) / "adapter_config.json").is_file():
+        raise _refuse(folder, "shipped with a LoRA adapter for its target", "adapter_config.json is beside it")
+
+
+def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
+    """The kind of draft that these tensors are.
+
+    Raises:
+        ConfigError: a format that is not served, named where it is known.
+    """
+    refuse_unserved(folder, data, shapes)
+    if is_native(shapes):
+        return "mistral"
+    if any(re.search(r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.", name) for name in shapes):
+        return "mtp"
+    if not any(name.startswith("layers.0.self_attn.") for name in shapes):
+        raise ConfigError(
+            f"draft {folder!r} is in no known format: there is no 'layers.0.self_attn' (or 'midlayer'); served are "
+            f"{SERVED}"
+        )
+    signs = ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight")
+    return "eagle3" if any(name in shapes for name in signs) else "eagle1"
+
+
+def is_native(shapes: Shapes) -> bool:
+    """Whether these are Mistral's names for a draft's tensors."""
+    return "eagle_linear.weight" in shapes or any(name.startswith("layers.0.attention.") for name in shapes)

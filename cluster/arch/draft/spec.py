@@ -1,0 +1,134 @@
+"""The one frozen `DraftSpec` of a draft: every width, layer number and convention that speculation needs.
+
+Resolved once, from tensor names and shapes first and the config second; nobody else reads those keys.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from cluster.arch.layer import LayerGeometry
+
+Kind = Literal["eagle3", "eagle1", "mistral", "mtp"]
+HiddenNorm = Literal["hidden_norm", "input_layernorm", "none"]
+
+
+class Choice(NamedTuple):
+    """A fact that tensors do not tell, its value, and where that comes from."""
+
+    fact: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayer:
+    """One layer. `pair`: its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H wide, else H.
+
+    `hidden_norm` names the norm of the hidden before attention.
+    """
+
+    geometry: LayerGeometry
+    pair: bool
+    hidden_norm: HiddenNorm
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """A draft, resolved. Legend: H its width, Ht the target's, A what it takes from the target at extend.
+
+    `aux_boundaries[j]` is the residual stream *entering* target layer j (so `num_layers` means before the final norm);
+    `input_source` says whether those are taken, or the hidden after the target's final norm. `norm_before_fc`: one
+    RMSNorm over their concatenation; `fc_norm`: one for each. `fc` joins aux hidden states at extend (`eagle3`) or
+    embedding and hidden in every forward (the others), in `concat_order`. `recurrent`: the next level reads the
+    output before or after the final norm. `zero_first`: the embedding of position 0 counts as zeros. `query_scaling`
+    (length, beta): queries at position p grow by 1 + beta log(1 + p // length).
+
+    `runners` models of these `layers` make the draft runner list; when `chained`, runner i reads the output of runner
+    i - 1, else the target's hidden. `names` turn the names that the model asks for into those of the checkpoint, in
+    order, {index} being `first_index` plus the runner's number.
+    """
+
+    kind: Kind
+    dialect: str
+    layers: tuple[DraftLayer, ...]
+    target_hidden: int
+    vocab_size: int
+    draft_vocab_size: int
+    dtype: str
+    input_source: Literal["aux", "final_postnorm"] = "aux"
+    aux_boundaries: tuple[int, ...] = ()
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    fc: bool = True
+    fc_bias: bool = False
+    concat_order: Literal["embed_first", "hidden_first"] = "embed_first"
+    pair_norms: bool = False
+    norm_before_residual: bool = False
+    final_norm: bool = True
+    recurrent: Literal["pre", "post"] = "pre"
+    embed: Literal["own", "target"] = "target"
+    head: Literal["own", "target", "tied"] = "target"
+    vocab_map: bool = False
+    zero_first: bool = False
+    query_scaling: tuple[int, float] | None = None
+    runners: int = 1
+    first_index: int = 0
+    chained: bool = False
+    choices: tuple[Choice, ...] = ()
+    names: tuple[tuple[str, str], ...] = ()
+    ignored_patterns: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of one runner."""
+        return len(self.layers)
+
+    @property
+    def layer(self) -> LayerGeometry:
+        """The first layer; all have its width and its heads."""
+        return self.layers[0].geometry
+
+    @property
+    def hidden(self) -> int:
+        """The draft's recurrent width H."""
+        return self.layer.hidden
+
+    @property
+    def use_aux_hidden_state(self) -> bool:
+        """Whether the target captures boundaries for this draft."""
+        return self.input_source == "aux"
+
+    @property
+    def num_aux(self) -> int:
+        """How many of the target's hidden states are taken, concatenated low to high."""
+        return len(self.aux_boundaries) if self.use_aux_hidden_state else 1
+
+    @property
+    def fc_in(self) -> int:
+        """A: width of the target's hidden at extend, `num_aux * target_hidden`."""
+        return self.num_aux * self.target_hidden
+
+    def stored_name(self, name: str, runner: int = 0) -> str:
+        """What the checkpoint calls `name` of a runner."""
+        for pattern, replacement in self.names:
+            name = re.sub(pattern, replacement.replace("{index}", str(self.first_index + runner)), name)
+        return name
+
+    def ignored(self, runner: int = 0) -> tuple[str, ...]:
+        """Patterns of stored tensors that are not this runner's: the target's, another runner's, or unused ones."""
+        if self.runners == 1:
+            return self.ignored_patterns
+        others = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)
+        return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({others})\.")
+
+    def described(self) -> dict[str, Any]:
+        """What was resolved, and the facts that tensors do not tell with their source; JSON-ready."""
+        return {
+            "kind": self.kind,
+            "dialect": self.dialect,
+            "aux_boundaries": list(self.aux_boundaries),
+            "num_aux": self.num_aux,
+            "runners": self.runners,
+            "choices": {choice.fact: {"value": choice.value, "source": choice.source} for choice in self.choices},
+        }

@@ -1,0 +1,162 @@
+"""Sizes of a draft's layers and vocabulary, read from shapes and config together and held against each other."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from cluster.arch.draft.facts import Facts
+from cluster.arch.families.deepseek import deepseek_v3
+from cluster.arch.keys import Keys, Shapes
+from cluster.arch.layer import LayerGeometry, geometry_of, sliding, windowed
+from cluster.arch.target import TargetArch
+from cluster.config import ConfigError
+
+
+def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
+    """How many `layers.i` there are, which the config must confirm.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    numbers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
+    count = keys.integer("num_hidden_layers", 1)
+    beyond = sorted(name for name in shapes if name.startswith(tuple(f"layers.{i}." for i in numbers if i >= count)))
+    if beyond:
+        raise ConfigError(f"draft {folder!r} has num_hidden_layers {count} but holds {beyond[0]!r}")
+    return count
+
+
+def draft_geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str = "layers.0") -> LayerGeometry:
+    """One layer's sizes: heads from the config, head_dim from `q_proj` where the config has none, biases by presence.
+
+    Raises:
+        ConfigError: a bias that the config denies.
+    """
+    if is_latent(shapes, prefix):
+        return latent_geometry(keys)
+    data: dict[str, Any] = {k: v for k, v in keys.data.items() if k not in ("attention_bias", "mlp_bias")}
+    if data.get("model_type") == "llama4_text" and data.get("intermediate_size_mlp"):
+        data["intermediate_size"] = data["intermediate_size_mlp"]
+    query = shapes.get(f"{prefix}.self_attn.q_proj.weight", ())
+    heads = data.get("num_attention_heads")
+    if data.get("head_dim") is None and query and isinstance(heads, int) and heads > 0 and query[0] % heads == 0:
+        data["head_dim"] = query[0] // heads
+    geometry = geometry_of(Keys(data, keys.where))
+    return replace(
+        geometry,
+        attention_bias=f"{prefix}.self_attn.q_proj.bias" in shapes,
+        out_bias=_bias(folder, keys, shapes, "attention_bias", f"{prefix}.self_attn.o_proj.bias"),
+        qk_norm=any(f"{prefix}.self_attn.{part}_norm.weight" in shapes for part in "qk"),
+        mlp_bias=_bias(folder, keys, shapes, "mlp_bias", f"{prefix}.mlp.up_proj.bias"),
+    )
+
+
+def is_latent(shapes: Shapes, prefix: str) -> bool:
+    """Whether the layer's attention is latent, by any of its tensors."""
+    return any(
+        f"{prefix}.self_attn.{part}.weight" in shapes for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    )
+
+
+def latent_geometry(keys: Keys, dense: bool = True) -> LayerGeometry:
+    """One layer of latent attention, as DeepSeek-V3 configures it, with a dense MLP or with experts."""
+    data = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": int(dense)}
+    return deepseek_v3(Keys(data, keys.where, keys.file)).layer
+
+
+def windows_of(keys: Keys, geometry: LayerGeometry, count: int) -> tuple[LayerGeometry, ...]:
+    """Every layer's geometry: `layer_types` says which look through `sliding_window`; without it, all that do or none.
+
+    Qwen's configs carry a `sliding_window` that `use_sliding_window` false switches off.
+    """
+    if keys.data.get("sliding_window") is None:
+        return (geometry,) * count
+    off = str(keys.data.get("model_type")).startswith("qwen")
+    used = keys.flag("use_sliding_window", not off)
+    return windowed(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
+
+
+def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: str) -> LayerGeometry:
+    """The layer with its rotary pairs as the checkpoint has them; latent attention always has neighbours."""
+    if geometry.latent is not None:
+        return geometry
+    layout = facts.choose("rope_layout", convention, source)
+    return replace(geometry, interleaved=layout == "interleaved")
+
+
+def _bias(folder: str, keys: Keys, shapes: Shapes, key: str, name: str) -> bool:
+    present = name in shapes
+    if keys.data.get(key) is not None and keys.flag(key) != present:
+        state = "is there" if present else "is missing"
+        raise ConfigError(f"draft {folder!r}: config.json says {key} {keys.data[key]} but tensor {name!r} {state}")
+    return present
+
+
+class Vocabulary(NamedTuple):
+    """Where embedding and head come from, how many ids the draft ranks, and whether a `d2t` maps them."""
+
+    embed: Literal["own", "target"]
+    head: Literal["own", "target", "tied"]
+    size: int
+    mapped: bool
+
+
+def vocabulary_of(
+    folder: str, keys: Keys, shapes: Shapes, target: TargetArch, hidden: int, mapped: bool = False
+) -> Vocabulary:
+    """The draft's vocabulary: rows of its head, which `draft_vocab_size` must confirm.
+
+    `mapped`: a `d2t` may pick rows of the target's head; else a draft with a `d2t` has a head of its own.
+
+    Raises:
+        ConfigError: sizes disagree, or there is nothing that could be shared.
+    """
+    own_embed, own_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
+    size = keys.integer("draft_vocab_size", target.vocab_size)
+    head: Literal["own", "target", "tied"] = "own" if own_head else "target"
+    if not own_head and own_embed and keys.flag("tie_word_embeddings"):
+        head = "tied"
+    if own_head and keys.data.get("draft_vocab_size") is None:
+        size = shapes["lm_head.weight"][0]
+        if size != target.vocab_size and "d2t" not in shapes:
+            raise ConfigError(
+                f"draft {folder!r}: tensor 'lm_head.weight' has {size} rows, but without draft_vocab_size it ranks "
+                f"all {target.vocab_size} ids of the target"
+            )
+    if not own_embed and hidden != target.hidden:
+        raise ConfigError(
+            f"draft {folder!r}: hidden_size {hidden} differs from the target's {target.hidden}, so it cannot "
+            "share the target's embedding; the draft's checkpoint must hold embed_tokens.weight"
+        )
+    if head == "target" and (
+        hidden != target.hidden or (size != target.vocab_size and not (mapped and "d2t" in shapes))
+    ):
+        raise ConfigError(
+            f"draft {folder!r}: without lm_head.weight it shares the target's head, which needs hidden_size "
+            f"{target.hidden} and draft_vocab_size {target.vocab_size}; tensor 'lm_head.weight' is missing"
+        )
+    return Vocabulary("own" if own_embed else "target", head, size, "d2t" in shapes)
+
+
+def same_target(folder: str, keys: Keys, target: TargetArch) -> None:
+    """Refuse a draft that was made for a target of other widths.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    given = keys.integer("target_hidden_size", target.hidden)
+    if given != target.hidden:
+        raise ConfigError(
+            f"draft {folder!r} does not fit the target: target_hidden_size {given} against {target.hidden}"
+        )
+    if keys.integer("vocab_size", target.vocab_size) != target.vocab_size:
+        raise ConfigError(
+            f"draft {folder!r} does not fit the target: vocab_size {keys.data['vocab_size']} against "
+            f"{target.vocab_size}"
+        )
+
+
+def merged(nested: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested geometry with what only the outer config says."""
+    return {**outer, **{key: value for key, value in nested.items() if value is not None}}

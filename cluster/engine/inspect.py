@@ -1,0 +1,229 @@
+"""`aerie inspect`: what a checkpoint is and how it would be served, from its headers alone; no weight is read.
+
+The models are built on the meta device by the same code that loads them, so what is said here is what loading does.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.attention.bind import pool_bytes
+from cluster.config import DRAFT_FACTS, ConfigError
+from cluster.engine.build import DTYPES
+from cluster.mesh import Part
+from cluster.models.checkpoint import Checkpoint, Span
+from cluster.models.exchange import NoExchange
+from cluster.models.load import WHOLE, Sharding, local_heads
+from cluster.models.registry import DRAFTS
+from cluster.models.target import DecoderTarget
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One tensor: what asked for it, where it lies, and how much of it one rank holds."""
+
+    name: str
+    goes_to: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    numbers: int
+
+
+class Recorder(Checkpoint):
+    """A dry checkpoint that notes every tensor taken, and goes on after a problem so that all are found."""
+
+    def __init__(self, folder: str, stored_name: Any, ignored: tuple[str, ...]) -> None:
+        super().__init__(folder, stored_name, ignored, dry=True)
+        self.placed: list[Placed] = []
+        self.problems: list[str] = []
+
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        expert: int | None = None,
+    ) -> Tensor:
+        """The tensor without data; a wrong or missing one is noted and stands in with the shape it should have."""
+        try:
+            cut = super().take(name, shape, rows, columns, expert)
+        except ConfigError as error:
+            if shape is None:
+                raise
+            self.problems.append(str(error))
+            self._taken.add(self._stored_name(name))
+            whole = torch.empty(shape if expert is None else shape[1:], device=META)
+            cut = whole if rows is None else whole[rows[0] : rows[1]]
+            return cut if columns is None else cut[..., columns[0] : columns[1]]
+        stored = self._stored_name(name)
+        path, raw, entry = self._files.get(stored) or self._files[f"{stored}_blocks"]
+        dtype = str(entry.dtype).removeprefix("torch.")
+        self.placed.append(Placed(raw, name, path.name, dtype, entry.shape, cut.numel()))
+        return cut
+
+    def finish(self) -> None:
+        """Note leftovers."""
+        try:
+            super().finish()
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found; `problems` empty means that it would serve."""
+
+    target: dict[str, Any] = field(default_factory=dict)
+    draft: dict[str, Any] | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def inspect(
+    path: str, draft: str | None, tp: int = 1, dp: int = 1, dtype: str = "auto", overrides: dict[str, Any] | None = None
+) -> Report:
+    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups."""
+    report = Report()
+    if tp % dp:
+        raise ConfigError(f"--dp {dp} must divide --tp {tp}")
+    try:
+        arch = read_target(path)
+        compute = DTYPES.get(arch.dtype if dtype == "auto" else dtype, torch.bfloat16)
+        sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp))
+        numbers = _target(report, path, arch, sharding)
+        layers = [local_heads(g, sharding.attention) for g in arch.layers]
+    except ConfigError as error:
+        report.problems.append(str(error))
+        return report
+    token = pool_bytes(layers, compute)
+    report.memory = {
+        "tp": tp,
+        "dp": dp,
+        "dtype": str(compute).removeprefix("torch."),
+        "target_bytes_per_rank": numbers * compute.itemsize,
+        "draft_bytes_per_rank": 0,
+        "kv_bytes_per_token": token,
+    }
+    report.features = {
+        "speculation": None,
+        "attention": "latent" if arch.layer.latent else "grouped",
+        "experts": any(g.moe for g in arch.layers),
+        "windows": sorted({g.window for g in arch.layers if g.window}),
+        "tied": arch.tied,
+    }
+    if draft is not None:
+        try:
+            _draft(report, draft, arch, sharding, compute, overrides or {})
+        except ConfigError as error:
+            report.problems.append(str(error))
+    return report
+
+
+def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> int:
+    """Note the target; how many numbers one rank holds of it."""
+    recorder = Recorder(path, arch.stored_name, arch.ignored)
+    DecoderTarget(arch, recorder, torch.float32, META, NoExchange(), sharding, 1)
+    report.target = {
+        "folder": path,
+        "family": arch.family,
+        "layers": arch.num_layers,
+        "hidden": arch.hidden,
+        "vocab_size": arch.vocab_size,
+        "stored_dtype": arch.dtype,
+        "tensors": [asdict(placed) for placed in recorder.placed],
+    }
+    report.problems += recorder.problems
+    return sum(placed.numbers for placed in recorder.placed)
+
+
+def _draft(
+    report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, overrides: dict[str, Any]
+) -> None:
+    spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, overrides)
+    tensors, numbers = [], 0
+    for runner in range(spec.runners):
+        recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
+        DRAFTS[spec.kind](spec, recorder, torch.float32, META, NoExchange(), sharding, 1)
+        tensors += [{**asdict(placed), "runner": runner} for placed in recorder.placed]
+        numbers += sum(placed.numbers for placed in recorder.placed)
+        report.problems += recorder.problems
+    own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
+    shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
+    report.draft = {"folder": path, **spec.described(), "shared_with_target": shared, "tensors": tensors}
+    report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in ("names", "choices", "ignored_patterns")}
+    report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
+    report.memory["kv_bytes_per_token"] += spec.runners * pool_bytes(own, compute)
+    report.features["speculation"] = {"eagle3": "EAGLE3", "mtp": "NEXTN"}.get(spec.kind, "EAGLE")
+    if sharding != WHOLE and spec.runners > 1:
+        report.features["draft_runners"] = spec.runners
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `aerie inspect`."""
+    parser.add_argument("path", metavar="PATH", help="folder of the target")
+    parser.add_argument("--draft", metavar="PATH", help="folder of the draft")
+    parser.add_argument("--tp", type=int, default=1, help="ranks")
+    parser.add_argument("--dp", type=int, default=1, help="attention groups")
+    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES])
+    parser.add_argument(
+        "--draft-override", action="append", default=[], metavar="FACT=VALUE", help=f"one of {', '.join(DRAFT_FACTS)}"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def overrides_of(words: list[str]) -> dict[str, Any]:
+    """`fact=value` words as `speculative_draft_overrides`.
+
+    Raises:
+        ConfigError: no such fact or value.
+    """
+    made: dict[str, Any] = {}
+    for word in words:
+        fact, _, value = word.partition("=")
+        values = {str(v).lower(): v for v in DRAFT_FACTS.get(fact, ())}
+        if value.lower() not in values:
+            raise ConfigError(f"--draft-override {word!r}: {fact!r} takes one of {list(values)} of {list(DRAFT_FACTS)}")
+        made[fact] = values[value.lower()]
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; 1 when it would not serve."""
+    report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, overrides_of(args.draft_override))
+    if args.json:
+        print(json.dumps(asdict(report)))
+    else:
+        _print(report)
+    return 1 if report.problems else 0
+
+
+def _print(report: Report) -> None:
+    for title, found in (("target", report.target), ("draft", report.draft or {})):
+        if not found:
+            continue
+        facts = [f"{k} {v}" for k, v in found.items() if k not in ("tensors", "spec", "choices", "folder")]
+        print(f"{title} {found['folder']}: {', '.join(facts)}")
+        for fact, choice in found.get("choices", {}).items():
+            print(f"  {fact} = {choice['value']}  ({choice['source']})")
+        for tensor in found["tensors"]:
+            held = f"{tensor['numbers']:,} numbers per rank"
+            lies = f"{tensor['name']} {tensor['shape']} {tensor['dtype']} in {tensor['file']}"
+            print(f"  {lies} -> {tensor['goes_to']}, {held}")
+    for key, value in (report.memory | report.features).items():
+        print(f"{key}: {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{key}: {value}")
+    for problem in report.problems:
+        print(f"problem: {problem}")
+    verdict = "would serve" if not report.problems else f"would not serve: {len(report.problems)} problem(s)"
+    print(f"{Path(str(report.target.get('folder', 'this'))).name}: {verdict}")

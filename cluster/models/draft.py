@@ -1,0 +1,218 @@
+"""What every draft has: layers that may read the embedding again, a vocabulary map, an embedding and a head of its own
+or the target's. Two entrances, never guessed from a width: `fuse_aux` turns what the target gives into the draft's
+hidden, `forward` runs the layers on a hidden.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.arch import DraftLayer, DraftSpec
+from cluster.config import ConfigError
+from cluster.models.checkpoint import Checkpoint, placed
+from cluster.models.layer import (
+    LAYER_OPS,
+    Attend,
+    Experts,
+    LatentAttention,
+    Mlp,
+    RotaryTable,
+    SelfAttention,
+    TokenExchange,
+    norm,
+)
+from cluster.models.load import Loader
+from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
+
+
+class Draft(Protocol):
+    """One member of the draft runner list."""
+
+    spec: DraftSpec
+    target_ids: Tensor
+    first_position: int
+
+    @property
+    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        ...
+
+    def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
+        """Share the target's embedding and head where the checkpoint brought none."""
+        ...
+
+    def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
+        """What the target gives `[T, A]` -> the draft's hidden `[T, H]`."""
+        ...
+
+    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
+        ...
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Output for the head `[T, H]` -> logits over the draft vocabulary `[T, Vd]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer on the un-split residual stream; with `embed_norm` its attention reads `[embedding | hidden]`, 2 H.
+
+    `residual_normed`: the residual is the normed hidden.
+    """
+
+    embed_norm: Tensor | None
+    hidden_norm: Tensor | None
+    attention: SelfAttention | LatentAttention
+    post_norm: Tensor
+    mlp: Mlp | Experts
+    eps: float
+    residual_normed: bool
+
+    def __call__(
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        rotary: RotaryTable,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        layer: int,
+        exchange: TokenExchange,
+    ) -> Tensor:
+        """Embedding and residual stream entering the layer -> leaving it, `[T, H]`."""
+        rows = hidden if self.hidden_norm is None else norm(hidden, self.hidden_norm, self.eps)
+        residual = rows if self.residual_normed else hidden
+        if self.embed_norm is not None:
+            rows = torch.cat([norm(embedding, self.embed_norm, self.eps), rows], -1)
+        hidden = residual + self.attention(rows, rotary, angles, attend, layer, exchange)
+        return hidden + self.mlp(norm(hidden, self.post_norm, self.eps), exchange)
+
+
+def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bool) -> Block:
+    """This rank's part of the layer under `prefix`."""
+    g = layer.geometry
+
+    def scale(name: str) -> Tensor:
+        return load.norm(f"{prefix}.{name}.weight", g.hidden, g.unit_offset)
+
+    attention = load.attention if g.latent is None else load.latent
+    return Block(
+        embed_norm=scale("input_layernorm") if layer.pair else None,
+        hidden_norm=None if layer.hidden_norm == "none" else scale(layer.hidden_norm),
+        attention=attention(f"{prefix}.self_attn", g, 2 * g.hidden if layer.pair else g.hidden),
+        post_norm=scale("post_attention_layernorm"),
+        mlp=load.mlp(f"{prefix}.mlp", g) if g.moe is None else load.experts(f"{prefix}.mlp", g, g.moe),
+        eps=g.eps,
+        residual_normed=residual_normed and layer.pair,
+    )
+
+
+class DraftModel:
+    """The parts that all families of drafts share, on one rank."""
+
+    def __init__(
+        self, spec: DraftSpec, load: Loader, checkpoint: Checkpoint, exchange: TokenExchange, max_position: int
+    ) -> None:
+        """Load layers, final norm, vocabulary; `max_position` comes from the target, not from the config.
+
+        Raises:
+            ConfigError: a tensor is missing or of the wrong shape, or the vocabulary map is not one.
+        """
+        g = spec.layer
+        self.spec, self._exchange = spec, exchange
+        self.first_position = 0
+        self._embed: Embedding | None = None
+        self._head: Head | None = None
+        if spec.embed == "own":
+            self._embed = load_embedding(load, "embed_tokens.weight", spec.vocab_size, g.hidden)
+        if spec.head == "own":
+            self._head = load_head(load, "lm_head.weight", spec.draft_vocab_size, g.hidden)
+        elif spec.head == "tied" and self._embed is not None:
+            self._head = tied_head(self._embed, spec.vocab_size)
+        self._layers = [
+            load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
+        ]
+        self._norm = load.norm("norm.weight", g.hidden, g.unit_offset) if spec.final_norm else None
+        self.target_ids = vocabulary_map(spec, checkpoint, load.device)
+        self._rotary = RotaryTable(g.rope, g.rope_dim, max_position, load.dtype, load.device)
+
+    @property
+    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        assert self._head is not None
+        return ("embed", *LAYER_OPS * self.spec.num_layers), ("head",), self.spec.hidden, self._head.columns
+
+    def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
+        """Share the target's embedding and head where the checkpoint brought none."""
+        self._embed = embed if self._embed is None else self._embed
+        self._head = head if self._head is None else self._head
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Output for the head `[T, H]` -> logits over the draft vocabulary `[T, Vd]`."""
+        assert self._head is not None
+        return self._head(normed, self._exchange)
+
+    def _run(self, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The layers and the final norm: (for the head, recurrent) `[T, H]`."""
+        angles = self._rotary.at(positions)
+        if self.spec.query_scaling is not None:
+            attend = _Grown(attend, positions, *self.spec.query_scaling)
+        for index, layer in enumerate(self._layers):
+            hidden = layer(embedding, hidden, self._rotary, angles, attend, index, self._exchange)
+        normed = hidden if self._norm is None else norm(hidden, self._norm, self.spec.layer.eps)
+        return normed, normed if self.spec.recurrent == "post" else hidden
+
+    def _embedding(self, token_ids: Tensor) -> Tensor:
+        """Rows `[T, H]` of the tokens after the cells."""
+        assert self._embed is not None
+        return self._embed(token_ids, self._exchange)
+
+
+class _Grown:
+    """Attention whose queries grow with their position: 1 + beta log(1 + p // length) (llama-4, Mistral)."""
+
+    def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
+        self._attend = attend
+        self._growth = 1 + beta * torch.log1p((positions // length).double())
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attend in `layer` of the runner's pool."""
+        return self._attend(layer, q * self._growth.to(q.dtype)[:, None, None], kv, sinks)
+
+
+def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device) -> Tensor:
+    """Draft id -> target id, `[Vd]` int64. On disk `d2t` holds offsets: target id = draft id + d2t[draft id].
+
+    Raises:
+        ConfigError: there is none where one is needed, or it is no ascending map into the target's ids.
+    """
+    identity = torch.arange(spec.draft_vocab_size, device=device)
+    if not spec.vocab_map:
+        if spec.draft_vocab_size != spec.vocab_size:
+            raise ConfigError(
+                f"tensor 'd2t' is missing in {checkpoint.folder!r}: draft_vocab_size {spec.draft_vocab_size} needs it"
+            )
+        checkpoint.drop("t2d")
+        return identity
+    offsets = checkpoint.take("d2t", (spec.draft_vocab_size,)).long()
+    if offsets.is_meta:
+        if "t2d" in checkpoint.shapes:
+            checkpoint.take("t2d", (spec.vocab_size,))
+        return identity
+    ids = identity.cpu() + offsets
+    increasing = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < spec.vocab_size
+    if "t2d" in checkpoint.shapes:
+        mask = checkpoint.take("t2d", (spec.vocab_size,)).bool()
+        increasing = (
+            increasing
+            and int(mask.sum()) == spec.draft_vocab_size
+            and bool(mask[ids.clamp(0, spec.vocab_size - 1)].all())
+        )
+    if not increasing:
+        raise ConfigError(
+            f"tensor 'd2t' in {checkpoint.folder!r} is no map into the target's {spec.vocab_size} ids; it must hold "
+            "offsets (target id minus draft id) that ascend and agree with 't2d'"
+        )
+    return placed(ids, torch.int64, device)

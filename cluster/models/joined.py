@@ -1,0 +1,57 @@
+"""Drafts whose `fc` joins the embedding and a hidden in every forward: EAGLE-1/2, Mistral EAGLE, and MTP layers.
+
+Sources: arXiv 2401.15077 and SGLang #4247 (EAGLE-1), SGLang #24058 (Mistral), DeepSeek-V3's report 2.2 (MTP).
+"""
+
+import torch
+from torch import Tensor
+
+from cluster.arch import DraftSpec
+from cluster.models.checkpoint import Checkpoint
+from cluster.models.draft import DraftModel
+from cluster.models.layer import Attend, TokenExchange, norm, project
+from cluster.models.load import Loader, Sharding
+
+
+class JoinedDraft(DraftModel):
+    """A draft on one rank that reads `fc([embedding | hidden])`, the target's post-norm hidden at extend."""
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        exchange: TokenExchange,
+        sharding: Sharding,
+        max_position: int,
+    ) -> None:
+        """Load this rank's part of every tensor, strictly; `max_position` comes from the target, not from the config.
+
+        Raises:
+            ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is not one.
+        """
+        load = Loader(checkpoint, dtype, device, sharding)
+        super().__init__(spec, load, checkpoint, exchange, max_position)
+        h = spec.hidden
+        self._fc = load.projection("fc.weight", h, 2 * h)
+        self._fc_bias = load.take("fc.bias", h) if spec.fc_bias else None
+        self._pair_norms: tuple[Tensor, ...] | None = None
+        if spec.pair_norms:
+            offset = spec.layer.unit_offset
+            self._pair_norms = tuple(load.norm(f"{part}_norm.weight", h, offset) for part in ("embed", "hidden"))
+        checkpoint.finish()
+
+    def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
+        """The target's post-norm hidden `[T, H]`, as it is."""
+        return aux_hidden
+
+    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
+        embedding, eps = self._embedding(token_ids), self.spec.layer.eps
+        if self.spec.zero_first:
+            embedding = embedding.masked_fill((positions == self.first_position)[:, None], 0)
+        if self._pair_norms is not None:
+            embedding, hidden = norm(embedding, self._pair_norms[0], eps), norm(hidden, self._pair_norms[1], eps)
+        both = [embedding, hidden] if self.spec.concat_order == "embed_first" else [hidden, embedding]
+        return self._run(embedding, project(torch.cat(both, -1), self._fc, self._fc_bias), positions, attend)

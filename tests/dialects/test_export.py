@@ -1,0 +1,58 @@
+"""The demo draft in every dialect that can say it: the same accept length in every step."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+from cluster.config import ConfigError
+from cluster.engine.export import DIALECTS, export_draft
+from tests.dialects.demo import DRAFT, TARGET, accept_lens, right
+from tests.tiny import draft_folder, target_folder
+
+
+@pytest.mark.parametrize(
+    ("dialect", "layers", "topk"),
+    [
+        ("specforge", 1, 1),
+        ("modelopt", 1, 1),
+        ("speculators", 1, 1),
+        ("deepspec", 1, 1),
+        ("specforge", 2, 1),
+        ("modelopt", 3, 1),
+        ("speculators", 2, 4),
+        ("deepspec", 2, 1),
+    ],
+)
+def test_accept_lengths_are_those_of_the_original(dialect: str, layers: int, topk: int, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    spec = export_draft(DRAFT, TARGET, dialect, out, layers)
+    assert (spec.dialect, spec.num_layers, spec.aux_boundaries) == (dialect, layers, (3, 6, 9))
+    assert accept_lens(out, topk=topk) == right(topk)
+
+
+def test_every_dialect_goes_to_every_other_and_back(tmp_path: Path) -> None:
+    for one in DIALECTS:
+        export_draft(DRAFT, TARGET, one, str(tmp_path / one))
+        for other in DIALECTS:
+            back = export_draft(str(tmp_path / one), TARGET, other, str(tmp_path / f"{one}-{other}"))
+            assert back.aux_boundaries == (3, 6, 9)
+
+
+def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
+    target = target_folder()
+    with pytest.raises(ConfigError, match="cannot say: norm_before_residual"):
+        export_draft(draft_folder(target, norm_before_residual=True), target, "modelopt", str(tmp_path / "a"))
+    with pytest.raises(ConfigError, match="the embedding as an aux hidden state"):
+        export_draft(draft_folder(target, num_aux=5), target, "specforge", str(tmp_path / "b"))
+    with pytest.raises(ConfigError, match="one of specforge, modelopt"):
+        export_draft(DRAFT, TARGET, "eagle-1", str(tmp_path / "c"))
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_the_command_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["export-draft", DRAFT, "--target", TARGET, "--dialect", "speculators", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert "speculators, 1 layer(s), boundaries [3, 6, 9]" in capsys.readouterr().out
+    assert main(words) == 2
+    assert "not empty" in capsys.readouterr().err

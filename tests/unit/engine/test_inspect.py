@@ -1,0 +1,72 @@
+"""`aerie inspect` says what loading would do, without reading a weight."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cluster.cli import main
+from cluster.engine.inspect import inspect
+from tests.tiny import draft_folder, target_folder
+from tests.unit.models import draft_folders as write
+
+
+def test_a_pair_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder()
+    draft = draft_folder(target, draft_vocab=40)
+    assert main(["inspect", target, "--draft", draft, "--tp", "2", "--dtype", "float32", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["target"]["family"], report["target"]["layers"]) == ("LlamaForCausalLM", 4)
+    assert report["draft"]["aux_boundaries"] == [1, 2, 3]
+    assert report["draft"]["shared_with_target"] == ["embedding"]
+    assert report["draft"]["choices"]["aux_numbering"]["value"] == "outputs"
+    goes = {t["name"]: t["goes_to"] for t in report["draft"]["tensors"]}
+    assert goes["midlayer.hidden_norm.weight"] == "layers.0.hidden_norm.weight"
+    half = {t["name"]: t["numbers"] for t in report["draft"]["tensors"]}["midlayer.mlp.up_proj.weight"]
+    assert half == 32 * 64 // 2, "one rank of two holds half"
+    assert report["memory"]["kv_bytes_per_token"] == (4 + 1) * 2 * 1 * 8 * 4
+    assert report["features"]["speculation"] == "EAGLE3"
+
+
+def test_every_problem_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(draft_folder(target_folder()))
+    held = load_file(source / "model.safetensors")
+    del held["midlayer.hidden_norm.weight"]
+    held["midlayer.mlp.up_proj.weight"] = held["midlayer.mlp.up_proj.weight"].T.contiguous()
+    held["more"] = held["norm.weight"]
+    save_file({name: tensor.clone() for name, tensor in held.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert main(["inspect", target_folder(), "--draft", str(tmp_path)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert len(lines) == 3
+    for word in ("hidden_norm", "up_proj", "'more'"):
+        assert any(word in line for line in lines), word
+
+
+def test_only_headers_are_read(tmp_path: Path) -> None:
+    """The data of the files is a hole."""
+    source = Path(target_folder())
+    whole = (source / "model.safetensors").read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(whole[:length])
+        file.truncate(len(whole))
+    assert inspect(str(tmp_path), None).problems == []
+
+
+def test_what_would_not_serve_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "nowhere"]) == 1
+    assert "does not exist" in capsys.readouterr().out
+    assert main(["inspect", target_folder(), "--draft", write.write({}, {"dflash_config": {}})]) == 1
+    assert "DFlash" in capsys.readouterr().out
+    assert main(["inspect", target_folder(), "--draft-override", "aux_numbering=sideways"]) == 2
+
+
+def test_an_override_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder()
+    words = ["inspect", target, "--draft", draft_folder(target), "--draft-override", "norm_before_residual=true"]
+    assert main(words) == 0
+    assert "norm_before_residual = True  (speculative_draft_overrides)" in capsys.readouterr().out

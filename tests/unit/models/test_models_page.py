@@ -1,0 +1,39 @@
+"""docs/models.md lists what the test registries hold. Run this file as a program to write its tables again."""
+
+from pathlib import Path
+
+from tests.families import FAMILIES
+from tests.unit.models.draft_cases import CASES
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/models.md"
+BEGIN, END = "<!-- {} begin, made from the test registry -->", "<!-- {} end -->"
+
+
+def drafts() -> list[str]:
+    rows = ["| family | dialect | checked against |", "|---|---|---|"]
+    return rows + [f"| {case.family} | {case.what} | {case.source} |" for case in CASES.values()]
+
+
+def targets() -> list[str]:
+    rows = ["| family | configs | checked against |", "|---|---|---|"]
+    return rows + [f"| {f.architecture} | {', '.join(f.cases)} | transformers, float64 |" for f in FAMILIES.values()]
+
+
+TABLES = {"targets": targets, "drafts": drafts}
+
+
+def page() -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    for name, make in TABLES.items():
+        before, rest = text.split(BEGIN.format(name), 1)
+        after = rest.split(END.format(name), 1)[1]
+        text = "\n".join([before + BEGIN.format(name), *make(), END.format(name) + after])
+    return text
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
