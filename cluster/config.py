@@ -98,7 +98,7 @@ class EngineConfig(Settings):
     mixed_prefill_size: int | None = Field(
         default=None,
         ge=1,
-        description="the same while a request of any rank decodes; unset: what lengthens its steps by at most 3/4",
+        description="the same while a request of any rank decodes; unset: what lengthens its steps by at most half",
     )
     max_queued_tokens: int = Field(default=65536, ge=1)
     disable_radix_cache: bool = False

@@ -64,6 +64,7 @@ class StepStats:
 
     phase_seconds: dict[str, float] = field(default_factory=dict)
     waited_seconds: float = 0.0
+    own_seconds: float = 0.0
     decode_requests: int = 0
     prompt_rows: int = 0
     padded_rows: int = 0
@@ -130,6 +131,7 @@ class EngineMetrics:
         self._accept = accept.labels(**own)
         self._steps = counter("aerie_steps", "Steps taken").labels(**own)
         sums = {
+            "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; per step, it names a slow rank"),
             "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
             "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
             "prompt_rows": ("aerie_prompt_rows", "Prompt rows that rode in a step"),

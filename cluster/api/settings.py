@@ -52,7 +52,7 @@ DEPLOYMENT_DEFAULTS: dict[str, Any] = {
     "graceful_shutdown_timeout_s": 600.0,
     "max_surge_percent": 100,
     "health_check_period_s": 2.0,
-    "health_check_timeout_s": 10.0,
+    "health_check_timeout_s": 5.0,
     "max_constructor_retry_count": 3,
     "ray_actor_options": {"num_cpus": 0.5},
 }

@@ -1,5 +1,5 @@
-"""`aerie bench`: speed without Ray (offline), as served (serving), how well the draft predicts (acceptance), and what
-it costs ranks to step together (lockstep).
+"""`aerie bench`: speed without Ray (offline), as served (serving), how well the draft predicts (acceptance), what it
+costs ranks to step together (lockstep), and what clients see when processes die (faults).
 """
 
 import argparse
@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import acceptance, lockstep, offline, serving
+from cluster.bench import acceptance, faults, lockstep, offline, serving
 from cluster.bench.pair import Pair
 from cluster.bench.report import json_line, write_json
 
-PARTS = ("offline", "serving", "acceptance", "lockstep")
+PARTS = ("offline", "serving", "acceptance", "lockstep", "faults")
 DEFAULT_PARTS = ("offline", "serving")
 DIFFERENT = 1
 
@@ -75,6 +75,9 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         sized = lockstep.QUICK if args.quick else lockstep.Size()
         result = lockstep.measure(pair, replace(sized, repeats=args.repeats or sized.repeats), say)
         return result, lockstep.show(result)
+    if part == "faults":
+        result = faults.measure(faults.QUICK if args.quick else faults.Size(), say)
+        return result, faults.show(result)
     result = serving.measure(pair, serving.QUICK if args.quick else serving.Size(), say)
     return result, serving.show(result)
 

@@ -26,7 +26,7 @@ WAIT_S = 120.0
 POLL_S = 0.02
 SLOW_S = 12.0
 SLOW_ON_S, SLOW_OFF_S = 0.01, 0.09  # a rank that runs a tenth of the time
-REPLICA = "ServeReplica:"
+REPLICA, ENGINE = "ServeReplica:", "-engine"  # what Ray calls the process of an engine replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
         "streams_cut": sum(r.cut for r in rounds),
         "streams_different": sum(r.different for r in rounds),
         "failed": sum(r.failed for r in rounds),
+        "slowest_return_s": max((r.healthy_s or 0.0 for r in rounds), default=0.0),
         "identical": not any(r.different for r in rounds),
     }
 
@@ -147,8 +148,8 @@ def one_round(
 def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
     """The number of the process that is to be hurt."""
     if whom == "replica":
-        engines = [p.pid for p in server.processes() if REPLICA in p.name and "ngress" not in p.name]
-        return engines[0]
+        (engine,) = [p.pid for p in server.processes() if REPLICA in p.name and ENGINE in p.name]
+        return engine
     return int(next(rank["pid"] for rank in info["ranks"] if rank["rank"] == int(whom.split()[1])))
 
 

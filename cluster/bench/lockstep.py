@@ -46,10 +46,10 @@ QUICK = Size(new_tokens=32, long_tokens=1024, steady_tokens=96, repeats=1)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One life of a gang in numbers; seconds are medians over the steps in which only trees were verified."""
+    """One life of a gang in numbers; times are medians over the steps in which only trees were verified."""
 
-    step_s: float
-    draft_s: float
+    step_ms: float
+    draft_ms: float
     agree_share: float
     tokens_per_s: float
     padded_share: float
@@ -85,8 +85,8 @@ def figures(lives: Sequence[Life]) -> Figures:
     ended = max(times[-1] for life in lives for times in life.times.values())
     began = min(at for life in lives for at in life.submitted.values())
     return Figures(
-        step_s=median([step[0].seconds for step in steady]),
-        draft_s=median([step[0].phases["draft"] for step in steady]),
+        step_ms=1000 * median([step[0].seconds for step in steady]),
+        draft_ms=1000 * median([step[0].phases["draft"] for step in steady]),
         # The rank that comes last waits for nobody: what is left is the agreement itself.
         agree_share=median([ratio(min(s.phases["agree"] for s in step), step[0].seconds) for step in steady]),
         tokens_per_s=sum(len(t) for life in lives for t in life.tokens.values()) / (ended - began),
@@ -104,7 +104,7 @@ def report(
 ) -> dict[str, Any]:
     """All comparisons, ratios within a repeat."""
 
-    def over(name: str, base: str, key: str = "step_s") -> float:
+    def over(name: str, base: str, key: str = "step_ms") -> float:
         pairs = zip(runs[name], runs[base], strict=True)
         return median([ratio(getattr(a, key), getattr(b, key)) for a, b in pairs])
 
@@ -129,7 +129,7 @@ def report(
         },
         "replicated_draft": {
             "step_ratio": over(REPLICATED, BUSY),
-            "draft_phase_ratio": over(REPLICATED, BUSY, "draft_s"),
+            "draft_phase_ratio": over(REPLICATED, BUSY, "draft_ms"),
         },
         "gangs": {
             name: {key: median([getattr(f, key) for f in of]) for key in Figures.__slots__} for name, of in runs.items()
@@ -144,8 +144,8 @@ def show(result: dict[str, Any]) -> str:
     """The figures as tables, ratios first."""
     gangs, stall, padding, draft = (result[key] for key in ("gangs", "stall", "padding", "replicated_draft"))
 
-    def ms(name: str, key: str = "step_s") -> str:
-        return f"{1000 * gangs[name][key]:.2f}"
+    def ms(name: str, key: str = "step_ms") -> str:
+        return f"{gangs[name][key]:.2f}"
 
     def pace(name: str) -> str:
         return f"{gangs[name]['tokens_per_s']:.1f}"
@@ -159,8 +159,8 @@ def show(result: dict[str, Any]) -> str:
         (
             "draft phase, the same",
             draft["draft_phase_ratio"],
-            ms(REPLICATED, "draft_s"),
-            ms(BUSY, "draft_s"),
+            ms(REPLICATED, "draft_ms"),
+            ms(BUSY, "draft_ms"),
             "ms",
         ),
     ]
@@ -170,6 +170,7 @@ def show(result: dict[str, Any]) -> str:
             s["ratio"],
             GOAL_STALL,
             s["median_ratio"],
+            s["tail_ratio"],
             s["cpu_ratio"],
             s["prefill_p99_ms"],
             s["busy_median_ms"],
@@ -180,7 +181,7 @@ def show(result: dict[str, Any]) -> str:
         for name, s in (("bounded (default)", stall["bounded"]), (f"{CHUNK_ROWS} rows a step", stall["unbounded"]))
     ]
     headers = (
-        "rank B's prompt", "p99 / busy median", "goal", "median / busy median", "same in CPU time",
+        "rank B's prompt", "p99 / busy median", "goal", "median / median", "p99 / p99", "median, CPU",
         "A's p99, ms", "busy median", "busy p99", "B's first token, s", "steps",
     )  # fmt: skip
     return "\n".join(

@@ -16,12 +16,14 @@ class Stall:
     a step committed for it, one token or several.
 
     *busy*: all of rank B's own requests decode as well. *prefill*: from the submission of B's long prompt to its first
-    token. `ratio` is A's p99 during prefill over A's median while busy. `cpu_ratio` compares the CPU seconds of the
-    slower rank's steps, median over median, which other programs on the machine disturb less.
+    token. `ratio` is A's p99 during prefill over A's median while busy. On a machine that does other things as well
+    this is mostly their doing: `median_ratio` is median over median, `tail_ratio` p99 over p99, and `cpu_ratio`
+    compares the CPU seconds of the slower rank's steps, median over median.
     """
 
     ratio: float
     median_ratio: float
+    tail_ratio: float
     cpu_ratio: float
     busy_median_ms: float
     busy_p99_ms: float
@@ -43,6 +45,7 @@ def stall_of(lives: Sequence[Life], long: str = LONG) -> Stall:
     return Stall(
         ratio=ratio(p99(prefill), middle),
         median_ratio=ratio(median(prefill), middle),
+        tail_ratio=ratio(p99(prefill), p99(busy)),
         cpu_ratio=ratio(
             _cpu([s for s in steps if submitted <= s[1].began < first and s[1].prompt_rows]),
             _cpu([s for s in steps if began <= s[1].began < ended]),

@@ -200,7 +200,9 @@ def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None
     own["target"], draft = repr(arch), config.speculative_draft_model_path
     overrides = config.speculative_draft_overrides
     own["draft"] = None if draft is None else repr(read_draft(draft, stored_shapes(draft), arch, overrides))
-    for rank, text in enumerate(mesh.everyones("config", json.dumps(own, sort_keys=True))):
+    said = json.dumps(own, sort_keys=True)
+    own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
+    for rank, text in enumerate(mesh.everyones("config", said)):
         theirs = json.loads(text)
         for name in sorted(own.keys() | theirs.keys()):
             if own.get(name) != theirs.get(name):

@@ -122,7 +122,7 @@ class Engine(Rank):
         scheduled = time.perf_counter()
         ran = p.lockstep.run(order, len(self._sequences), self._vote(len(schedule.decodes)))
         done = time.perf_counter()
-        self._ran(ran, done - started)
+        own = self._ran(ran, done - started)
         self._busiest = max(ran.plan.decodes)
         outputs, lens, seconds = self._over, [], {"schedule": scheduled - started, "agree": ran.agreed}
         self._over = []
@@ -130,7 +130,7 @@ class Engine(Rank):
             lens = ran.stepped.accept_len.tolist()[: len(schedule.decodes)]
             outputs = outputs + self._commit(schedule, ran.stepped, lens, ran.shape)
             seconds |= ran.stepped.seconds | {"commit": time.perf_counter() - done}
-        stats = self._stats(schedule, ran, lens, seconds, outputs)
+        stats = self._stats(schedule, ran, own, lens, seconds, outputs)
         self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats, p.watch.take())
 
@@ -217,6 +217,7 @@ class Engine(Rank):
         self,
         schedule: Schedule,
         ran: Ran,
+        own: float,
         lens: list[int],
         seconds: dict[str, float],
         outputs: list[RequestOutput],
@@ -231,6 +232,7 @@ class Engine(Rank):
         return StepStats(
             phase_seconds=seconds,
             waited_seconds=ran.waited,
+            own_seconds=own,
             padded_rows=self._idle_rows(ran),
             decode_requests=decodes,
             prompt_rows=schedule.prompt_rows,

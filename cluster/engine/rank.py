@@ -102,12 +102,14 @@ class Rank:
         """The resolved settings, JSON-ready, with what was chosen automatically."""
         return self._info
 
-    def _ran(self, ran: Ran, seconds: float) -> None:
-        """Note a step that took `seconds`."""
+    def _ran(self, ran: Ran, seconds: float) -> float:
+        """Note a step that took `seconds`; returns how many of them were this rank's own."""
+        own = seconds - ran.waited
         self._quiet = ran.plan.quiet
-        self._own_seconds += seconds - ran.waited
         self._steps += 1
+        self._own_seconds += own
         self._padded_rows += self._idle_rows(ran)
+        return own
 
     def _idle_rows(self, ran: Ran) -> int:
         """Rows of the target phase that this rank computed only to fill the plan."""
@@ -135,10 +137,14 @@ class Follower(Rank):
         """Run the leader's batch on this rank's shards."""
         lockstep, started = self._lockstep, time.perf_counter()
         ran = lockstep.run(Order(), 0, len(lockstep.shapes) - 1)
-        self._ran(ran, time.perf_counter() - started)
+        own = self._ran(ran, time.perf_counter() - started)
         seconds = {"agree": ran.agreed, **(ran.stepped.seconds if ran.stepped else {})}
         stats = StepStats(
-            phase_seconds=seconds, waited_seconds=ran.waited, padded_rows=self._idle_rows(ran), rank=lockstep.mesh.rank
+            phase_seconds=seconds,
+            waited_seconds=ran.waited,
+            own_seconds=own,
+            padded_rows=self._idle_rows(ran),
+            rank=lockstep.mesh.rank,
         )
         self.metrics.observe_step(stats)
         return StepResult((), stats)

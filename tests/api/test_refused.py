@@ -61,7 +61,7 @@ SETTINGS: dict[str, tuple[list[str], str]] = {
         ["tp_size=2", "attn_dp_size=2", "placement_group_config.bundles=[{CPU: 1}]"],
         "placement_group_config.bundles has 1 entries for 2 rank(s); give one each",
     ),
-    "heads that do not divide": (["tp_size=3"], "cannot be split over 3 ranks of an attention group"),
+    "heads that do not divide": (["tp_size=3", "attn_dp_size=1"], "cannot be split over 3 ranks of an attention group"),
     "an unknown ingress": (["ingress=resilent"], "ingress"),
     "ingress options without an ingress": (
         ["ingress_deployment_config.num_replicas=2"],
@@ -87,7 +87,7 @@ def test_a_draft_of_another_width_than_it_can_have(tmp_path: Path) -> None:
 
 def test_a_draft_whose_heads_do_not_divide(tmp_path: Path) -> None:
     draft = changed(draft_folder(target_folder()), tmp_path / "draft", num_attention_heads=3, num_key_value_heads=3)
-    said = refused(*pair(draft=draft), "tp_size=2")
+    said = refused(*pair(draft=draft), "tp_size=2", "attn_dp_size=1")
     assert "the draft: 3 attention heads" in said and "set speculative_draft_parallel to replicated" in said
 
 
@@ -96,4 +96,4 @@ def test_gpus_that_this_machine_does_not_have() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     said = refused(*pair(), "placement_group_config.bundle_per_worker={CPU: 1, GPU: 64}", f"http_port={port}")
-    assert "need 64 GPU" in said and "--address" in said
+    assert "2 rank(s) need 128 GPU" in said and "--address" in said

@@ -31,7 +31,7 @@ def life(seed: int, tp: int, dp: int) -> Case:
         "tp_size": tp,
         "attn_dp_size": dp,
         "max_running_requests": random.choice((2, 4, 8)),
-        "max_total_tokens": random.choice((112, 192, 2048)),
+        "max_total_tokens": random.choice((96, 96, 160, 2048)),
         "page_size": random.choice((1, 4, 16)),
         "disable_radix_cache": random.random() < 0.2,
         "dp_padding": random.choice(("padded", "exact")),

@@ -1,6 +1,6 @@
 """Planted divergences: what goes wrong on one rank only, from one step on. Each must be reported, never acted out.
 
-A plant is a function that changes the rank it is given; `Harm` says when it is due and takes everything back.
+A plant is a function that changes the rank behind a `Harm`, which says when it is due and takes everything back.
 """
 
 import os
@@ -18,86 +18,7 @@ from cluster.dp_attention.plan import Facts, PlanRule, StepPlan
 from cluster.engine import Rank, lockstep
 from cluster.mesh import Axis
 from cluster.spec.inputs import EagleDraftInput
-
-
-class Harm:
-    """One plant in one rank: due from step `at_step` on, once; `struck(step)` is told when."""
-
-    def __init__(self, rank: Rank, at_step: int, struck: Callable[[int], None]) -> None:
-        self.lockstep, self.mesh = rank._lockstep, rank._lockstep.mesh
-        self.exchange, self.coordinator, self.step = (
-            rank._lockstep.exchange,
-            rank._lockstep.coordinator,
-            rank._lockstep.step,
-        )
-        self._at_step, self._struck, self._done = at_step, struck, False
-        self._kept: list[tuple[Any, str, Any]] = []
-
-    def put(self, where: Any, name: str, value: Any) -> None:
-        """Replace an attribute, until `undo`."""
-        self._kept.append((where, name, vars(where).get(name, Harm)))
-        setattr(where, name, value)
-
-    def undo(self) -> None:
-        for where, name, value in reversed(self._kept):
-            if value is Harm:
-                delattr(where, name)
-            else:
-                setattr(where, name, value)
-
-    def due(self, step: int) -> bool:
-        """Whether it is time; when so it counts as done, once."""
-        if self._done or step < self._at_step:
-            return False
-        self._done = True
-        self._struck(step)
-        return True
-
-    def in_call(self, op: str, phase: str, wrong: Callable[..., Tensor]) -> None:
-        """In the first `op` of `phase` call `wrong(true, *args)` in the place of `true(*args)`."""
-        true = getattr(self.exchange, op)
-
-        def call(*args: Any) -> Tensor:
-            script = self.exchange._script
-            here = script and (script[0].op, script[0].phase) == (op, phase)
-            result: Tensor = wrong(true, *args) if here and self.due(self.exchange._step) else true(*args)
-            return result
-
-        self.put(self.exchange, op, call)
-
-    def before_agreement(self, change: Callable[[], None]) -> None:
-        """Call `change` before the ranks agree on a step."""
-        true = self.coordinator.header
-
-        def header() -> Facts:
-            if self.due(self.coordinator.step):
-                change()
-            return true()
-
-        self.put(self.coordinator, "header", header)
-
-    def in_run(self, wrong: Callable[..., Any]) -> None:
-        """In a step call `wrong(true, batch, shape)` in the place of the true step."""
-        true = self.step.run
-
-        def run(batch: Any, shape: TreeShape) -> Any:
-            return wrong(true, batch, shape) if self.due(self.exchange._step) else true(batch, shape)
-
-        self.put(self.step, "run", run)
-
-    def in_unpacked(self, wrong: Callable[[Any], Any]) -> None:
-        """On a follower, change an order that it got; `wrong` gives None for one that it cannot change."""
-        true = lockstep.unpack
-
-        def unpack(words: list[int]) -> Any:
-            order = true(words)
-            changed = wrong(order) if self.exchange._step >= self._at_step else None
-            return order if changed is None or not self.due(self.exchange._step) else changed
-
-        self.put(lockstep, "unpack", unpack)
-
-
-Plant = Callable[[Harm], None]
+from tests.ranks.harm import Harm, Plant
 
 
 def plant(name: str, rank: Rank, at_step: int, struck: Callable[[int], None]) -> Callable[[], None]:
@@ -317,6 +238,21 @@ def other_results(true: Callable[..., Any], *args: Any) -> Any:
     return replace(stepped, tokens=stepped.tokens + 1)
 
 
+def weak_draft(harm: Harm) -> None:
+    """In step with everybody, but from now on the draft's MLP adds nothing on this rank."""
+    true = harm.exchange.scatter
+
+    def scatter(rows: Tensor) -> Tensor:
+        phase = harm.exchange._script[0].phase
+        summed: Tensor = true(rows)
+        if phase == "target" or harm.exchange._step < harm._at_step:
+            return summed
+        harm.due(harm.exchange._step)
+        return summed.zero_()
+
+    harm.put(harm.exchange, "scatter", scatter)
+
+
 def breaks(*_: Any) -> Any:
     raise ValueError("a bug of this rank alone")
 
@@ -375,6 +311,7 @@ PLANTS: dict[str, Plant] = {
     "follower samples otherwise": unpacked(other_seed),
     "breaks": ran(breaks),
     "dies": ran(dies),
+    "weak draft": weak_draft,
     "other plan, padding": planned(lambda plan: plan._replace(padded=not plan.padded)),
     "other plan, tier": planned(lambda plan: plan._replace(num_steps=max(0, plan.num_steps - 1))),
     "other results": ran(other_results),

@@ -37,6 +37,7 @@ def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one(
     assert stall.prefill_p99_ms == pytest.approx(500.0)
     assert stall.ratio == pytest.approx(5.0)
     assert stall.median_ratio == pytest.approx(3.0)
+    assert stall.tail_ratio == pytest.approx(5.0)
     assert stall.cpu_ratio == pytest.approx(3.0)
     assert (stall.first_token_s, stall.prompt_steps) == (pytest.approx(1.7), 5)
 
@@ -54,8 +55,8 @@ def test_the_agreement_is_what_the_last_rank_spends_on_it() -> None:
     for life in lives:
         life.steps = life.steps[:10]
     got = figures(lives)
-    assert got.step_s == pytest.approx(0.1)
-    assert got.draft_s == pytest.approx(0.025)
+    assert got.step_ms == pytest.approx(100.0)
+    assert got.draft_ms == pytest.approx(25.0)
     assert got.agree_share == pytest.approx(0.1), "rank A waits for B in its agreement, B for nobody"
     assert got.tokens_per_s == pytest.approx((15 + 15 + 9 + 10 + 1) / 2.7)
 
