@@ -176,7 +176,9 @@ def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None
     own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
     own["target"], draft = repr(arch), config.speculative_draft_model_path
     own["draft"] = None if draft is None else repr(read_draft(draft, stored_shapes(draft), arch))
-    for rank, text in enumerate(mesh.everyones("config", json.dumps(own, sort_keys=True))):
+    said = json.dumps(own, sort_keys=True)
+    own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
+    for rank, text in enumerate(mesh.everyones("config", said)):
         theirs = json.loads(text)
         for name in sorted(own.keys() | theirs.keys()):
             if own.get(name) != theirs.get(name):

@@ -68,15 +68,20 @@ def test_a_client_that_leaves_frees_its_slot_at_the_engine(url: str) -> None:
     assert eventually(lambda: running(url) == 0, 3)
 
 
-def disturbed(url: str, *, word: str, number: int = signal.SIGKILL, tokens: int = 300) -> tuple[list, list, list[int]]:
+def disturbed(url: str, *, word: str, number: int = signal.SIGKILL, tokens: int = 400) -> tuple[list, list, list[int]]:
     """The streams of an undisturbed run, and those of a run in which processes get a signal; and these processes."""
     calm = ask_all(url, prompts(), tokens, seed=11)
     hit: list[int] = []
-    timer = threading.Timer(1.0, lambda: hit.extend(kill(word, number)))
-    timer.start()
+
+    def disturb() -> None:
+        if eventually(lambda: running(url) == STREAMS):
+            hit.extend(kill(word, number))
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
     disturbed = ask_all(url, prompts(), tokens, seed=11)
-    timer.join()
-    assert hit
+    thread.join()
+    assert hit, "the streams were never all open at once"
     return calm, disturbed, hit
 
 
@@ -99,6 +104,7 @@ def test_streams_go_on_exactly_when_what_feeds_them_is_killed(url: str, word: st
     assert eventually(lambda: health(url) == 200, 20)
 
 
+@pytest.mark.slow
 def test_the_streams_of_a_frozen_engine_replica_move_to_the_next(url: str) -> None:
     calm, answers, hit = disturbed(url, word=ENGINE, number=signal.SIGSTOP)
     assert [a.error for a in answers] == [""] * STREAMS

@@ -72,7 +72,7 @@ def option_case(turn: int, tp: int, dp: int) -> tuple[Case, bool]:
     if mixed is not None:
         settings["mixed_prefill_size"] = mixed
     if memory == "scarce":  # the longest request and its window fit, hardly more
-        settings["max_total_tokens"] = 96
+        settings["max_total_tokens"] = 80
     actions = workload(
         100 * turn + 10 * tp + dp,
         dp,
@@ -114,14 +114,23 @@ def test_a_gang_equals_one_rank(ranks: Gangs, tp: int, dp: int) -> None:
     assert dp == 1 or total.uneven > total.steps / 3
 
 
+@pytest.mark.parametrize(("tiers", "same_trees"), [({1: 2}, True), ({2: 1, 4: 0}, False)])
+def test_tiers_of_a_gang(ranks: Gangs, tiers: dict[int, int], same_trees: bool) -> None:
+    """With one limit for all the trees are those of one rank; else the tier depends on who decodes where."""
+    actions = workload(4, 2, REQUESTS, vocab=VOCAB, horizon=12)
+    case = Case(config(*tiny_pair(), tp_size=2, attn_dp_size=2, speculative_batch_tiers=tiers), actions)
+    tally = check(ranks(2), case, same_trees)
+    assert not tally.mismatches and tally.compared == REQUESTS, tally
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("tp", "dp"), MESHES)
 def test_a_gang_equals_one_rank_across_all_options(ranks: Gangs, tp: int, dp: int) -> None:
     total = run_options(ranks, tp, dp, range(FAST, FULL))
     assert total.compared > REQUESTS * (FULL - FAST) * 0.7 and total.counted > total.compared / 3
-    assert total.aborted > 3 and total.retracted > 10
-    assert sum(total.accepted[j] for j in total.accepted if j) > 50, total.accepted
+    assert total.aborted > 3 and total.retracted > 3
+    assert sum(total.accepted[j] for j in total.accepted if j) > 15, total.accepted
     assert dp == 1 or (total.padded > 50 and total.uneven > total.steps / 3 and total.idle > 20)
 
 
@@ -162,7 +171,7 @@ def test_the_demo_pair(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any])
     tally = check(ranks(tp), demo_case(tp, dp, 20, **settings))
     print(f"tp{tp}/dp{dp}: {tally}")
     assert not tally.mismatches, tally.mismatches
-    assert tally.compared >= 15 and sum(tally.accepted[j] for j in tally.accepted if j > 1) > 40, tally
+    assert tally.compared >= 15 and sum(tally.accepted[j] for j in tally.accepted if j > 1) > 15, tally
 
 
 @pytest.mark.slow
