@@ -130,7 +130,7 @@ def test_a_gang_equals_one_rank_across_all_options(ranks: Gangs, tp: int, dp: in
     total = run_options(ranks, tp, dp, range(FAST, FULL))
     assert total.compared > REQUESTS * (FULL - FAST) * 0.7 and total.counted > total.compared / 3
     assert total.aborted > 3 and total.retracted > 3
-    assert sum(total.accepted[j] for j in total.accepted if j) > 50, total.accepted
+    assert sum(total.accepted[j] for j in total.accepted if j) > 15, total.accepted
     assert dp == 1 or (total.padded > 50 and total.uneven > total.steps / 3 and total.idle > 20)
 
 

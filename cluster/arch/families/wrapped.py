@@ -6,26 +6,20 @@ from typing import Any
 
 from cluster.arch.families.gemma3 import gemma3
 from cluster.arch.families.llama import llama, mistral
-from cluster.arch.families.mixtral import mixtral
-from cluster.arch.families.qwen import qwen2, qwen3, qwen3_moe
+from cluster.arch.families.qwen import qwen2
 from cluster.arch.keys import Keys
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 WRAPPERS = (
     "LlavaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
 )
 TEXT: dict[str, Callable[[Keys], TargetArch]] = {
     "llama": llama,
     "mistral": mistral,
-    "mixtral": mixtral,
     "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
     "gemma3_text": gemma3,
 }
 SEVEN_B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -42,7 +36,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**SEVEN_B, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
     "gemma3_text": {"hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216},
 }
-NOT_TEXT = (r"^(vision_tower|vision_model|multi_modal_projector|image_newline)\b",)
+NOT_TEXT = (r"^(vision_tower|multi_modal_projector)\.",)
 
 
 def wrapped(keys: Keys, wrapper: str) -> TargetArch:
