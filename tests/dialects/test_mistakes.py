@@ -61,8 +61,8 @@ MILD: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "ids counted as boundaries": ({}, {"aux_numbering": "boundaries"}),
     "rope over neighbouring pairs": ({}, {"rope_layout": "interleaved"}),
 }
-"""These cost this draft less than 10%, in one greedy run nothing; presumably neighbouring boundaries of so small a target
-hold nearly the same. What is held here is that they are not ignored: the accept lengths differ, and fall on average."""
+"""These cost this draft less than 10%, in one greedy run nothing; presumably neighbouring boundaries of so small a
+target hold nearly the same. What is held here is that they count: accept lengths differ, and fall on average."""
 REFUSED: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a lost final norm": (no_norm, r"norm\.weight' is missing"),
     "d2t read as absolute ids": (absolute, r"'d2t'.*must hold\s+offsets"),
