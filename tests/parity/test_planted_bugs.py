@@ -9,7 +9,7 @@ import torch
 import cluster.arch.draft.eagle3
 import cluster.engine.assemble
 import cluster.engine.engine
-import cluster.models.eagle3
+import cluster.models.draft
 import cluster.spec.draft
 import cluster.spec.step
 from cluster.engine import Engine
@@ -222,7 +222,7 @@ def _(patch: Patch) -> None:
         checkpoint.drop("t2d")
         return checkpoint.take("d2t").long()
 
-    patch.setattr(cluster.models.eagle3, "_vocabulary_map", absolute)
+    patch.setattr(cluster.models.draft, "vocabulary_map", absolute)
 
 
 @bug("one token too few is committed")
@@ -267,7 +267,7 @@ def _(patch: Patch) -> None:
 @bug("the window is four slots too small")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, config, cache, window: true(self, config, cache, window - 4)
+        return lambda self, config, cache, window, pace=None: true(self, config, cache, window - 4, pace)
 
     changed(patch, Scheduler, "__init__", make)
 
