@@ -38,5 +38,5 @@ def test_two_ranks_stay_in_step(ranks: Gangs, dp: int) -> None:
 def test_many_steps_stay_in_step(ranks: Gangs, tp: int, dp: int) -> None:
     """Together as many steps as `FULL` says, half of them with each mesh."""
     total = run(ranks, tp, dp, FULL[tp] // 2, first_seed=1000)
-    assert total.compared > 50 and total.aborted > 10 and total.retracted > 5
+    assert total.compared > 50 and total.aborted > 10 and total.retracted > 2
     assert dp == 1 or (total.padded > 1000 and total.uneven > total.steps / 3 and total.idle > 100)
