@@ -58,8 +58,8 @@ class Rank:
 
     @property
     def quiet(self) -> bool:
-        """Whether, as of the last step, no rank of the gang had anything to do."""
-        return self._quiet and not self.has_work
+        """Whether, as of the last step, no rank of the gang had anything to do. A rank alone knows that of itself."""
+        return (self._quiet or self._lockstep.mesh.world.size == 1) and not self.has_work
 
     @property
     def left(self) -> bool:

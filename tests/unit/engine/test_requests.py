@@ -47,6 +47,19 @@ def test_a_request_id_is_used_once_at_a_time(engine: Engine) -> None:
     assert len(run(engine, [one]).tokens["r"]) == 2
 
 
+def test_a_rank_alone_is_quiet_as_soon_as_it_has_nothing_to_do(engine: Engine) -> None:
+    assert engine.quiet
+    for ended in (False, True):
+        engine.submit(request("r", [5], GREEDY, max_tokens=4))
+        assert not engine.quiet
+        engine.step()
+        assert not engine.quiet
+        while ended and engine.has_work:
+            engine.step()
+        engine.abort("r")
+        assert engine.quiet, "no further step is taken, so the loop must sleep now"
+
+
 def test_aborting_is_idempotent_and_knows_waiting_requests(engine: Engine) -> None:
     for name in "abc":
         engine.submit(request(name, [5] * 20, GREEDY, max_tokens=10))
