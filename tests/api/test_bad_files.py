@@ -55,6 +55,11 @@ def only_a_pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
 
 
+def the_target(folder: Path) -> None:
+    """Put the target's files where the draft's are."""
+    shutil.copytree(folder.parent / "target", folder, dirs_exist_ok=True)
+
+
 # name: (what happens to the target, what happens to the draft, words of the message)
 FILES: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None] | None, str]] = {
     "no target": (shutil.rmtree, None, "does not exist"),
@@ -80,7 +85,7 @@ FILES: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None] | N
     "no draft": (None, shutil.rmtree, "does not exist"),
     "draft config is cut off": (None, cut("config.json"), "is not valid JSON"),
     "draft weights cut off": (None, cut(WEIGHTS), "is not a readable safetensors file"),
-    "a target as its own draft": (None, edit_config(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
+    "a target as its own draft": (None, the_target, "no draft"),
     "a draft for another width": (None, edit_config(target_hidden_size=48), "48"),
     "a draft for another vocabulary": (None, edit_config(vocab_size=80), "80"),
     "aux layers the target does not have": (

@@ -33,7 +33,7 @@ class ThreadedEngine:
         threading.Thread(target=self._deal, daemon=True).start()
 
     def _deal(self) -> None:
-        while not self.loop.stopping:
+        while not self.loop.over:
             for item in self.loop.drain(0.2):
                 for output in item.outputs:
                     self._put(output.request_id, output)

@@ -74,6 +74,11 @@ def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
             f"draft {folder!r} is in no known format: there is no 'layers.0.self_attn' (or 'midlayer'); served are "
             f"{SERVED}"
         )
+    query = shapes.get("layers.0.self_attn.q_proj.weight", (0, 0))
+    whole = {"embed_tokens.weight", "norm.weight", "layers.1.self_attn.q_proj.weight"} <= shapes.keys()
+    entrance = {"fc.weight", "layers.0.hidden_norm.weight"} & shapes.keys()
+    if whole and not entrance and query[-1] == data.get("hidden_size"):
+        raise _refuse(folder, "a whole model, no draft", "its layers read a hidden state and nothing beside it")
     signs = ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight")
     return "eagle3" if any(name in shapes for name in signs) else "eagle1"
 
