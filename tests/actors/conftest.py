@@ -9,7 +9,7 @@ from cluster.actors.local import LocalRay
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def local_ray() -> Iterator[LocalRay]:
     """One small Ray for all tests of this folder; its workers can import `tests.actors.counting_engine`."""
     paths = os.environ.get("PYTHONPATH", "")
