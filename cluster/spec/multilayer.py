@@ -66,14 +66,7 @@ class MultiLayerDraft(EagleDraft):
             rows.append(proposed.gather(1, pick))
             parents.append(parent)
             biases.append(biases[-1].gather(1, parent[..., None].expand_as(bias)))
-        depths = [1] * k + [level + 1 for level in range(1, steps) for _ in range(k * k)]
-        candidates = Candidates(
-            tokens=torch.cat([level[0] for level in levels], 1),
-            scores=torch.cat([level[1] for level in levels], 1),
-            parents=torch.cat([level[2] for level in levels], 1),
-            depths=torch.tensor(depths, device=device),
-        )
-        return best_tree(candidates, carried.bonus, shape.num_draft_tokens)
+        return best_tree(Candidates.of(levels), carried.bonus, shape.num_draft_tokens)
 
     def _level(
         self,

@@ -39,6 +39,13 @@ class Candidates:
     parents: Tensor
     depths: Tensor
 
+    @staticmethod
+    def of(levels: list[tuple[Tensor, Tensor, Tensor]]) -> "Candidates":
+        """The candidates of all levels: tokens, scores and parents of each, `[R, K]` of the first, then `[R, K^2]`."""
+        tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels, strict=True))
+        depths = [depth for depth, level in enumerate(levels, start=1) for _ in range(level[0].shape[1])]
+        return Candidates(tokens, scores, parents, torch.tensor(depths, device=tokens.device))
+
 
 def clean(log_probabilities: Tensor) -> Tensor:
     """Log-probabilities made safe to add up: NaN and very small ones at FLOOR, less DECAY for the level.
