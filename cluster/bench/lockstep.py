@@ -13,10 +13,11 @@ from cluster.bench import routing
 from cluster.bench.pair import DEFAULT, Pair
 from cluster.bench.ranks import Case, Job, Life, RankProcesses
 from cluster.bench.report import machine, median, ratio, table
-from cluster.bench.stall import Stall, stall_of
+from cluster.bench.stall import LONG, Stall, stall_of
 
 CHUNK_ROWS = 512
 GOAL_STALL = 2.0
+OPENING_TOKENS = 8
 PADDED, EXACT = {"dp_padding": "padded"}, {"dp_padding": "exact"}
 ALONE, ALL_ALONE, IDLE, BUSY, REPLICATED, UNEVEN, UNEVEN_PADDED = (
     "dp1",
@@ -37,7 +38,7 @@ class Size:
     prompt_tokens: int = 64
     new_tokens: int = 96
     long_tokens: int = 8192
-    steady_tokens: int = 256
+    steady_tokens: int = 384
     repeats: int = 3
 
 
@@ -249,13 +250,22 @@ def _cases(pair: Pair, size: Size) -> dict[str, Case]:
 
 
 def _stall_case(pair: Pair, size: Size, rows: int | None = None) -> Case:
-    """Rank A (0) decodes all the time; rank B (1) decodes as well, then takes the long prompt."""
-    prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
+    """Rank A (0) decodes all the time; rank B (1) decodes as well, then takes the long prompt, then decodes again. A's
+    requests start anew when they end, from so short a prompt that it is decoding that is measured.
+    """
+    prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
     [long] = pair.prompts(1, size.long_tokens)
     more: dict[str, object] = {"max_total_tokens": size.long_tokens + size.requests * 1024}
     if rows is not None:
         more["mixed_prefill_size"] = rows
-    jobs = [Job(f"a{i}", 0, prompts[i], size.steady_tokens, again=True) for i in range(size.requests)]
-    jobs += [Job(f"b{i}", 1, prompts[size.requests + i], size.steady_tokens) for i in range(size.requests)]
-    jobs.append(Job("long", 1, long, 2, alone=True))
-    return Case(_settings(pair, 2 * size.requests, 2, **more), jobs, until="long")
+
+    def steady(name: str, dp_rank: int, again: bool = False, after: bool = False) -> list[Job]:
+        mine = prompts[size.requests * dp_rank :]
+        return [
+            Job(f"{name}{i}", dp_rank, mine[i], size.steady_tokens, again, alone=after and not i)
+            for i in range(size.requests)
+        ]
+
+    jobs = steady("a", 0, again=True) + steady("b", 1)
+    jobs += [Job(LONG, 1, long, 2, alone=True), *steady("c", 1, after=True)]
+    return Case(_settings(pair, 2 * size.requests, 2, **more), jobs, until=f"c{size.requests - 1}")

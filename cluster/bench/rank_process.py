@@ -48,7 +48,7 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
     while not engine.left:
         for job in list(waiting):
             if job.alone and running:
-                continue
+                break
             waiting.remove(job)
             name = f"{job.name}#{lives}" if job.name in life.submitted else job.name
             running[name], lives = job, lives + 1

@@ -27,7 +27,7 @@ class Job:
     """A greedy request of a data-parallel rank; EOS is ignored.
 
     `again`: when it has ended it starts anew, as `name#1`, `name#2` and so on. `alone`: it waits until the rank has no
-    other request.
+    other request, and those behind it wait for it.
     """
 
     name: str

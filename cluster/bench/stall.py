@@ -15,10 +15,11 @@ class Stall:
     """Rank A's inter-token latency: the time between two outputs of a request, as its user sees it. An output is what
     a step committed for it, one token or several.
 
-    *busy*: all of rank B's own requests decode as well. *prefill*: from the submission of B's long prompt to its first
-    token. `ratio` is A's p99 during prefill over A's median while busy. On a machine that does other things as well
-    this is mostly their doing: `median_ratio` is median over median, `tail_ratio` p99 over p99, and `cpu_ratio`
-    compares the CPU seconds of the slower rank's steps, median over median.
+    *busy*: all of rank B's own requests decode as well, before the long prompt and after it, so that a machine whose
+    pace drifts drifts for both sides. *prefill*: from the submission of B's long prompt to its first token. `ratio` is
+    A's p99 during prefill over A's median while busy. On a machine that does other things as well this is mostly their
+    doing: `median_ratio` is median over median, `tail_ratio` p99 over p99, and `cpu_ratio` compares the CPU seconds of
+    the slower rank's steps, median over median.
     """
 
     ratio: float
@@ -36,11 +37,14 @@ class Stall:
 def stall_of(lives: Sequence[Life], long: str = LONG) -> Stall:
     """The stall in one life of ranks A and B."""
     a, b = lives
-    others = [times for name, times in b.times.items() if name != long]
-    began, ended = max(times[0] for times in others), min(times[-1] for times in others)
     submitted, first = b.submitted[long], b.times[long][0]
-    busy, prefill = gaps(a, began, ended), gaps(a, submitted, first)
-    middle = median(busy)
+    windows = [
+        (max(times[0] for times in group), min(times[-1] for times in group))
+        for late in (False, True)
+        if (group := [b.times[n] for n, at in b.submitted.items() if n != long and (at > submitted) is late])
+    ]
+    busy = [gap for window in windows for gap in gaps(a, *window)]
+    prefill, middle = gaps(a, submitted, first), median(busy)
     steps = list(zip(a.steps, b.steps, strict=True))
     return Stall(
         ratio=ratio(p99(prefill), middle),
@@ -48,14 +52,14 @@ def stall_of(lives: Sequence[Life], long: str = LONG) -> Stall:
         tail_ratio=ratio(p99(prefill), p99(busy)),
         cpu_ratio=ratio(
             _cpu([s for s in steps if submitted <= s[1].began < first and s[1].prompt_rows]),
-            _cpu([s for s in steps if began <= s[1].began < ended]),
+            _cpu([s for s in steps if any(began <= s[1].began < ended for began, ended in windows)]),
         ),
         busy_median_ms=1000 * middle,
         busy_p99_ms=1000 * p99(busy),
         prefill_median_ms=1000 * median(prefill),
         prefill_p99_ms=1000 * p99(prefill),
         first_token_s=first - submitted,
-        prompt_steps=sum(s.prompt_rows > 0 for s in b.steps if s.began >= submitted),
+        prompt_steps=sum(s.prompt_rows > 0 for s in b.steps if submitted <= s.began < first),
     )
 
 

@@ -162,6 +162,7 @@ def assemble(
     info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
+    pace = pace_of(arch.layer, shape.num_draft_tokens, device.type, mesh.attn_dp)
     return Engine(
         Parts(
             config=config,
@@ -169,7 +170,7 @@ def assemble(
             shape=shape,
             context_length=context,
             cache=cache,
-            scheduler=Scheduler(config, cache, shape.window, pace_of(arch.layer, shape.num_draft_tokens, device.type)),
+            scheduler=Scheduler(config, cache, shape.window, pace),
             lockstep=lockstep,
             watch=watch,
             tokenizer=_tokenizer(config),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.arch import LayerGeometry
 
-STRETCH = 1.5  # how much longer than the busiest rank's decoding alone a step with prompt rows may take
+STRETCH = 1.4  # how much longer than the busiest rank's decoding alone a step with prompt rows may take
 # Rows that cost as much as a step without any: launching it, reading the weights. On a GPU what a step reads, not what
 # it computes, sets the pace until there are a few hundred rows.
 BASE_ROWS = {"cpu": 32.0, "cuda": 256.0}
@@ -38,8 +38,11 @@ class Pace:
         return max(1, int((before * before + 2.0 * self.reach * allowance) ** 0.5 - before))
 
 
-def pace_of(layer: LayerGeometry, tree: int, device: str) -> Pace:
-    """The pace of a target with such layers: multiplications of a row's matrices over those of its attention."""
+def pace_of(layer: LayerGeometry, tree: int, device: str, attn_dp: int = 1) -> Pace:
+    """The pace of a target with such layers: multiplications of a row's matrices over those of its attention.
+
+    A rank's rows keep it alone busy with their attention, and the ranks of all `attn_dp` groups with their MLPs.
+    """
     heads = layer.heads * layer.head_dim
-    matrices = layer.hidden * (layer.qkv_rows + heads + 3 * layer.token_columns)
+    matrices = layer.hidden * (layer.qkv_rows + heads + 3 * layer.token_columns / attn_dp)
     return Pace(BASE_ROWS[device], matrices / (2.0 * heads), tree)

@@ -1,6 +1,7 @@
 """Page numbers: which are free. Page 0 is the sink, written by padded rows and never owned."""
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 SINK_PAGE = 0
 
@@ -10,7 +11,7 @@ class PageAllocator:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._free = list(range(count, 0, -1))
+        self._free = list(range(1, count + 1))
         self._is_free = [False] + [True] * count
 
     @property
@@ -19,15 +20,14 @@ class PageAllocator:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages, in ascending order: tokens that follow one another then lie so, where the free pages do.
+        """The `count` lowest free pages, in ascending order: tokens that follow one another mostly lie so.
 
         Raises:
             MemoryError: fewer are free; nothing is taken.
         """
         if count > len(self._free):
             raise MemoryError(f"{count} pages wanted, {len(self._free)} free")
-        taken = sorted(self._free[len(self._free) - count :])
-        del self._free[len(self._free) - count :]
+        taken = [heappop(self._free) for _ in range(count)]
         for page in taken:
             self._is_free[page] = False
         return taken
@@ -42,4 +42,4 @@ class PageAllocator:
             if page == SINK_PAGE or self._is_free[page]:
                 raise ValueError(f"page {page} is freed twice")
             self._is_free[page] = True
-            self._free.append(page)
+            heappush(self._free, page)

@@ -42,6 +42,20 @@ def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one(
     assert (stall.first_token_s, stall.prompt_steps) == (pytest.approx(1.7), 5)
 
 
+def test_busy_is_before_the_long_prompt_and_after_it() -> None:
+    a, b = two_lives()
+    after = [2.7 + 0.3 * i for i in range(1, 13)]
+    for name in ("a0", "a1"):
+        a.times[name] += after
+    b.times["c0"], b.submitted["c0"] = after, 2.7
+    began = [2.7, *after[:-1]]
+    a.steps += [step(at, 0.3) for at in began]
+    b.steps += [step(at, 0.3, decodes=1, prompt_rows=int(at == 2.7)) for at in began]
+    stall = stall_of([a, b])
+    assert stall.busy_median_ms == pytest.approx(300.0), "11 gaps of 0.3 s against 8 of 0.1 s, of each request"
+    assert stall.prompt_steps == 5, "the later request's prompt is not the long one's"
+
+
 def test_gaps_belong_to_one_request_and_lie_inside_the_window() -> None:
     life = Life(times={"a": [0.0, 1.0, 3.0, 6.0], "b": [2.0, 2.5]})
     assert gaps(life, 1.0, 6.0) == [2.0, 3.0, 0.5]
@@ -98,6 +112,7 @@ def test_ranks_run_a_case_to_its_end(world: int) -> None:
         Job("a", 0, [3, 4, 5], 6, again=True),
         Job("b", world - 1, [6, 7], 9),
         Job("long", world - 1, list(range(1, 60)), 30, alone=world > 1),
+        Job("after", world - 1, [8, 9], 50),
     ]
     with RankProcesses(world) as ranks:
         lives = ranks.run(Case(settings, jobs, until="long"))
@@ -108,6 +123,8 @@ def test_ranks_run_a_case_to_its_end(world: int) -> None:
     tokens = {name: got for life in lives for name, got in life.tokens.items()}
     assert any(name.startswith("a#") for name in tokens)
     assert (len(tokens["b"]), len(tokens["long"])) == (9, 30)
-    assert {name: got for life in again for name, got in life.tokens.items()} == {n: tokens[n] for n in ("b", "long")}
+    alone = {name: got for life in again for name, got in life.tokens.items()}
+    assert (alone["b"], alone["long"]) == (tokens["b"], tokens["long"])
     if world > 1:
         assert lives[1].submitted["long"] >= lives[1].times["b"][-1], "it waits until nothing else runs"
+        assert lives[1].submitted["after"] > lives[1].submitted["long"], "it waits behind the one that waits"

@@ -34,6 +34,7 @@ def test_a_row_far_into_the_prompt_costs_its_attention() -> None:
     assert pace.reach == pytest.approx((256 * (512 + 256) + 3 * 256 * 704) / 512)
     assert pace.cost(0, 1) == pytest.approx(1.0, abs=1e-3)
     assert pace.cost(int(pace.reach), int(pace.reach) + 1) == pytest.approx(2.0, abs=1e-3)
+    assert pace_of(layer, 4, "cpu", attn_dp=2).reach == pytest.approx((256 * (512 + 256) + 3 * 256 * 352) / 512)
     assert pace_of(layer, 4, "cuda").allowance(0, 1) > pace.allowance(0, 1)
 
 
