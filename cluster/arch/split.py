@@ -1,6 +1,7 @@
 """Whether the models fit the ranks and each other, told from the heads of the checkpoints; nothing is loaded."""
 
 from cluster.arch.draft import read_draft
+from cluster.arch.draft.sample import read_sample
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.read import read_target
 from cluster.arch.stored import stored_shapes
@@ -10,7 +11,7 @@ from cluster.config import ConfigError, EngineConfig, tree_shape
 
 def check_models(config: EngineConfig) -> None:
     """Refuse models that cannot run as configured: a tree that the draft cannot fill, a target with a wrong
-    tensor, a draft that does not fit it, heads or an MLP that cannot be split over the ranks.
+    tensor, a draft that does not fit it, a malformed sample, heads or an MLP that cannot be split over the ranks.
 
     Raises:
         ConfigError: naming the setting and the remedy.
@@ -22,6 +23,7 @@ def check_models(config: EngineConfig) -> None:
     folder = config.speculative_draft_model_path
     if folder is not None:
         draft = read_draft(folder, stored_shapes(folder), target, config.speculative_draft_overrides)
+        read_sample(folder, draft.vocab_size, draft.hidden)
         if shape.topk > draft.draft_vocab_size:
             raise ConfigError(
                 f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.arch.draft.sample import read_sample
 from cluster.arch.split import check_models
 from cluster.arch.stored import stored_shapes
 from cluster.attention.bind import bind_attention, pool_bytes
@@ -21,6 +22,7 @@ from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.pace import pace_of
 from cluster.engine.rank import Follower, Rank
+from cluster.engine.sample import check_sample
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.forward.sampler import SamplingTable
@@ -112,8 +114,8 @@ def assemble(
     models: list[DraftModel] = []
     shared = config.speculative_draft_parallel == "sharded"
     drafts, parts = (exchange, sharding) if shared else (NoExchange(), WHOLE)
-    if config.speculative_draft_model_path is not None:
-        folder, overrides = config.speculative_draft_model_path, config.speculative_draft_overrides
+    folder, overrides = config.speculative_draft_model_path, config.speculative_draft_overrides
+    if folder is not None:
         models = load_draft_list(folder, target, dtype, device, drafts, parts, positions, overrides, shape.num_steps)
         check_algorithm(config, models[0].spec)
     spec = models[0].spec if models else None
@@ -137,9 +139,11 @@ def assemble(
     bound = [bind_attention(each, (pages + 1) * config.page_size, dtype, device) for each in layers]
     boundaries = spec.aux_boundaries if spec and spec.use_aux_hidden_state else ()
     target_runner = TargetRunner(target, *bound[0], boundaries, watch)
+    sample = None
     if draft is None:
         draft = NoDraft()
-        if models:
+        if folder is not None and spec is not None:
+            sample = read_sample(folder, spec.vocab_size, spec.hidden)
             make = MultiLayerDraft if len(models) > 1 and drafting is EagleDraft else drafting
             runners = [DraftRunner(model, *own, watch) for model, own in zip(models, bound[1:], strict=True)]
             draft = make(runners, shape.topk)
@@ -158,6 +162,8 @@ def assemble(
         shapes=shapes,
         debug=config.debug_lockstep,
     )
+    if sample is not None and folder is not None:
+        check_sample(sample, folder, lockstep, cache)
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
     info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
     if not mesh.leads:
@@ -199,7 +205,9 @@ def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None
     own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
     own["target"], draft = repr(arch), config.speculative_draft_model_path
     overrides = config.speculative_draft_overrides
-    own["draft"] = None if draft is None else repr(read_draft(draft, stored_shapes(draft), arch, overrides))
+    if draft is not None:
+        spec = read_draft(draft, stored_shapes(draft), arch, overrides)
+        own["draft"] = repr((spec, read_sample(draft, spec.vocab_size, spec.hidden)))
     said = json.dumps(own, sort_keys=True)
     own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
     for rank, text in enumerate(mesh.everyones("config", said)):

@@ -11,12 +11,14 @@ from cluster.config import EngineConfig, TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import Lockstep, Ran
 from cluster.engine.rank import EngineStatus, Rank, StepResult
+from cluster.engine.sample import take_sample
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.forward.runner import Stopwatch
 from cluster.kv.cache import KVCache
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, TokenLogprob
+from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.step import Stepped
 from cluster.text import TextTokenizer
 
@@ -155,6 +157,13 @@ class Engine(Rank):
             padded_rows=self._padded_rows,
             own_seconds=self._own_seconds,
         )
+
+    def sample_draft(self, tokens: tuple[int, ...]) -> EagleDraftInput:
+        """What the draft's extend gives after `tokens`; for an engine without requests."""
+        assert not self.has_work, "requests are running"
+        given = take_sample(tokens, self._p.lockstep, self._p.cache)
+        assert given is not None, "an engine leads"
+        return given
 
     def check_pages(self) -> None:
         """Assert that every page has exactly one owner."""

@@ -1,11 +1,13 @@
 """`aerie export-draft`: an EAGLE-3 draft written in another dialect, where algebra allows it.
 
-The weights stay bit for bit. Layers that do nothing (zeros in both output projections) may be appended, in the meaning
-that the dialect gives to later layers. What a dialect cannot say is refused.
+The weights stay bit for bit, and so does the draft's sample, which holds in every dialect. Layers that do nothing
+(zeros in both output projections) may be appended, in the meaning that the dialect gives to later layers. What it
+cannot say is refused.
 """
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.arch import DraftSpec, read_draft, read_json, read_target
+from cluster.arch.draft.sample import FILE as SAMPLE
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 
@@ -55,6 +58,8 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
     Path(out).mkdir(parents=True, exist_ok=True)
     save_file({name: t.contiguous() for name, t in tensors.items()}, Path(out) / "model.safetensors", {"format": "pt"})
     (Path(out) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if (Path(folder) / SAMPLE).is_file():
+        shutil.copy(Path(folder) / SAMPLE, out)
     return read_draft(out, Checkpoint(out).shapes, arch)
 
 

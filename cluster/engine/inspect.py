@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.arch.draft.sample import read_sample
 from cluster.attention.bind import pool_bytes
 from cluster.config import DRAFT_FACTS, ConfigError
 from cluster.engine.build import DTYPES
@@ -162,6 +163,7 @@ def _draft(
     own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
     shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
     report.draft = {"folder": path, **spec.described(), "shared_with_target": shared, "tensors": tensors}
+    report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
     report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in ("names", "choices", "ignored_patterns")}
     report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
     report.memory["kv_bytes_per_token"] += spec.runners * pool_bytes(own, compute)

@@ -40,7 +40,7 @@ class Step:
 
     def __init__(self, target: TargetRunner, draft: Draft, carried: EagleDraftInput) -> None:
         """`carried` holds the carriers of every request row."""
-        self._target, self._draft, self._carried = target, draft, carried
+        self._target, self._draft, self.carried = target, draft, carried
         self._vocab = target.model.arch.vocab_size
 
     @torch.inference_mode()
@@ -50,7 +50,7 @@ class Step:
         clock = [time.perf_counter()]
         decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
         noise, final_noise = self._noise(batch, s)
-        tree = self._draft.draft(batch, self._carried.take(batch.decode_rows), noise, shape)
+        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), noise, shape)
         clock.append(time.perf_counter())
 
         hidden, aux, logits = self._forward(batch, tree)
@@ -67,7 +67,7 @@ class Step:
             own = noise[torch.arange(r, device=noise.device), accepted.accept_len.clamp(max=noise.shape[1] - 1)]
             next_noise = torch.cat([own, final_noise[:, 1]])
         carried = self._draft.extend(batch, accepted, first, aux or [hidden], next_noise, shape)
-        self._carried.put(batch.rows, carried)
+        self.carried.put(batch.rows, carried)
         logprobs = None
         if batch.logprobs:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
@@ -82,7 +82,7 @@ class Step:
         if not batch.sampling.noisy:
             return None, None
         ahead = torch.arange(1, num_steps + 3, device=batch.rows.device)
-        seeds, dtype = batch.sampling.seeds, self._carried.hidden.dtype
+        seeds, dtype = batch.sampling.seeds, self.carried.hidden.dtype
         decode = gumbel(seeds[: batch.decodes], batch.seq_lens[:, None] + ahead, self._vocab, dtype)
         lens = batch.prompt.final_lens[:, None] + ahead[:2] - 1
         return decode, gumbel(seeds[batch.decodes :], lens, self._vocab, dtype)
@@ -90,7 +90,7 @@ class Step:
     def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
         r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
-        own = window_group(batch.reach, bias_of(tree.ancestors, self._carried.hidden.dtype), slice(0, r * n))
+        own = window_group(batch.reach, bias_of(tree.ancestors, self.carried.hidden.dtype), slice(0, r * n))
         write = torch.cat([batch.reach.window[:, :n].reshape(-1), prompt.write])
         tokens = torch.cat([tree.tokens.reshape(-1), prompt.token_ids])
         positions = torch.cat([(batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions])

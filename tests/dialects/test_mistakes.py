@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cluster.spec.draft
+from cluster.arch.draft.sample import FILE
 from cluster.attention.bind import bind_attention
 from cluster.config import ConfigError
 from cluster.engine import Engine
@@ -62,21 +63,29 @@ MILD: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "rope over neighbouring pairs": ({}, {"rope_layout": "interleaved"}),
 }
 """These cost this draft less than 10%, in one greedy run nothing; presumably neighbouring boundaries of so small a
-target hold nearly the same. What is held here is that they count: accept lengths differ, and fall on average."""
+target hold nearly the same. The draft's sample refuses them."""
 REFUSED: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a lost final norm": (no_norm, r"norm\.weight' is missing"),
     "d2t read as absolute ids": (absolute, r"'d2t'.*must hold\s+offsets"),
 }
 
 
+def spoiled(to: Path, tensors: Callable[[Tensors], None] | None = None, **config: object) -> str:
+    """The demo draft with a mistake and without its sample, which would refuse it."""
+    folder = copy_of(DRAFT, to / "draft", tensors, **config)
+    (to / "draft" / FILE).unlink()
+    return folder
+
+
 @pytest.mark.parametrize("name", MILD)
-def test_a_mild_mistake_is_not_ignored(name: str, tmp_path: Path) -> None:
+def test_a_mild_mistake_costs_little_and_is_refused(name: str, tmp_path: Path) -> None:
     config, overrides = MILD[name]
-    folder = copy_of(DRAFT, tmp_path / "draft", None, **config)
-    lens, texts = accept_lens(folder, speculative_draft_overrides=overrides)
+    lens, texts = accept_lens(spoiled(tmp_path, **config), speculative_draft_overrides=overrides)
     assert lens != right()[0]
     assert mean(lens) < mean(right()[0])
     assert texts == right()[1], "the text stays that of plain decoding"
+    with pytest.raises(ConfigError, match="is off by"):
+        accept_lens(copy_of(DRAFT, tmp_path / "sampled", None, **config), speculative_draft_overrides=overrides)
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +105,18 @@ def test_the_demo_draft_is_worth_spoiling() -> None:
 @pytest.mark.parametrize("name", ON_DISK)
 def test_a_spoiled_checkpoint_costs_acceptance(name: str, tmp_path: Path) -> None:
     change, config = ON_DISK[name]
-    lens, texts = accept_lens(copy_of(DRAFT, tmp_path / "draft", change, **config))
+    lens, texts = accept_lens(spoiled(tmp_path, change, **config))
     costs(lens)
     assert texts == right()[1], "the text stays that of plain decoding"
+    with pytest.raises(ConfigError, match="is off by"):
+        accept_lens(copy_of(DRAFT, tmp_path / "sampled", change, **config))
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_a_wrong_fact_costs_acceptance(name: str) -> None:
-    costs(accept_lens(DRAFT, speculative_draft_overrides=OVERRIDES[name])[0])
+def test_a_wrong_fact_costs_acceptance(name: str, tmp_path: Path) -> None:
+    costs(accept_lens(spoiled(tmp_path), speculative_draft_overrides=OVERRIDES[name])[0])
+    with pytest.raises(ConfigError, match="is off by"):
+        accept_lens(DRAFT, speculative_draft_overrides=OVERRIDES[name])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -113,7 +126,7 @@ def test_a_broken_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
         accept_lens(copy_of(DRAFT, tmp_path / "draft", change))
 
 
-def test_ids_that_are_not_rotated_cost_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_that_are_not_rotated_cost_acceptance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     true = cluster.spec.draft.extend_input
 
     def wrong(*given):  # type: ignore[no-untyped-def]
@@ -121,7 +134,9 @@ def test_ids_that_are_not_rotated_cost_acceptance(monkeypatch: pytest.MonkeyPatc
         return replace(made, token_ids=made.token_ids.roll(1))
 
     monkeypatch.setattr(cluster.spec.draft, "extend_input", wrong)
-    costs(accept_lens(DRAFT)[0])
+    costs(accept_lens(spoiled(tmp_path))[0])
+    with pytest.raises(ConfigError, match="is off by"):
+        accept_lens(DRAFT)
 
 
 def test_another_runners_pool_costs_acceptance() -> None:

@@ -87,7 +87,7 @@ def no_extend(harm: Harm) -> None:
     def extend(batch: Batch, *args: Any) -> EagleDraftInput:
         if not harm.due(harm.exchange._step):
             return true(batch, *args)
-        spec, carried = draft._runner.model.spec, harm.step._carried
+        spec, carried = draft._runner.model.spec, harm.step.carried
         rows, device = batch.rows.shape[0], carried.hidden.device
         return EagleDraftInput.create_idle_input(spec, draft._topk, carried.hidden.dtype, device, rows)
 

@@ -1,0 +1,51 @@
+"""`draft_sample.json`: what a draft gave on some tokens when it was known to be right. Loading checks it.
+
+A draft that is read wrongly still loads and still serves; it only accepts less, by half or by a few percent. Its own
+output at one place tells every such mistake from the rounding of any dtype.
+"""
+
+import math
+from pathlib import Path
+from typing import NamedTuple, TypeGuard
+
+from cluster.arch.keys import Keys, read_json
+from cluster.config import ConfigError
+
+FILE = "draft_sample.json"
+
+
+class Sample(NamedTuple):
+    """`tokens` of a prompt and what the draft's extend gives at the last one: the recurrent `hidden` `[H]`, the
+    likeliest `token` in the target's numbering and its log-probability.
+    """
+
+    tokens: tuple[int, ...]
+    hidden: tuple[float, ...]
+    token: int
+    logprob: float
+
+
+def read_sample(folder: str, vocab_size: int, width: int) -> Sample | None:
+    """The sample in a draft's folder, or None where there is none.
+
+    Raises:
+        ConfigError: the file is malformed, or of another draft.
+    """
+    if not (Path(folder) / FILE).is_file():
+        return None
+    keys = Keys(read_json(folder, FILE), folder, FILE)
+    tokens, hidden = keys.numbers("tokens"), keys.data.get("hidden")
+    token, logprob = keys.data.get("token"), keys.data.get("logprob")
+    if not tokens or type(token) is not int or not all(0 <= one < vocab_size for one in [*tokens, token]):
+        raise ConfigError(f"{FILE} of {folder!r}: tokens and token must be ids below the vocabulary's {vocab_size}")
+    if not isinstance(hidden, list) or not all(map(_finite, hidden)):
+        raise ConfigError(f"{FILE} of {folder!r}: hidden must list numbers")
+    if len(hidden) != width or not any(hidden):
+        raise ConfigError(f"{FILE} of {folder!r}: hidden must hold the draft's {width} numbers, got {len(hidden)}")
+    if not _finite(logprob) or logprob > 0:
+        raise ConfigError(f"{FILE} of {folder!r}: logprob must be a number of at most 0, got {logprob!r}")
+    return Sample(tuple(tokens), tuple(map(float, hidden)), token, float(logprob))
+
+
+def _finite(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

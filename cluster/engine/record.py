@@ -1,0 +1,60 @@
+"""`aerie sample-draft`: what a draft gives on a few tokens, written into its folder for every later load to check."""
+
+import argparse
+import json
+from pathlib import Path
+
+from cluster.arch.draft.sample import FILE, Sample
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.build import build_engine
+
+TOKENS = 24
+TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
+
+
+def sample_draft(draft: str, target: str, algorithm: str, dtype: str = "float32") -> list[int]:
+    """Write `draft_sample.json` into the folder of `draft`, which is known to be right with `target`; its tokens.
+
+    Raises:
+        ConfigError: there is a sample already, or the pair cannot be served.
+    """
+    file = Path(draft) / FILE
+    if file.exists():
+        raise ConfigError(f"{str(file)!r} is there already; remove it to have another one written")
+    settings: dict[str, object] = {
+        "model_path": target,
+        "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": draft,
+        "max_running_requests": 1,
+        "context_length": 4 * TOKENS,
+        "dtype": dtype,
+    }
+    engine = build_engine(EngineConfig.from_kwargs(settings))
+    if engine.tokenizer is None:
+        tokens = [i % engine.info()["vocab_size"] for i in range(1, TOKENS + 1)]
+    else:
+        tokens = engine.tokenizer.encode(TEXT)[:TOKENS]
+    given = engine.sample_draft(tuple(tokens))
+    sample = Sample(
+        tokens=tuple(tokens),
+        hidden=tuple(float(f"{number:.7g}") for number in given.hidden[0].tolist()),
+        token=int(given.topk_index[0, 0]),
+        logprob=float(given.topk_p[0, 0]),
+    )
+    file.write_text(json.dumps(sample._asdict()) + "\n", encoding="utf-8")
+    return tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `aerie sample-draft`."""
+    parser.add_argument("draft", metavar="DRAFT", help="folder of a draft that is known to be right")
+    parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
+    parser.add_argument("--algorithm", default="EAGLE3", help="its speculative_algorithm (default: EAGLE3)")
+    parser.add_argument("--dtype", default="float32", help="of the computation (default: float32)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the sample and say so."""
+    tokens = sample_draft(args.draft, args.target, args.algorithm, args.dtype)
+    print(f"{Path(args.draft) / FILE}: what {args.draft} gives after {len(tokens)} tokens of {args.target}")
+    return 0

@@ -1,0 +1,61 @@
+"""A draft against its own sample, on load.
+
+The sample goes through the step itself: the target with its captured hidden states, the draft's fc, norms and
+attention, on every rank of the gang at once.
+"""
+
+import math
+
+import torch
+
+from cluster.arch.draft.sample import FILE, Sample
+from cluster.batch import Order, PromptChunk, Sampling
+from cluster.config import ConfigError
+from cluster.engine.lockstep import Lockstep
+from cluster.kv.cache import KVCache
+from cluster.spec.inputs import EagleDraftInput
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
+"""How far rounding may take the hidden, relative, and the likeliest token's probability. The demo draft's hidden moves
+by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.10 with the other rope layout, 0.21 and 0.26 with aux
+layers one off, 0.9 and more with the rest."""
+HALF = 0.01  # tolerances above it are those of half precision, where the two likeliest tokens may change places
+
+
+def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> EagleDraftInput | None:
+    """What the draft's extend gives after `tokens`, for one request; None on a rank that follows. Every rank of the
+    gang calls it.
+    """
+    deepest = len(lockstep.shapes) - 1
+    if not lockstep.mesh.leads:
+        lockstep.run(Order(), 0, deepest)
+        return None
+    lease = cache.open(tokens, len(tokens) + lockstep.shapes[-1].window)
+    assert lease is not None, "an empty cache holds a request"
+    chunk = PromptChunk(lease.row, 0, len(tokens), True, tokens)
+    greedy = Sampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
+    lockstep.run(Order((), (chunk,), (greedy,), cache.table.take_journal()), 1, deepest)
+    cache.close(lease, tokens, 0)
+    row = torch.tensor([lease.row], device=lockstep.step.carried.bonus.device)
+    return lockstep.step.carried.take(row)
+
+
+def check_sample(sample: Sample, folder: str, lockstep: Lockstep, cache: KVCache) -> None:
+    """Refuse a draft that no longer gives what its sample says.
+
+    Raises:
+        ConfigError: how far off it is, and what may be wrong.
+    """
+    given = take_sample(sample.tokens, lockstep, cache)
+    if given is None:
+        return
+    wanted, most = torch.tensor(sample.hidden, dtype=torch.float64), TOLERANCE[given.hidden.dtype]
+    hidden = float((given.hidden[0].double().cpu() - wanted).norm() / wanted.norm())
+    probability = abs(math.exp(given.topk_p[0, 0]) - math.exp(sample.logprob))
+    exact = most > HALF or int(given.topk_index[0, 0]) == sample.token
+    if not (hidden <= most and probability <= most and exact):
+        raise ConfigError(
+            f"draft {folder!r} does not give what its {FILE} says: its hidden is off by {hidden:.3g}, its likeliest "
+            f"token's probability by {probability:.3g} (at most {most:g}). Its config or speculative_draft_overrides "
+            "are read as another draft's, or the target is another one. Correct them, or remove the file"
+        )

@@ -1,0 +1,109 @@
+"""A draft's sample: written once, checked on every load."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.arch.draft.sample import FILE, read_sample
+from cluster.arch.split import check_models
+from cluster.cli import main
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine import build_engine
+from cluster.engine.record import sample_draft
+from cluster.request import Request, SamplingParams
+from tests.tiny import draft_folder, target_folder
+
+
+def pair(tmp_path: Path) -> tuple[str, str]:
+    target = target_folder()
+    return target, str(shutil.copytree(draft_folder(target), tmp_path / "draft"))
+
+
+def config(target: str, draft: str, **more: object) -> EngineConfig:
+    given: dict[str, object] = {
+        "model_path": target, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft,
+        "max_running_requests": 2, "max_total_tokens": 256, "num_threads": 1, "dtype": "float64", "device": "cpu",
+    }  # fmt: skip
+    return EngineConfig.from_kwargs(given | more)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_the_draft_it_was_taken_from_loads_in_every_dtype(tmp_path: Path, dtype: str) -> None:
+    target, draft = pair(tmp_path)
+    assert main(["sample-draft", draft, "--target", target]) == 0
+    engine = build_engine(config(target, draft, dtype=dtype))
+    assert engine.status().steps == 0 and engine.status().pages_used == 0
+    engine.check_pages()
+
+
+def test_loading_with_a_sample_leaves_no_trace(tmp_path: Path) -> None:
+    target, draft = pair(tmp_path)
+    texts = []
+    for _ in range(2):
+        engine = build_engine(config(target, draft))
+        engine.submit(Request("a", (5, 6, 7, 8, 9), SamplingParams(max_tokens=12, temperature=0.8, seed=3)))
+        tokens: list[int] = []
+        while engine.has_work:
+            for output in engine.step().outputs:
+                tokens += output.token_ids
+                assert output.cached_tokens == 0
+        texts.append((tokens, engine.status().accept_length, engine.status().steps))
+        if not (Path(draft) / FILE).exists():
+            sample_draft(draft, target, "EAGLE3")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("overrides", [{"rope_layout": "interleaved"}, {"norm_before_residual": True}])
+def test_a_fact_read_otherwise_is_refused(tmp_path: Path, overrides: dict[str, object]) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    with pytest.raises(ConfigError, match=rf"{FILE}.*is off by.*speculative_draft_overrides"):
+        build_engine(config(target, draft, speculative_draft_overrides=overrides))
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    with pytest.raises(ConfigError, match="the target is another one"):
+        build_engine(config(target_folder(kv_heads=4), draft))
+
+
+def test_a_sample_is_not_overwritten(tmp_path: Path) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    with pytest.raises(ConfigError, match="is there already; remove it"):
+        sample_draft(draft, target, "EAGLE3")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": []}, "tokens and token must be ids below the vocabulary's 64"),
+        ({"tokens": [1, 64]}, "must be ids below"),
+        ({"token": 64}, "must be ids below"),
+        ({"token": None}, "must be ids below"),
+        ({"logprob": 0.5}, "logprob must be a number of at most 0"),
+        ({"logprob": "-1"}, "logprob must be a number"),
+        ({"tokens": "abc"}, "tokens must be a list of integers"),
+        ({"hidden": None}, "hidden must list numbers"),
+        ({"hidden": [1.0] * 31}, "hidden must hold the draft's 32 numbers, got 31"),
+        ({"hidden": [0.0] * 32}, "hidden must hold"),
+        ({"hidden": [1.0] * 31 + [float("nan")]}, "hidden must list numbers"),
+        ({"hidden": [1.0] * 31 + [True]}, "hidden must list numbers"),
+    ],
+)
+def test_a_malformed_sample_is_refused_from_the_file_alone(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    file = Path(draft) / FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=message):
+        check_models(config(target, draft))
+
+
+def test_a_draft_without_a_sample_has_none(tmp_path: Path) -> None:
+    assert read_sample(pair(tmp_path)[1], 64, 32) is None
