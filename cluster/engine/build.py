@@ -163,7 +163,7 @@ def assemble(
         debug=config.debug_lockstep,
     )
     if sample is not None and folder is not None:
-        check_sample(sample, folder, lockstep, cache)
+        check_sample(sample, folder, lockstep, cache, context)
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
     info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
     if not mesh.leads:

@@ -4,6 +4,7 @@ The sample goes through the step itself: the target with its captured hidden sta
 attention, on every rank of the gang at once.
 """
 
+import logging
 import math
 
 import torch
@@ -14,6 +15,8 @@ from cluster.config import ConfigError
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache
 from cluster.spec.inputs import EagleDraftInput
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
 """How far rounding may take the hidden, relative, and the likeliest token's probability. The demo draft's hidden moves
@@ -40,12 +43,16 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
     return lockstep.step.carried.take(row)
 
 
-def check_sample(sample: Sample, folder: str, lockstep: Lockstep, cache: KVCache) -> None:
-    """Refuse a draft that no longer gives what its sample says.
+def check_sample(sample: Sample, folder: str, lockstep: Lockstep, cache: KVCache, context: int) -> None:
+    """Refuse a draft that no longer gives what its sample says, where `context` tokens and the cache have room for it.
 
     Raises:
         ConfigError: how far off it is, and what may be wrong.
     """
+    count, window = len(sample.tokens), lockstep.shapes[-1].window
+    if count > context or count + window > cache.total * cache.page_size:
+        logger.warning("%s of %r is not checked: its %d tokens do not fit", FILE, folder, count)
+        return
     given = take_sample(sample.tokens, lockstep, cache)
     if given is None:
         return

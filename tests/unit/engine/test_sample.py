@@ -70,6 +70,17 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         build_engine(config(target_folder(kv_heads=4), draft))
 
 
+@pytest.mark.parametrize("small", [{"context_length": 20}, {"max_total_tokens": 24, "page_size": 4}])
+def test_a_sample_that_does_not_fit_is_left_unchecked_and_said(
+    tmp_path: Path, small: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    engine = build_engine(config(target, draft, **small))
+    assert "is not checked: its 24 tokens" in caplog.text
+    engine.check_pages()
+
+
 def test_a_sample_is_not_overwritten(tmp_path: Path) -> None:
     target, draft = pair(tmp_path)
     sample_draft(draft, target, "EAGLE3")
