@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("cluster.api.serve", "serve a model over REST on a local or running Ray cluster"),
     "inspect": ("cluster.engine.inspect", "say what a checkpoint is and whether it would serve, from its headers"),
     "export-draft": ("cluster.engine.export", "write a draft in another dialect"),
+    "probe-draft": ("cluster.engine.probe", "find out which reading of a draft is accepted most"),
     "sample-draft": ("cluster.engine.record", "note what a draft gives, for later loads to check"),
     "train": ("cluster.train.command", "train the demo target and its draft"),
     "bench": ("cluster.bench.command", "measure speed and acceptance"),

@@ -16,8 +16,9 @@ from torch import Tensor
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
 from cluster.attention.bind import pool_bytes
-from cluster.config import DRAFT_FACTS, ConfigError
+from cluster.config import ConfigError
 from cluster.engine.build import DTYPES
+from cluster.engine.overrides import add_override_argument, overrides_of
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint, Span
 from cluster.models.exchange import NoExchange
@@ -179,26 +180,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, help="ranks")
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES])
-    parser.add_argument(
-        "--draft-override", action="append", default=[], metavar="FACT=VALUE", help=f"one of {', '.join(DRAFT_FACTS)}"
-    )
+    add_override_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def overrides_of(words: list[str]) -> dict[str, Any]:
-    """`fact=value` words as `speculative_draft_overrides`.
-
-    Raises:
-        ConfigError: no such fact or value.
-    """
-    made: dict[str, Any] = {}
-    for word in words:
-        fact, _, value = word.partition("=")
-        values = {str(v).lower(): v for v in DRAFT_FACTS.get(fact, ())}
-        if value.lower() not in values:
-            raise ConfigError(f"--draft-override {word!r}: {fact!r} takes one of {list(values)} of {list(DRAFT_FACTS)}")
-        made[fact] = values[value.lower()]
-    return made
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,17 +3,27 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from cluster.arch.draft.sample import FILE, Sample
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
+from cluster.engine.overrides import add_override_argument, overrides_of
 
 TOKENS = 24
 TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
 
 
-def sample_draft(draft: str, target: str, algorithm: str, dtype: str = "float32") -> list[int]:
-    """Write `draft_sample.json` into the folder of `draft`, which is known to be right with `target`; its tokens.
+def settings_of(draft: str, target: str, algorithm: str) -> dict[str, object]:
+    """The settings that name a pair."""
+    return {"model_path": target, "speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
+
+
+def sample_draft(
+    draft: str, target: str, algorithm: str, dtype: str = "float32", overrides: dict[str, Any] | None = None
+) -> list[int]:
+    """Write `draft_sample.json` into the folder of `draft`, which is known to be right with `target` and
+    `overrides`; its tokens.
 
     Raises:
         ConfigError: there is a sample already, or the pair cannot be served.
@@ -21,13 +31,11 @@ def sample_draft(draft: str, target: str, algorithm: str, dtype: str = "float32"
     file = Path(draft) / FILE
     if file.exists():
         raise ConfigError(f"{str(file)!r} is there already; remove it to have another one written")
-    settings: dict[str, object] = {
-        "model_path": target,
-        "speculative_algorithm": algorithm,
-        "speculative_draft_model_path": draft,
+    settings = settings_of(draft, target, algorithm) | {
         "max_running_requests": 1,
         "context_length": 4 * TOKENS,
         "dtype": dtype,
+        "speculative_draft_overrides": overrides or {},
     }
     engine = build_engine(EngineConfig.from_kwargs(settings))
     if engine.tokenizer is None:
@@ -51,10 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
     parser.add_argument("--algorithm", default="EAGLE3", help="its speculative_algorithm (default: EAGLE3)")
     parser.add_argument("--dtype", default="float32", help="of the computation (default: float32)")
+    add_override_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the sample and say so."""
-    tokens = sample_draft(args.draft, args.target, args.algorithm, args.dtype)
+    overrides = overrides_of(args.draft_override)
+    tokens = sample_draft(args.draft, args.target, args.algorithm, args.dtype, overrides)
     print(f"{Path(args.draft) / FILE}: what {args.draft} gives after {len(tokens)} tokens of {args.target}")
     return 0

@@ -1,0 +1,50 @@
+"""`aerie probe-draft` finds what a wrong config hides, and leaves a right one alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.arch.draft.sample import FILE
+from cluster.cli import main
+from cluster.config import ConfigError
+from cluster.engine.probe import Reading, probe_draft
+from tests.dialects.demo import DRAFT, TARGET
+from tests.tiny import draft_folder, target_folder
+from tests.unit.models.checkpoints import copy_of
+
+
+def unsampled(to: Path, **config: object) -> str:
+    folder = copy_of(DRAFT, to / "draft", None, **config)
+    (to / "draft" / FILE).unlink()
+    return folder
+
+
+def test_a_right_config_is_left_alone(tmp_path: Path) -> None:
+    readings: list[Reading] = []
+    assert probe_draft(unsampled(tmp_path), TARGET, "EAGLE3", readings.append) == {}
+    assert {fact for reading in readings for fact in reading.overrides} >= {"rope_layout", "recurrent"}
+    assert all(reading.accept_length > 1 for reading in readings)
+
+
+def test_two_wrong_facts_are_found_and_the_sample_then_taken_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = unsampled(tmp_path, norm_before_residual=True, norm_output=True)
+    assert main(["probe-draft", draft, "--target", TARGET, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["speculative_draft_overrides"] == {"norm_before_residual": False, "recurrent": "pre"}
+    words = ["--draft-override", "norm_before_residual=false", "--draft-override", "recurrent=pre"]
+    assert main(["sample-draft", draft, "--target", TARGET, *words]) == 0
+    mine, ours = (json.loads((Path(folder) / FILE).read_text()) for folder in (draft, DRAFT))
+    assert mine == ours
+
+
+def test_what_cannot_be_probed_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="knows how it is read"):
+        probe_draft(DRAFT, TARGET, "EAGLE3", print)
+    target = target_folder()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        probe_draft(draft_folder(target), target, "EAGLE3", print)
+    with pytest.raises(ConfigError, match="does not fit the draft"):
+        probe_draft(unsampled(tmp_path), TARGET, "NEXTN", print)
