@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.attention.bind import pool_bytes
 from cluster.config import DRAFT_FACTS, ConfigError
 from cluster.engine.build import DTYPES
@@ -94,18 +94,23 @@ class Report:
 def inspect(
     path: str, draft: str | None, tp: int = 1, dp: int = 1, dtype: str = "auto", overrides: dict[str, Any] | None = None
 ) -> Report:
-    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups."""
+    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
+
+    The draft of a target that is recognised and not served is looked at alone.
+    """
     report = Report()
     if tp % dp:
         raise ConfigError(f"--dp {dp} must divide --tp {tp}")
+    sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp))
     try:
         arch = read_target(path)
-        compute = DTYPES.get(arch.dtype if dtype == "auto" else dtype, torch.bfloat16)
-        sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp))
+        compute = _compute(arch, dtype)
         numbers = _target(report, path, arch, sharding)
         layers = [local_heads(g, sharding.attention) for g in arch.layers]
     except ConfigError as error:
         report.problems.append(str(error))
+        if draft is not None:
+            _alone(report, path, draft, sharding, dtype, overrides or {})
         return report
     token = pool_bytes(layers, compute)
     report.memory = {
@@ -129,6 +134,25 @@ def inspect(
         except ConfigError as error:
             report.problems.append(str(error))
     return report
+
+
+def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
+    return DTYPES.get(arch.dtype if dtype == "auto" else dtype, torch.bfloat16)
+
+
+def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, overrides: dict[str, Any]) -> None:
+    """Note the draft of a target that is recognised and not served; memory is the draft's."""
+    try:
+        arch = outline(path)
+        if arch is None:
+            return
+        report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
+        report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
+        report.features = {"checked": "the draft alone"}
+        _draft(report, draft, arch, sharding, _compute(arch, dtype), overrides)
+    except ConfigError as error:
+        if str(error) not in report.problems:
+            report.problems.append(str(error))
 
 
 def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> int:
