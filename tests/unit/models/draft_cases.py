@@ -43,6 +43,13 @@ class Case:
 THREE = {"boundaries": (1, 2, 3)}
 NEXTN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 SPEC = {"boundaries": (1, 2, 4)}
+NEXTN_EXPERTS = {
+    "at": "layers.4.",
+    "inner": "layers.4.",
+    "parts": NEXTN,
+    "zero_first": True,
+    "config": {"first_k_dense_replace": 0, "num_hidden_layers": 1},
+}
 QWEN_NEXT = {
     "at": "mtp.",
     "inner": "mtp.layers.0.",
@@ -274,6 +281,23 @@ CASES: dict[str, Case] = {
             "head": "layers.4.shared_head.output.weight",
         },
         {"dialect": "step-3.5", "head": "own", "chained": True},
+    ),
+    "nextn-experts": Case(
+        "MTP",
+        "DeepSeek NextN, latent attention and experts",
+        layers.nextn_experts,
+        layers.LayerOfTransformers,
+        NEXTN_EXPERTS,
+        {"dialect": "deepseek-nextn"},
+        source="transformers' layer, float64",
+    ),
+    "nextn-experts-fp8": Case(
+        "MTP",
+        "DeepSeek NextN, experts in FP8 with block scales, chosen freely",
+        lambda: layers.nextn_experts(fp8=True, n_group=1, topk_group=1, norm_topk_prob=False),
+        layers.LayerOfTransformers,
+        NEXTN_EXPERTS,
+        source="transformers' layer, float64",
     ),
     "qwen3-next": Case(
         "MTP",

@@ -7,13 +7,19 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.exact import exact
-from tests.unit.models.draft_folders import HEADS, D, H, Random, Tensors, base_config, write
+from tests.unit.models.draft_folders import HEADS, LATENT, D, H, Random, Tensors, V, base_config, latent_layer, write
 from tests.unit.models.draft_reference import Mtp
 
 CLASSES: dict[str, tuple[Any, Any, Any]] = {
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        deepseek_v3.DeepseekV3DecoderLayer,
+        deepseek_v3.DeepseekV3RotaryEmbedding,
+    ),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
         qwen3_next.Qwen3NextDecoderLayer,
@@ -31,6 +37,7 @@ class LayerOfTransformers(Mtp):
 
     def __init__(self, folder: str, target: Any, **say: Any) -> None:
         super().__init__(folder, target, **say)
+        self.w = dequantised(self.w)
         kind, layer, rotary = CLASSES[self.config["model_type"]]
         config = kind(**{key: self.config[key] for key in self.config if key != "architectures"} | say["config"])
         config._attn_implementation = config._experts_implementation = "eager"
@@ -49,6 +56,16 @@ class LayerOfTransformers(Mtp):
             )  # fmt: skip
         assert isinstance(out, Tensor) and out.dtype == torch.float64
         return out[0]
+
+
+def dequantised(held: Tensors) -> Tensors:
+    """Weights of one block times its scale, a product of float32; scales left out."""
+    scales = {name: tensor for name, tensor in held.items() if name.endswith("_scale_inv")}
+    made = {name: tensor for name, tensor in held.items() if name not in scales}
+    for name, scale in scales.items():
+        weight = name.removesuffix("_scale_inv")
+        made[weight] = (made[weight].float() * scale.float()).double()
+    return made
 
 
 def stacked(held: Tensors, prefix: str) -> Tensors:
@@ -114,3 +131,50 @@ def qwen_next(sparse: bool = True, biased: str = "", layers: int = 1, **config: 
     }
     tensors["mtp.fc.weight"] = random.matrix(H, 2 * H)
     return write(tensors, base_config(**NEXT | config))
+
+
+GROUPED = {
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "head_dim": None,
+    "num_key_value_heads": HEADS,
+}
+
+
+def grouped_experts(random: Random, name: str) -> Tensors:
+    """Eight experts with the correction of their choice, and two shared ones side by side."""
+    made = experts(random, f"{name}.mlp", 8, 12) | mlp(random, f"{name}.mlp.shared_experts", 24)
+    return made | {f"{name}.mlp.gate.e_score_correction_bias": random.matrix(8)}
+
+
+def around(random: Random, name: str, copies: bool = True) -> Tensors:
+    """What a NextN layer has beside its decoder layer; `copies`: of the target's embedding and head."""
+    made = {f"{name}.{norm}.weight": random.scale(H) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    made[f"{name}.eh_proj.weight"] = random.matrix(H, 2 * H)
+    if copies:
+        made |= {f"{name}.{part}.weight": random.matrix(V, H) for part in ("embed_tokens", "shared_head.head")}
+    return made
+
+
+def nextn_experts(fp8: bool = False, **config: Any) -> str:
+    """As DeepSeek-V3 ships its MTP layer: latent attention and experts, after the target's 4 layers."""
+    random, name = Random(52), "model.layers.4"
+    norms = ("input_layernorm", "post_attention_layernorm")
+    tensors = without_mlp(latent_layer(random, name, H, norms))
+    tensors |= grouped_experts(random, name) | around(random, name)
+    for weight in [w for w in tensors if fp8 and "_proj.weight" in w and "eh_proj" not in w]:
+        scale = (tensors[weight].abs().max() / 448).view(1, 1)
+        tensors |= {weight: (tensors[weight] / scale).to(torch.float8_e4m3fn), f"{weight}_scale_inv": scale}
+    return write(tensors, base_config(**DEEPSEEK | LATENT | GROUPED | config))
