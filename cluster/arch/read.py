@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
+from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.gpt_oss import gpt_oss
 from cluster.arch.families.llama import llama, mistral
 from cluster.arch.families.mistral_native import mistral_native
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Callable[[Keys], TargetArch]] = {
     "GptOssForCausalLM": gpt_oss,
     "Gemma3ForCausalLM": gemma3,
     "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeForCausalLM": glm4_moe,
     **{name: partial(wrapped, wrapper=name) for name in WRAPPERS},
 }
 TARGET_FAMILIES = tuple(FAMILIES)

@@ -59,12 +59,13 @@ class SelfAttention:
     ) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
         count, rotated = rows.shape[0], self.heads + self.kv_heads
-        packed = project(rows, self.qkv, self.qkv_bias).view(count, -1, self.head_dim)
+        end = rotated + self.kv_heads
+        blocks = end + (self.heads if self.gated else 0)
+        packed = project(rows, self.qkv, self.qkv_bias).view(count, blocks, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             packed[:, : self.heads] = norm(packed[:, : self.heads], self.q_norm, self.eps)
             packed[:, self.heads : rotated] = norm(packed[:, self.heads : rotated], self.k_norm, self.eps)
         rotary.apply_(packed[:, :rotated], angles)
-        end = rotated + self.kv_heads
         q, kv = packed[:, : self.heads], packed[:, self.heads : end].view(count, 2, self.kv_heads, self.head_dim)
         seen = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:

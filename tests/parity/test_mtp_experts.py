@@ -17,7 +17,7 @@ from tests.parity.drafts import Texts, correct
 from tests.parity.harness import GREEDY, SAMPLING, Run, config_of, request, run
 from tests.unit.models.draft_folders import Random, write
 
-TARGETS = {"deepseek_v3": "low-rank queries"}
+TARGETS = {"deepseek_v3": "low-rank queries", "glm4_moe": "half rotated, norms, biases"}
 STEPS = 3
 
 
@@ -60,7 +60,7 @@ def plain(family: str) -> Run:
 
 
 @pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize(("topk", "count", "rate"), [(1, 1, 0.0), (1, 1, 0.8), (3, 1, 0.8), (2, 3, 0.8)])
+@pytest.mark.parametrize(("topk", "count", "rate"), [(1, 1, 0.0), (1, 1, 0.6), (3, 1, 0.6), (2, 3, 0.6)])
 def test_the_law_holds(family: str, topk: int, count: int, rate: float) -> None:
     """One layer used again and again, and a draft runner list; alone, and right often enough to reach every depth."""
     folder = checkpoint(family, count)
@@ -68,10 +68,12 @@ def test_the_law_holds(family: str, topk: int, count: int, rate: float) -> None:
     engine = build_engine(config)
     if rate:
         correct(engine, truth(family), rate)
+    reached: set[int] = set()
     for _ in range(2):  # the second time from cached pages
         result = run(engine, requests())
         assert result.ended == plain(family).ended
-    assert set(result.accept_lens) >= ({1, 2, 3, 4} if rate else {1})
+        reached |= set(result.accept_lens)
+    assert reached >= ({1, 2, 3, 4} if rate else {1})
 
 
 def truth(family: str) -> Texts:

@@ -13,6 +13,7 @@ from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
 from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target
 from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
+from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, qwen3_next_experts
 from cluster.arch.keys import Keys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
@@ -118,7 +119,7 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
     given = keys.data.get("num_nextn_predict_layers")
     if given is not None and given != len(numbers):
         raise ConfigError(f"draft {folder!r}: num_nextn_predict_layers is {given} but it holds MTP layers {numbers}")
-    geometry = _geometry(folder, keys, shapes, form, form.inner.format(index=numbers[0]).rstrip("."), target)
+    geometry = _geometry(folder, keys, shapes, form, form.inner.format(index=numbers[0]).rstrip("."))
     if form.unit_offset:
         geometry = replace(geometry, unit_offset=True)
     if geometry.hidden != target.hidden:
@@ -161,8 +162,8 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
     )
 
 
-def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str, target: TargetArch) -> LayerGeometry:
-    """The decoder layer's sizes; experts are those of the target's last layer."""
+def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str) -> LayerGeometry:
+    """The decoder layer's sizes: latent attention is DeepSeek's, grouped heads beside NextN experts are GLM's."""
     dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if form is QWEN:
         given = {**NEXT_DEFAULTS, **{key: value for key, value in keys.data.items() if value is not None}}
@@ -170,13 +171,12 @@ def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str
         return gated if dense else replace(gated, moe=qwen3_next_experts(keys))
     if is_latent(shapes, prefix):
         return latent_geometry(keys, dense)
-    geometry = draft_geometry(folder, keys, shapes, prefix)
     if dense:
-        return geometry
-    moe = target.layers[-1].moe
-    if moe is None:
-        raise ConfigError(f"draft {folder!r}: its layer has experts, but the target's last layer has none")
-    return replace(geometry, moe=moe)
+        return draft_geometry(folder, keys, shapes, prefix)
+    if form is not NEXTN:
+        raise ConfigError(f"draft {folder!r}: {form.dialect} layers with experts are not served; its MLP is not dense")
+    alone = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    return glm4_moe(Keys(alone, folder, keys.file)).layer
 
 
 def _others(form: Format, numbers: list[int]) -> tuple[str, ...]:

@@ -299,6 +299,23 @@ CASES: dict[str, Case] = {
         NEXTN_EXPERTS,
         source="transformers' layer, float64",
     ),
+    "glm": Case(
+        "MTP",
+        "GLM NextN, half of each head rotated, norms, biases, experts",
+        layers.glm,
+        layers.LayerOfTransformers,
+        NEXTN_EXPERTS,
+        {"dialect": "deepseek-nextn"},
+        source="transformers' layer, float64",
+    ),
+    "glm-plain": Case(
+        "MTP",
+        "GLM NextN, a quarter rotated, neither norms nor biases, one group",
+        lambda: layers.glm("", use_qk_norm=False, partial_rotary_factor=0.25, n_group=None, topk_group=None),
+        layers.LayerOfTransformers,
+        NEXTN_EXPERTS | {"config": NEXTN_EXPERTS["config"] | {"n_group": 1, "topk_group": 1}},
+        source="transformers' layer, float64",
+    ),
     "qwen3-next": Case(
         "MTP",
         "Qwen3-Next: gated heads, half of each rotated, experts and a gated shared one",

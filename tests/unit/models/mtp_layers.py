@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.exact import exact
@@ -20,6 +21,7 @@ CLASSES: dict[str, tuple[Any, Any, Any]] = {
         deepseek_v3.DeepseekV3DecoderLayer,
         deepseek_v3.DeepseekV3RotaryEmbedding,
     ),
+    "glm4_moe": (transformers.Glm4MoeConfig, glm4_moe.Glm4MoeDecoderLayer, glm4_moe.Glm4MoeRotaryEmbedding),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
         qwen3_next.Qwen3NextDecoderLayer,
@@ -178,3 +180,14 @@ def nextn_experts(fp8: bool = False, **config: Any) -> str:
         scale = (tensors[weight].abs().max() / 448).view(1, 1)
         tensors |= {weight: (tensors[weight] / scale).to(torch.float8_e4m3fn), f"{weight}_scale_inv": scale}
     return write(tensors, base_config(**DEEPSEEK | LATENT | GROUPED | config))
+
+
+def glm(biased: str = "qkv", **config: Any) -> str:
+    """As GLM-4.5 ships its MTP layer: grouped heads of which half is rotated, with norms; DeepSeek's experts."""
+    random, name = Random(53), "model.layers.4"
+    norms, more = ("input_layernorm", "post_attention_layernorm"), {"use_qk_norm": True, "attention_bias": bool(biased)}
+    qk_norm = bool(config.get("use_qk_norm", True))
+    tensors = without_mlp(random.layer(name, H, norms, biased, qk_norm=qk_norm))
+    tensors |= grouped_experts(random, name) | around(random, name)
+    own = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "partial_rotary_factor": 0.5}
+    return write(tensors, base_config(**own | GROUPED | more | config))

@@ -45,7 +45,7 @@ def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
         return list(pool.map(rank, range(size)))
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3-next-dense", "nextn-experts"])
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3-next-dense", "nextn-experts", "glm"])
 def test_two_ranks_make_what_one_makes(name: str) -> None:
     whole = both(name, 1)[0]
     for shard in both(name, 2):
