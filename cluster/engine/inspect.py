@@ -25,6 +25,9 @@ from cluster.models.registry import DRAFTS
 from cluster.models.target import DecoderTarget
 
 META = torch.device("meta")
+NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map")
+Settings = tuple[dict[str, Any] | None, str | None]
+"""`speculative_draft_overrides` and `speculative_token_map`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,13 @@ class Report:
 
 
 def inspect(
-    path: str, draft: str | None, tp: int = 1, dp: int = 1, dtype: str = "auto", overrides: dict[str, Any] | None = None
+    path: str,
+    draft: str | None,
+    tp: int = 1,
+    dp: int = 1,
+    dtype: str = "auto",
+    overrides: dict[str, Any] | None = None,
+    token_map: str | None = None,
 ) -> Report:
     """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
 
@@ -110,7 +119,7 @@ def inspect(
     except ConfigError as error:
         report.problems.append(str(error))
         if draft is not None:
-            _alone(report, path, draft, sharding, dtype, overrides or {})
+            _alone(report, path, draft, sharding, dtype, (overrides, token_map))
         return report
     token = pool_bytes(layers, compute)
     report.memory = {
@@ -130,7 +139,7 @@ def inspect(
     }
     if draft is not None:
         try:
-            _draft(report, draft, arch, sharding, compute, overrides or {})
+            _draft(report, draft, arch, sharding, compute, (overrides, token_map))
         except ConfigError as error:
             report.problems.append(str(error))
     return report
@@ -140,7 +149,7 @@ def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
     return DTYPES.get(arch.dtype if dtype == "auto" else dtype, torch.bfloat16)
 
 
-def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, overrides: dict[str, Any]) -> None:
+def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings) -> None:
     """Note the draft of a target that is recognised and not served; memory is the draft's."""
     try:
         arch = outline(path)
@@ -149,7 +158,7 @@ def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str
         report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
         report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
         report.features = {"checked": "the draft alone"}
-        _draft(report, draft, arch, sharding, _compute(arch, dtype), overrides)
+        _draft(report, draft, arch, sharding, _compute(arch, dtype), settings)
     except ConfigError as error:
         if str(error) not in report.problems:
             report.problems.append(str(error))
@@ -173,9 +182,9 @@ def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> 
 
 
 def _draft(
-    report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, overrides: dict[str, Any]
+    report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, settings: Settings
 ) -> None:
-    spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, overrides)
+    spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
     tensors, numbers = [], 0
     for runner in range(spec.runners):
         recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
@@ -186,7 +195,7 @@ def _draft(
     own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
     shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
     report.draft = {"folder": path, **spec.described(), "shared_with_target": shared, "tensors": tensors}
-    report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in ("names", "choices", "ignored_patterns")}
+    report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
     report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
     report.memory["kv_bytes_per_token"] += spec.runners * pool_bytes(own, compute)
     report.features["speculation"] = {"eagle3": "EAGLE3", "mtp": "NEXTN"}.get(spec.kind, "EAGLE")
@@ -204,6 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-override", action="append", default=[], metavar="FACT=VALUE", help=f"one of {', '.join(DRAFT_FACTS)}"
     )
+    parser.add_argument("--token-map", metavar="FILE", help="token ids that the draft ranks; .json or .safetensors")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -225,7 +235,8 @@ def overrides_of(words: list[str]) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 when it would not serve."""
-    report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, overrides_of(args.draft_override))
+    overrides = overrides_of(args.draft_override)
+    report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, overrides, args.token_map)
     if args.json:
         print(json.dumps(asdict(report)))
     else:
