@@ -13,9 +13,11 @@ from cluster.engine import build_engine
 from cluster.engine.inspect import inspect
 from cluster.request import Request
 from tests.families import LAYERS, VOCAB, made
+from tests.parity import harness
 from tests.parity.drafts import Texts, correct
 from tests.parity.harness import GREEDY, SAMPLING, Run, config_of, request, run
 from tests.unit.models.draft_folders import Random, write
+from tests.unit.models.mtp_layers import qwen_next
 
 TARGETS = {"deepseek_v3": "low-rank queries", "glm4_moe": "half rotated, norms, biases"}
 STEPS = 3
@@ -78,6 +80,17 @@ def test_the_law_holds(family: str, topk: int, count: int, rate: float) -> None:
 
 def truth(family: str) -> Texts:
     return {one.request_id: [*one.prompt_token_ids, *plain(family).tokens[one.request_id]] for one in requests()}
+
+
+@pytest.mark.parametrize(("topk", "sampling"), [(1, "greedy"), (3, "0.8")])
+def test_the_law_holds_with_gated_heads(topk: int, sampling: str) -> None:
+    """Qwen3-Next's MTP layer behind a target of its sizes, as its own is not served; steps without rows included."""
+    target, draft = harness.tiny_pair()[0], qwen_next(vocab_size=harness.VOCAB)
+    engine = build_engine(config_of(target, draft, topk, STEPS, speculative_algorithm="NEXTN", chunked_prefill_size=7))
+    correct(engine, harness.truth(sampling), 0.6)
+    result = run(engine, harness.grid_requests(sampling, 8))
+    assert result.ended == harness.plain_run(sampling).ended
+    assert set(result.accept_lens) >= {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("family", TARGETS)
