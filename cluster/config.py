@@ -30,6 +30,7 @@ SPECULATIVE_CONFIG: dict[str, str] = {
     "num_speculative_tokens": "speculative_num_steps",
     "draft_parallel": "speculative_draft_parallel",
     "draft_overrides": "speculative_draft_overrides",
+    "token_map": "speculative_token_map",
 }
 
 
@@ -115,6 +116,10 @@ class EngineConfig(Settings):
     speculative_draft_overrides: dict[str, Any] = Field(
         default_factory=dict, description="facts that a draft's tensors do not tell; {aux_numbering: boundaries}"
     )
+    speculative_token_map: str | None = Field(
+        default=None,
+        description="file of the token ids that the draft ranks with the target's head; .json, .safetensors",
+    )
     tp_size: int = Field(default=1, ge=1, le=1024)
     attn_dp_size: int = Field(default=1, ge=1)
     vocab_parallel: Literal["attention", "world"] = "attention"
@@ -170,6 +175,7 @@ class EngineConfig(Settings):
                 "speculative_num_steps",
                 "speculative_eagle_topk",
                 "speculative_num_draft_tokens",
+                "speculative_token_map",
             )
         }
         if self.speculative_algorithm is None:
@@ -180,6 +186,11 @@ class EngineConfig(Settings):
                     raise ConfigError(f"{name} needs speculative_algorithm: EAGLE3")
         elif self.speculative_draft_model_path is None:
             raise ConfigError("speculative_algorithm needs speculative_draft_model_path: the folder of the draft")
+        if not (self.speculative_token_map or ".json").endswith((".json", ".safetensors")):
+            raise ConfigError(
+                f"speculative_token_map {self.speculative_token_map!r} must be a .json list of token ids or a "
+                ".safetensors file with one tensor of them; a pickle (.pt) is not read, write its ids as JSON"
+            )
         for fact, value in self.speculative_draft_overrides.items():
             if fact not in DRAFT_FACTS:
                 raise ConfigError(f"speculative_draft_overrides: unknown fact {fact!r}{nearest(fact, [*DRAFT_FACTS])}")

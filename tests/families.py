@@ -213,6 +213,28 @@ FAMILIES: dict[str, Family] = {
             },
         },
     ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        {
+            "head_dim": 12,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+        },
+        {
+            "half rotated, norms, biases": {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+            "groups, two shared": {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False},
+            "a quarter rotated, yarn, sharded": {
+                "head_dim": 16,
+                **rope({**YARN, "partial_rotary_factor": 0.25}),
+                "first_k_dense_replace": 0,
+                "shards": True,
+            },
+        },
+    ),
     "llava": Family(
         "LlavaForConditionalGeneration",
         "LlavaConfig",

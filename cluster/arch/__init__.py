@@ -3,7 +3,7 @@
 from cluster.arch.draft import DraftLayer, DraftSpec, aux_boundaries, read_draft
 from cluster.arch.keys import Shapes, read_json
 from cluster.arch.layer import Latent, LayerGeometry, Moe
-from cluster.arch.read import TARGET_FAMILIES, is_native, read_target
+from cluster.arch.read import TARGET_FAMILIES, is_native, outline, read_target
 from cluster.arch.rope import Rope
 from cluster.arch.target import TargetArch
 
@@ -19,6 +19,7 @@ __all__ = [
     "TargetArch",
     "aux_boundaries",
     "is_native",
+    "outline",
     "read_draft",
     "read_json",
     "read_target",

@@ -33,7 +33,8 @@ class Moe:
 
     `scoring` softmax over all experts, or sigmoid; `renormalise` divides the chosen ones' weights by their sum;
     `scale` multiplies them. With `groups` only the experts of the best `top_groups` groups can be chosen, and
-    `correction` is a bias that counts for the choice alone. `shared` columns belong to an MLP that every token takes.
+    `correction` is a bias that counts for the choice alone. `shared` columns belong to an MLP that every token takes,
+    with `shared_gate` times the sigmoid of a learnt projection of the token.
     `stacked`: a checkpoint holds all experts in one tensor, gate and up interleaved, with biases. `clamp` (alpha,
     limit) is the clamped SwiGLU of gpt-oss.
     """
@@ -49,6 +50,7 @@ class Moe:
     correction: bool = False
     router_bias: bool = False
     shared: int = 0
+    shared_gate: bool = False
     stacked: bool = False
     clamp: tuple[float, float] | None = None
 
@@ -60,7 +62,8 @@ class LayerGeometry:
     `attention_bias` belongs to q, k and v, `out_bias` to the output. `window` tokens are seen, itself included; None:
     all. `scale` None is `head_dim ** -0.5`. `sinks`: one learnt logit per head joins the softmax. `qk_norm`: RMSNorm
     per head before rope. `unit_offset`: norms scale by 1 + weight. `sandwich`: norms after attention and MLP too.
-    `interleaved`: the checkpoint's q and k are made for rope over neighbouring pairs.
+    `interleaved`: the checkpoint's q and k are made for rope over neighbouring pairs. `gated`: `q_proj` gives each head
+    a gate beside its query, whose sigmoid multiplies what the head's attention gives (Qwen3-Next).
     With `latent`, `kv_heads` is 1 and `head_dim` the width of what is cached.
     """
 
@@ -81,14 +84,15 @@ class LayerGeometry:
     unit_offset: bool = False
     sandwich: bool = False
     interleaved: bool = False
+    gated: bool = False
     activation: Activation = "silu"
     moe: Moe | None = None
     latent: Latent | None = None
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the packed q, k, v weight."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Rows of the packed q, k, v weight, gates included."""
+        return ((2 if self.gated else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -108,7 +112,7 @@ class LayerGeometry:
     @property
     def rope_dim(self) -> int:
         """Width of the rotated part of a head."""
-        return self.head_dim if self.latent is None else self.latent.rope
+        return int(self.head_dim * self.rope.partial) if self.latent is None else self.latent.rope
 
     @property
     def token_columns(self) -> int:
@@ -125,8 +129,10 @@ class LayerGeometry:
         return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
 
 
-def geometry_of(keys: Keys, activation: Activation = "silu", theta: float = 10000.0) -> LayerGeometry:
-    """The sizes of one plain layer; families change what is theirs."""
+def geometry_of(
+    keys: Keys, activation: Activation = "silu", theta: float = 10000.0, partial: bool = False
+) -> LayerGeometry:
+    """The sizes of one plain layer; families change what is theirs. `partial` as for `rope_of`."""
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -138,7 +144,13 @@ def geometry_of(keys: Keys, activation: Activation = "silu", theta: float = 1000
     head_dim = keys.integer("head_dim", max(1, hidden // heads))
     if head_dim % 2:
         raise ConfigError(f"{keys.file} of {keys.where!r}: head_dim must be even for rotary embeddings, got {head_dim}")
-    bias = keys.flag("attention_bias")
+    bias, rope = keys.flag("attention_bias"), rope_of(keys, theta, partial=partial)
+    rotated = int(head_dim * rope.partial)
+    if rotated % 2 or not rotated:
+        raise ConfigError(
+            f"{keys.file} of {keys.where!r}: partial_rotary_factor {rope.partial} of head_dim {head_dim} is {rotated} "
+            "dimensions, which must be even"
+        )
     return LayerGeometry(
         hidden=hidden,
         heads=heads,
@@ -149,7 +161,7 @@ def geometry_of(keys: Keys, activation: Activation = "silu", theta: float = 1000
         attention_bias=bias,
         out_bias=bias,
         mlp_bias=keys.flag("mlp_bias"),
-        rope=rope_of(keys, theta),
+        rope=rope,
         activation=activation,
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
+from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.gpt_oss import gpt_oss
 from cluster.arch.families.llama import llama, mistral
 from cluster.arch.families.mistral_native import mistral_native
@@ -13,7 +14,8 @@ from cluster.arch.families.mixtral import mixtral
 from cluster.arch.families.qwen import qwen2, qwen3, qwen3_moe
 from cluster.arch.families.wrapped import WRAPPERS, wrapped
 from cluster.arch.keys import Keys, family_of, read_json
-from cluster.arch.target import TargetArch
+from cluster.arch.layer import geometry_of
+from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
 FAMILIES: dict[str, Callable[[Keys], TargetArch]] = {
@@ -26,6 +28,7 @@ FAMILIES: dict[str, Callable[[Keys], TargetArch]] = {
     "GptOssForCausalLM": gpt_oss,
     "Gemma3ForCausalLM": gemma3,
     "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeForCausalLM": glm4_moe,
     **{name: partial(wrapped, wrapper=name) for name in WRAPPERS},
 }
 TARGET_FAMILIES = tuple(FAMILIES)
@@ -72,14 +75,36 @@ def read_target(folder: str) -> TargetArch:
     if is_native(folder):
         return mistral_native(Keys(read_json(folder, "params.json"), folder, "params.json"))
     keys = Keys(read_json(folder, "config.json"), folder)
-    for name in keys.data.get("architectures") or []:
-        if name not in FAMILIES and any(part in str(name) for part in STATEFUL):
-            raise ConfigError(
-                f"config.json of {folder!r}: {name} is recognised; its linear-attention or state-space layers are not "
-                f"served; known: {', '.join(TARGET_FAMILIES)}"
-            )
+    name = _stateful(keys)
+    if name is not None:
+        raise ConfigError(
+            f"config.json of {folder!r}: {name} is recognised; its linear-attention or state-space layers are not "
+            f"served; known: {', '.join(TARGET_FAMILIES)}"
+        )
     _quantisation(keys)
     return FAMILIES[family_of(keys, TARGET_FAMILIES, "target")](keys)
+
+
+def outline(folder: str) -> TargetArch | None:
+    """A target that is recognised and not served, as far as its draft has to know it: width, vocabulary, how many
+    layers. None for any other folder.
+
+    Raises:
+        ConfigError: the config does not say these.
+    """
+    if is_native(folder):
+        return None
+    keys = Keys(read_json(folder, "config.json"), folder)
+    name = _stateful(keys)
+    if name is None:
+        return None
+    return target_of(keys, name, (geometry_of(keys, partial=True),) * keys.integer("num_hidden_layers"))
+
+
+def _stateful(keys: Keys) -> str | None:
+    """The architecture's name, if its layers carry a state."""
+    names = [str(name) for name in keys.data.get("architectures") or []]
+    return next((n for n in names if n not in FAMILIES and any(part in n for part in STATEFUL)), None)
 
 
 def _quantisation(keys: Keys) -> None:

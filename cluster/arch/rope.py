@@ -29,38 +29,45 @@ class Rope:
     """Rotary embedding in the half-split (neox) layout.
 
     At most one scaling: `llama3` holds (factor, low, high, original length); `linear` divides every frequency.
+    `partial`: the share of a head, its first dimensions, that is rotated.
     """
 
     theta: float
     llama3: tuple[float, float, float, int] | None = None
     linear: float = 1.0
     yarn: Yarn | None = None
+    partial: float = 1.0
 
 
-def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None) -> Rope:
+def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, partial: bool = False) -> Rope:
     """The rotary embedding that the config asks for; `theta` where it names none.
 
     `layer_type` picks one of the embeddings that a config of several lists by type. Old and new spelling are read:
     `rope_theta` with `rope_scaling`, and `rope_parameters`. Dynamic scaling changes nothing up to
-    `max_position_embeddings`, beyond which nothing is served.
+    `max_position_embeddings`, beyond which nothing is served. `partial`: the family may rotate a part of each head,
+    `partial_rotary_factor`; the others are refused with such a key, as nobody knows what they would mean by it.
+
+    Raises:
+        ConfigError: a scaling or a factor that is not served, or a key that it needs is missing.
     """
     scaling = keys.section("rope_parameters" if keys.data.get("rope_parameters") else "rope_scaling")
     if layer_type is not None and layer_type in scaling.data:
         scaling = scaling.section(layer_type)
     kind = scaling.data.get("rope_type") or scaling.data.get("type") or "default"
     theta = scaling.number("rope_theta", keys.number("rope_theta", theta))
-    for holder in (scaling, keys):
-        if holder.number("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError(f"{keys.file} of {keys.where!r}: partial_rotary_factor other than 1 is not served")
+    share = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    if share != 1.0 and not (partial and share < 1.0):
+        wanted = "must be at most 1" if partial else "other than 1 is not served"
+        raise ConfigError(f"{keys.file} of {keys.where!r}: partial_rotary_factor {wanted}, got {share}")
     if kind in ("default", "dynamic"):
-        return Rope(theta)
+        return Rope(theta, partial=share)
     if kind == "linear":
-        return Rope(theta, linear=_required(scaling, kind, "factor")[0])
+        return Rope(theta, linear=_required(scaling, kind, "factor")[0], partial=share)
     if kind == "llama3":
         factor, low, high, length = _required(
             scaling, kind, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
         )
-        return Rope(theta, (factor, low, high, int(length)))
+        return Rope(theta, (factor, low, high, int(length)), partial=share)
     if kind == "yarn":
         factor, length = _required(scaling, kind, "factor", "original_max_position_embeddings")
         both = scaling.data.get("mscale") and scaling.data.get("mscale_all_dim")
@@ -79,6 +86,7 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None) -
                 scaling.flag("truncate", True),
                 scaling.number("attention_factor", attention),
             ),
+            partial=share,
         )
     raise ConfigError(
         f"{keys.file} of {keys.where!r}: rope_scaling type {kind!r} is not served; known: {', '.join(KINDS)}"

@@ -22,7 +22,8 @@ def check_models(config: EngineConfig) -> None:
     geometries = {"the target": min(target.layers, key=lambda layer: layer.mlp_columns)}
     folder = config.speculative_draft_model_path
     if folder is not None:
-        draft = read_draft(folder, stored_shapes(folder), target, config.speculative_draft_overrides)
+        given = (config.speculative_draft_overrides, config.speculative_token_map)
+        draft = read_draft(folder, stored_shapes(folder), target, *given)
         read_sample(folder, draft.vocab_size, draft.hidden)
         if shape.topk > draft.draft_vocab_size:
             raise ConfigError(

@@ -116,7 +116,8 @@ def assemble(
     drafts, parts = (exchange, sharding) if shared else (NoExchange(), WHOLE)
     folder, overrides = config.speculative_draft_model_path, config.speculative_draft_overrides
     if folder is not None:
-        models = load_draft_list(folder, target, dtype, device, drafts, parts, positions, overrides, shape.num_steps)
+        given = (folder, target, dtype, device, drafts, parts, positions, overrides, shape.num_steps)
+        models = load_draft_list(*given, config.speculative_token_map)
         check_algorithm(config, models[0].spec)
     spec = models[0].spec if models else None
     if spec is not None and shape.topk > spec.draft_vocab_size:
@@ -202,11 +203,12 @@ def check_algorithm(config: EngineConfig, spec: DraftSpec) -> None:
 
 def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None:
     """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
-    own = config.model_dump(exclude={"num_threads", "model_path", "tokenizer_path", "speculative_draft_model_path"})
+    places = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
+    own = config.model_dump(exclude={"num_threads", *places})
     own["target"], draft = repr(arch), config.speculative_draft_model_path
-    overrides = config.speculative_draft_overrides
+    given = (config.speculative_draft_overrides, config.speculative_token_map)
     if draft is not None:
-        spec = read_draft(draft, stored_shapes(draft), arch, overrides)
+        spec = read_draft(draft, stored_shapes(draft), arch, *given)
         own["draft"] = repr((spec, read_sample(draft, spec.vocab_size, spec.hidden)))
     said = json.dumps(own, sort_keys=True)
     own = json.loads(said)  # as it arrives at the others: JSON has no integer keys

@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
+=======
+from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
+>>>>>>> h4
 from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.engine.build import DTYPES
@@ -27,6 +31,9 @@ from cluster.models.registry import DRAFTS
 from cluster.models.target import DecoderTarget
 
 META = torch.device("meta")
+NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map")
+Settings = tuple[dict[str, Any] | None, str | None]
+"""`speculative_draft_overrides` and `speculative_token_map`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +101,31 @@ class Report:
 
 
 def inspect(
-    path: str, draft: str | None, tp: int = 1, dp: int = 1, dtype: str = "auto", overrides: dict[str, Any] | None = None
+    path: str,
+    draft: str | None,
+    tp: int = 1,
+    dp: int = 1,
+    dtype: str = "auto",
+    overrides: dict[str, Any] | None = None,
+    token_map: str | None = None,
 ) -> Report:
-    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups."""
+    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
+
+    The draft of a target that is recognised and not served is looked at alone.
+    """
     report = Report()
     if tp % dp:
         raise ConfigError(f"--dp {dp} must divide --tp {tp}")
+    sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp))
     try:
         arch = read_target(path)
-        compute = DTYPES.get(arch.dtype if dtype == "auto" else dtype, torch.bfloat16)
-        sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp))
+        compute = _compute(arch, dtype)
         numbers = _target(report, path, arch, sharding)
         layers = [local_heads(g, sharding.attention) for g in arch.layers]
     except ConfigError as error:
         report.problems.append(str(error))
+        if draft is not None:
+            _alone(report, path, draft, sharding, dtype, (overrides, token_map))
         return report
     token = pool_bytes(layers, compute)
     report.memory = {
@@ -127,10 +145,29 @@ def inspect(
     }
     if draft is not None:
         try:
-            _draft(report, draft, arch, sharding, compute, overrides or {})
+            _draft(report, draft, arch, sharding, compute, (overrides, token_map))
         except ConfigError as error:
             report.problems.append(str(error))
     return report
+
+
+def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
+    return DTYPES.get(arch.dtype if dtype == "auto" else dtype, torch.bfloat16)
+
+
+def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings) -> None:
+    """Note the draft of a target that is recognised and not served; memory is the draft's."""
+    try:
+        arch = outline(path)
+        if arch is None:
+            return
+        report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
+        report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
+        report.features = {"checked": "the draft alone"}
+        _draft(report, draft, arch, sharding, _compute(arch, dtype), settings)
+    except ConfigError as error:
+        if str(error) not in report.problems:
+            report.problems.append(str(error))
 
 
 def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> int:
@@ -151,9 +188,9 @@ def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> 
 
 
 def _draft(
-    report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, overrides: dict[str, Any]
+    report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, settings: Settings
 ) -> None:
-    spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, overrides)
+    spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
     tensors, numbers = [], 0
     for runner in range(spec.runners):
         recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
@@ -164,8 +201,12 @@ def _draft(
     own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
     shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
     report.draft = {"folder": path, **spec.described(), "shared_with_target": shared, "tensors": tensors}
+<<<<<<< HEAD
     report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
     report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in ("names", "choices", "ignored_patterns")}
+=======
+    report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
+>>>>>>> h4
     report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
     report.memory["kv_bytes_per_token"] += spec.runners * pool_bytes(own, compute)
     report.features["speculation"] = {"eagle3": "EAGLE3", "mtp": "NEXTN"}.get(spec.kind, "EAGLE")
@@ -180,13 +221,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, help="ranks")
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES])
+<<<<<<< HEAD
     add_override_argument(parser)
+=======
+    parser.add_argument(
+        "--draft-override", action="append", default=[], metavar="FACT=VALUE", help=f"one of {', '.join(DRAFT_FACTS)}"
+    )
+    parser.add_argument("--token-map", metavar="FILE", help="token ids that the draft ranks; .json or .safetensors")
+>>>>>>> h4
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 when it would not serve."""
-    report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, overrides_of(args.draft_override))
+    overrides = overrides_of(args.draft_override)
+    report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, overrides, args.token_map)
     if args.json:
         print(json.dumps(asdict(report)))
     else:

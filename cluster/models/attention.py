@@ -30,7 +30,10 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Packed q, k, v projection, rope on q and k, the attention primitive, output projection; this rank's heads."""
+    """Packed q, k, v projection, rope on q and k, the attention primitive, output projection; this rank's heads.
+
+    `gated`: the packed projection ends with a gate per head, whose sigmoid multiplies what attention gives.
+    """
 
     qkv: Tensor
     out: Tensor
@@ -43,6 +46,7 @@ class SelfAttention:
     k_norm: Tensor | None = None
     sinks: Tensor | None = None
     eps: float = 1e-6
+    gated: bool = False
 
     def __call__(
         self,
@@ -55,13 +59,17 @@ class SelfAttention:
     ) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
         count, rotated = rows.shape[0], self.heads + self.kv_heads
-        packed = project(rows, self.qkv, self.qkv_bias).view(count, rotated + self.kv_heads, self.head_dim)
+        end = rotated + self.kv_heads
+        blocks = end + (self.heads if self.gated else 0)
+        packed = project(rows, self.qkv, self.qkv_bias).view(count, blocks, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             packed[:, : self.heads] = norm(packed[:, : self.heads], self.q_norm, self.eps)
             packed[:, self.heads : rotated] = norm(packed[:, self.heads : rotated], self.k_norm, self.eps)
         rotary.apply_(packed[:, :rotated], angles)
-        q, kv = packed[:, : self.heads], packed[:, self.heads :].view(count, 2, self.kv_heads, self.head_dim)
+        q, kv = packed[:, : self.heads], packed[:, self.heads : end].view(count, 2, self.kv_heads, self.head_dim)
         seen = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
+        if self.gated:
+            seen = seen * packed[:, end:].flatten(1).sigmoid()
         return exchange.reduce(project(seen, self.out, self.out_bias))
 
 

@@ -183,11 +183,16 @@ class _Grown:
 
 
 def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device) -> Tensor:
-    """Draft id -> target id, `[Vd]` int64. On disk `d2t` holds offsets: target id = draft id + d2t[draft id].
+    """Draft id -> target id, `[Vd]` int64: the spec's `token_map`, or what the checkpoint says.
+
+    On disk `d2t` holds offsets: target id = draft id + d2t[draft id].
 
     Raises:
         ConfigError: there is none where one is needed, or it is no ascending map into the target's ids.
     """
+    if spec.token_map:
+        checkpoint.drop("t2d")
+        return torch.tensor(spec.token_map, device=device)
     identity = torch.arange(spec.draft_vocab_size, device=device)
     if not spec.vocab_map:
         if spec.draft_vocab_size != spec.vocab_size:

@@ -73,11 +73,16 @@ class Loader:
         part, d = self.sharding.attention, g.head_dim
         local = local_heads(g, part)
         q = (part.rank * local.heads * d, (part.rank + 1) * local.heads * d)
+        wide = 2 if g.gated else 1
         first = part.rank * g.kv_heads // part.size
         kv = (first * d, (first + local.kv_heads) * d)
         names = [f"{prefix}.{p}_proj" for p in "qkv"]
-        rows = [g.heads * d, g.kv_heads * d, g.kv_heads * d]
-        qkv, qkv_bias = self.outputs(names, rows, [q, kv, kv], columns, g.attention_bias)
+        rows = [wide * g.heads * d, g.kv_heads * d, g.kv_heads * d]
+        spans = [(wide * q[0], wide * q[1]), kv, kv]
+        qkv, qkv_bias = self.outputs(names, rows, spans, columns, g.attention_bias)
+        if g.gated:
+            qkv = gates_last(qkv, local.heads, d)
+            qkv_bias = None if qkv_bias is None else gates_last(qkv_bias, local.heads, d)
         if g.interleaved:
             turned = (local.heads + local.kv_heads) * d
             qkv[:, :turned] = half_split(qkv[:, :turned].t().contiguous(), local.heads + local.kv_heads).t()
@@ -97,6 +102,7 @@ class Loader:
             k_norm=norms[1],
             sinks=sinks,
             eps=g.eps,
+            gated=g.gated,
         )
 
     def latent(self, prefix: str, g: LayerGeometry, columns: int) -> LatentAttention:
@@ -176,7 +182,8 @@ class Loader:
         shared = None
         if moe.shared:
             shared = self.mlp(f"{prefix}.shared_experts", replace(g, intermediate=moe.shared, mlp_bias=False))
-        return Experts(router, gate_up, down, *biases, shared, ACTIVATIONS[g.activation])
+        shared_gate = self.projection(f"{prefix}.shared_gate.weight", 1, g.hidden) if moe.shared_gate else None
+        return Experts(router, gate_up, down, *biases, shared, ACTIVATIONS[g.activation], shared_gate)
 
     def _stacked(
         self, prefix: str, g: LayerGeometry, moe: Moe, gate_up: Tensor, down: Tensor
@@ -219,6 +226,12 @@ class Loader:
             after_attention=scale("after_attention") if g.sandwich else None,
             after_mlp=scale("after_mlp") if g.sandwich else None,
         )
+
+
+def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
+    """Outputs `[.., 2 n d + more]` that begin with a query and a gate for each head, the gates moved to the end."""
+    both = packed[..., : 2 * heads * d].reshape(*packed.shape[:-1], heads, 2, d)
+    return torch.cat([both[..., 0, :].flatten(-2), packed[..., 2 * heads * d :], both[..., 1, :].flatten(-2)], -1)
 
 
 def local_heads(g: LayerGeometry, part: Part) -> LayerGeometry:

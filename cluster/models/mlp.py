@@ -79,7 +79,10 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`."""
+    """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`.
+
+    `shared_gate` `[H, 1]` is whole on every rank: a gate multiplies each rank's part of the sum alike.
+    """
 
     router: Router
     gate_up: Tensor
@@ -88,13 +91,17 @@ class Experts:
     down_bias: Tensor | None
     shared: Mlp | None
     activate: Activate
+    shared_gate: Tensor | None = None
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         rows = exchange.gather(rows)
         weights, chosen = self.router(rows)
         out = self.grouped(rows, weights, chosen)
-        return exchange.scatter(out if self.shared is None else out + self.shared.part(rows))
+        if self.shared is not None:
+            common = self.shared.part(rows)
+            out = out + (common if self.shared_gate is None else common * project(rows, self.shared_gate).sigmoid())
+        return exchange.scatter(out)
 
     def grouped(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Each expert once, on the rows that chose it; a row's experts are added up in order of their number."""

@@ -47,13 +47,14 @@ def check_draft(
     target: TargetArch,
     ranks: Part = Part(),  # noqa: B008
     overrides: Mapping[str, Any] | None = None,
+    token_map: str | None = None,
 ) -> DraftSpec:
     """The draft in `folder` for `target`, after every one of its tensors was found with its shape; reads headers.
 
     Raises:
         ConfigError: no draft that is served here, or a tensor missing, unknown or of the wrong shape, named.
     """
-    spec = read_draft(folder, Checkpoint(folder).shapes, target, overrides)
+    spec = read_draft(folder, Checkpoint(folder).shapes, target, overrides, token_map)
     sharding = Sharding(ranks, ranks, ranks)
     meta = torch.device("meta")
     for runner in range(spec.runners):
@@ -94,24 +95,25 @@ def load_draft(
     max_position: int,
     overrides: Mapping[str, Any] | None = None,
     runner: int = 0,
+    token_map: str | None = None,
 ) -> Draft:
     """This rank's part of the draft in `folder` for `target`, sharing its embedding and head where there is none.
 
     A whole draft beside a target whose vocabulary is sharded gets whole ones of its own, read again; so does a draft
-    that ranks some of the target's ids with the target's head. `overrides` as in `read_draft`; `runner` is the place
-    in the draft runner list.
+    that ranks some of the target's ids with the target's head. `overrides` and `token_map` as in `read_draft`;
+    `runner` is the place in the draft runner list.
 
     Raises:
         ConfigError: the folder holds no draft that is served here, or one that does not fit `target`.
     """
-    spec = check_draft(folder, target.arch, overrides=overrides)
+    spec = check_draft(folder, target.arch, overrides=overrides, token_map=token_map)
     checkpoint = draft_checkpoint(folder, spec, runner)
     draft = DRAFTS[spec.kind](spec, checkpoint, dtype, device, exchange, sharding, max_position)
     draft.first_position = runner
     embed, head = target.get_embed_and_head()
     if embed.part != sharding.vocab and not (spec.embed == "own" and spec.head != "target"):
         embed, head = read_embed_and_head(target.folder, target.arch, dtype, device)
-    if spec.head == "target" and spec.vocab_map:
+    if spec.head == "target" and (spec.vocab_map or spec.token_map):
         whole = head if embed.part.size == 1 else read_embed_and_head(target.folder, target.arch, dtype, device)[1]
         head = chosen_head(whole, draft.target_ids, sharding.vocab)
     draft.set_embed_and_head(embed, head)
@@ -128,6 +130,7 @@ def load_draft_list(
     max_position: int,
     overrides: Mapping[str, Any],
     num_steps: int,
+    token_map: str | None = None,
 ) -> list[Draft]:
     """The draft runner list of `num_steps` levels: one model, or one per level where the draft has several.
 
@@ -135,11 +138,11 @@ def load_draft_list(
         ConfigError: as `load_draft`, or the draft has several runners but fewer than levels.
     """
     given = (folder, target, dtype, device, exchange, sharding, max_position, overrides)
-    first = load_draft(*given)
+    first = load_draft(*given, token_map=token_map)
     runners = first.spec.runners
     if 1 < runners < num_steps:
         raise ConfigError(
             f"speculative_num_steps {num_steps} is more than the {runners} MTP layers of {folder!r}, each of which "
             f"makes one level; lower it to {runners}"
         )
-    return [first, *(load_draft(*given, runner) for runner in range(1, min(runners, num_steps)))]
+    return [first, *(load_draft(*given, runner, token_map) for runner in range(1, min(runners, num_steps)))]

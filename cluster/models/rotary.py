@@ -55,7 +55,8 @@ class RotaryTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def apply_(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        """Rotate `heads` `[T, n, d]` in place."""
+        """Rotate the first d of `heads` `[T, n, >= d]` in place."""
+        heads = heads[..., : 2 * self._half]
         rolled = heads.roll(self._half, -1)
         heads.mul_(angles[0]).addcmul_(rolled, angles[1])
 

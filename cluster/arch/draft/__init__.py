@@ -11,8 +11,10 @@ from cluster.arch.draft.mistral import read_mistral
 from cluster.arch.draft.mtp import read_mtp
 from cluster.arch.draft.recognise import is_native, kind_of
 from cluster.arch.draft.spec import Choice, DraftLayer, DraftSpec, Kind
+from cluster.arch.draft.token_map import SETTING, read_token_map
 from cluster.arch.keys import Keys, Shapes, read_json
 from cluster.arch.target import TargetArch
+from cluster.config import ConfigError
 
 __all__ = ["Choice", "DraftLayer", "DraftSpec", "Kind", "aux_boundaries", "read_draft"]
 
@@ -25,12 +27,17 @@ READERS: dict[Kind, Callable[[str, Keys, Shapes, TargetArch, Facts], DraftSpec]]
 
 
 def read_draft(
-    folder: str, shapes: Shapes, target: TargetArch, overrides: Mapping[str, Any] | None = None
+    folder: str,
+    shapes: Shapes,
+    target: TargetArch,
+    overrides: Mapping[str, Any] | None = None,
+    token_map: str | None = None,
 ) -> DraftSpec:
     """The draft in `folder` for `target`: tensors' names and shapes first, the config second, held against each other.
 
     `shapes` carries normalised names (`layers.0.*`, `fc_norm.i`, no `model.` prefix); `overrides` are the setting
-    `speculative_draft_overrides`, which decide facts that tensors do not tell.
+    `speculative_draft_overrides`, which decide facts that tensors do not tell; `token_map` is the file of the setting
+    `speculative_token_map`.
 
     Raises:
         ConfigError: config and tensors disagree, the draft does not fit the target, or its format is not served; the
@@ -40,4 +47,13 @@ def read_draft(
     keys = Keys(read_json(folder, file), folder, file)
     facts = Facts(overrides or {})
     spec = READERS[kind_of(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
-    return replace(spec, choices=tuple(facts.choices))
+    spec = replace(spec, choices=tuple(facts.choices))
+    if token_map is None:
+        return spec
+    if spec.head != "target" or spec.vocab_map:
+        has = "a vocabulary map, d2t," if spec.vocab_map else "a head"
+        raise ConfigError(
+            f"{SETTING} picks rows of the target's head, but draft {folder!r} has {has} of its own; leave it out"
+        )
+    ids = read_token_map(token_map, target.vocab_size)
+    return replace(spec, token_map=ids, draft_vocab_size=len(ids))

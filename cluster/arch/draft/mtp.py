@@ -1,4 +1,4 @@
-"""MTP layers that ship inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo.
+"""MTP layers that ship inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, Qwen3-Next.
 
 x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), one full decoder layer, a norm, a head. Sources: the report
 of DeepSeek-V3 (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Layers beyond one are a draft runner list (SGLang
@@ -13,6 +13,8 @@ from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
 from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target
 from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
+from cluster.arch.families.glm import glm4_moe
+from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, qwen3_next_experts
 from cluster.arch.keys import Keys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
@@ -21,7 +23,10 @@ from cluster.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one producer spells an MTP layer. `prefix` holds {index}, the layer's number; `inner` its decoder layer."""
+    """How one producer spells an MTP layer. `prefix` holds {index}, the layer's number; `inner` its decoder layer.
+
+    `names` are the producer's for parts of the decoder layer.
+    """
 
     dialect: str
     prefix: str
@@ -36,6 +41,7 @@ class Format:
     unit_offset: bool = False
     chained: bool = False
     recurrent: Literal["pre", "post"] = "post"
+    names: tuple[tuple[str, str], ...] = DEEPSEEK_NAMES
 
 
 NEXTN = Format(
@@ -69,6 +75,19 @@ MIMO = Format(
     None,
     order="hidden_first",
 )
+QWEN = Format(
+    "qwen3-next",
+    "mtp.",
+    "mtp.layers.{index}.",
+    "fc.",
+    "pre_fc_norm_embedding.",
+    "pre_fc_norm_hidden.",
+    "norm.",
+    None,
+    zero_first=False,
+    unit_offset=True,
+    names=NEXT_NAMES,
+)
 
 
 def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
@@ -76,6 +95,8 @@ def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
     mimo = {int(m[1]) for n in shapes if (m := re.match(r"mtp_layers\.(\d+)\.", n))}
     if mimo:
         return MIMO, sorted(mimo)
+    if any(name.startswith("mtp.") for name in shapes):
+        return QWEN, sorted({int(m[1]) for n in shapes if (m := re.match(r"mtp\.layers\.(\d+)\.", n))})
     numbers = sorted(
         {int(m[1]) for n in shapes if (m := re.match(r"layers\.(\d+)\.(eh_proj|shared_head|[eh]norm)\.", n))}
     )
@@ -91,12 +112,14 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
     """
     same_target(folder, keys, target)
     form, numbers = format_of(shapes)
+    if form is QWEN and numbers != [0]:
+        raise ConfigError(f"draft {folder!r}: 'mtp.layers' are {numbers}; one layer, 0, behind 'mtp.fc' is served")
     if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
         raise ConfigError(f"draft {folder!r}: its MTP layers are {numbers}, which must follow each other")
     given = keys.data.get("num_nextn_predict_layers")
     if given is not None and given != len(numbers):
         raise ConfigError(f"draft {folder!r}: num_nextn_predict_layers is {given} but it holds MTP layers {numbers}")
-    geometry = _geometry(folder, keys, shapes, form.inner.format(index=numbers[0]).rstrip("."), target)
+    geometry = _geometry(folder, keys, shapes, form, form.inner.format(index=numbers[0]).rstrip("."))
     if form.unit_offset:
         geometry = replace(geometry, unit_offset=True)
     if geometry.hidden != target.hidden:
@@ -113,7 +136,7 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
         (r"^lm_head\.", form.prefix + (form.head or "lm_head.")),
         (r"^embed_tokens\.", form.prefix + "embed_tokens."),
         (r"^layers\.0\.", form.inner),
-        *DEEPSEEK_NAMES,
+        *form.names,
     )
     copies = [rf"^layers\.\d+\.{name}\.weight$" for name in ("shared_head\\.head", "embed_tokens") if not form.chained]
     return DraftSpec(
@@ -139,18 +162,21 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
     )
 
 
-def _geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str, target: TargetArch) -> LayerGeometry:
-    """The decoder layer's sizes; experts are those of the target's last layer."""
+def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str) -> LayerGeometry:
+    """The decoder layer's sizes: latent attention is DeepSeek's, grouped heads beside NextN experts are GLM's."""
     dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
+    if form is QWEN:
+        given = {**NEXT_DEFAULTS, **{key: value for key, value in keys.data.items() if value is not None}}
+        gated = replace(draft_geometry(folder, Keys(given, folder), shapes, prefix, partial=True), gated=True)
+        return gated if dense else replace(gated, moe=qwen3_next_experts(keys))
     if is_latent(shapes, prefix):
         return latent_geometry(keys, dense)
-    geometry = draft_geometry(folder, keys, shapes, prefix)
     if dense:
-        return geometry
-    moe = target.layers[-1].moe
-    if moe is None:
-        raise ConfigError(f"draft {folder!r}: its layer has experts, but the target's last layer has none")
-    return replace(geometry, moe=moe)
+        return draft_geometry(folder, keys, shapes, prefix)
+    if form is not NEXTN:
+        raise ConfigError(f"draft {folder!r}: {form.dialect} layers with experts are not served; its MLP is not dense")
+    alone = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    return glm4_moe(Keys(alone, folder, keys.file)).layer
 
 
 def _others(form: Format, numbers: list[int]) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ REFUSED_TENSORS = (
     (r"^medusa_head\.|^\d+\.\d+\.linear\.weight$", "Medusa heads (arXiv 2401.10774)"),
     (r"^(markov_head|confidence_head)", "DSpark (arXiv 2607.05147)"),
     (r"(^|\.)embed_layernorm\.|(^|\.)post_embedding_layernorm\.", "HASS's EAGLE with embedding norms"),
-    (r"^mtp\.fc\.|^mtp\.pre_fc_norm", "Qwen3-Next's MTP layer, with gated attention"),
     (r"\.(lora_A|lora_B)\.", "a LoRA adapter"),
 )
 REFUSED_NAMES = (
@@ -29,6 +28,7 @@ REFUSED_NAMES = (
     (r"^hydra", "Hydra heads"),
     (r"^mlp_?speculator", "an MLP speculator"),
 )
+MTP = r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.|^mtp\."
 SERVED = "EAGLE-1/2, EAGLE-3 and 3.1, Mistral EAGLE, and MTP layers"
 
 
@@ -67,7 +67,7 @@ def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
     refuse_unserved(folder, data, shapes)
     if is_native(shapes):
         return "mistral"
-    if any(re.search(r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.", name) for name in shapes):
+    if any(re.search(MTP, name) for name in shapes):
         return "mtp"
     if not any(name.startswith("layers.0.self_attn.") for name in shapes):
         raise ConfigError(

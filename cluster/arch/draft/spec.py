@@ -44,6 +44,9 @@ class DraftSpec:
     output before or after the final norm. `zero_first`: the embedding of position 0 counts as zeros. `query_scaling`
     (length, beta): queries at position p grow by 1 + beta log(1 + p // length).
 
+    `token_map`: the ids that the draft ranks, where they come from a file of their own; else all, or `vocab_map`, those
+    of the checkpoint's `d2t`.
+
     `runners` models of these `layers` make the draft runner list; when `chained`, runner i reads the output of runner
     i - 1, else the target's hidden. `names` turn the names that the model asks for into those of the checkpoint, in
     order, {index} being `first_index` plus the runner's number.
@@ -70,6 +73,7 @@ class DraftSpec:
     embed: Literal["own", "target"] = "target"
     head: Literal["own", "target", "tied"] = "target"
     vocab_map: bool = False
+    token_map: tuple[int, ...] = ()
     zero_first: bool = False
     query_scaling: tuple[int, float] | None = None
     runners: int = 1
@@ -130,5 +134,6 @@ class DraftSpec:
             "aux_boundaries": list(self.aux_boundaries),
             "num_aux": self.num_aux,
             "runners": self.runners,
+            "draft_vocab_size": self.draft_vocab_size,
             "choices": {choice.fact: {"value": choice.value, "source": choice.source} for choice in self.choices},
         }

@@ -27,8 +27,12 @@ def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
     return count
 
 
-def draft_geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str = "layers.0") -> LayerGeometry:
+def draft_geometry(
+    folder: str, keys: Keys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
+) -> LayerGeometry:
     """One layer's sizes: heads from the config, head_dim from `q_proj` where the config has none, biases by presence.
+
+    `partial`: the format may rotate a part of each head.
 
     Raises:
         ConfigError: a bias that the config denies.
@@ -42,7 +46,7 @@ def draft_geometry(folder: str, keys: Keys, shapes: Shapes, prefix: str = "layer
     heads = data.get("num_attention_heads")
     if data.get("head_dim") is None and query and isinstance(heads, int) and heads > 0 and query[0] % heads == 0:
         data["head_dim"] = query[0] // heads
-    geometry = geometry_of(Keys(data, keys.where))
+    geometry = geometry_of(Keys(data, keys.where), partial=partial)
     return replace(
         geometry,
         attention_bias=f"{prefix}.self_attn.q_proj.bias" in shapes,

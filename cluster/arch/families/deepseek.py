@@ -34,6 +34,25 @@ def deepseek_v3(keys: Keys) -> TargetArch:
     if scaling.data.get("mscale_all_dim"):
         scale *= mscale(scaling.number("factor", 1.0), scaling.number("mscale_all_dim", 1.0)) ** 2
     dense = replace(geometry_of(Keys(data, keys.where, keys.file)), latent=latent, scale=scale)
+    moe = grouped_experts(keys)
+    first = keys.data.get("first_k_dense_replace")
+    first = 3 if first is None else first
+    drafts = keys.data.get("num_nextn_predict_layers") or 0
+    return target_of(
+        keys,
+        "DeepseekV3ForCausalLM",
+        tuple(dense if i < first else replace(dense, moe=moe) for i in range(count)),
+        names=NAMES,
+        ignored=tuple(rf"^layers\.{count + i}\." for i in range(drafts)),
+    )
+
+
+def grouped_experts(keys: Keys) -> Moe:
+    """Experts chosen by groups under a sigmoid with a correction, beside shared ones that every token takes.
+
+    Raises:
+        ConfigError: the experts do not fall into the groups.
+    """
     width = keys.integer("moe_intermediate_size", 2048)
     moe = Moe(
         experts=keys.integer("n_routed_experts", keys.integer("num_local_experts", 256)),
@@ -52,13 +71,4 @@ def deepseek_v3(keys: Keys) -> TargetArch:
             f"{keys.file} of {keys.where!r}: {moe.experts} experts do not fall into n_group {moe.groups} groups of "
             f"which topk_group {moe.top_groups} are chosen"
         )
-    first = keys.data.get("first_k_dense_replace")
-    first = 3 if first is None else first
-    drafts = keys.data.get("num_nextn_predict_layers") or 0
-    return target_of(
-        keys,
-        "DeepseekV3ForCausalLM",
-        tuple(dense if i < first else replace(dense, moe=moe) for i in range(count)),
-        names=NAMES,
-        ignored=tuple(rf"^layers\.{count + i}\." for i in range(drafts)),
-    )
+    return moe

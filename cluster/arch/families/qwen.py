@@ -1,10 +1,11 @@
-"""Qwen2 (biases on q, k, v), Qwen3 (norms per head) and Qwen3-MoE."""
+"""Qwen2 (biases on q, k, v), Qwen3 (norms per head), Qwen3-MoE, and the full-attention layers of Qwen3-Next."""
 
 from dataclasses import replace
 
 from cluster.arch.keys import Keys
 from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, windowed
 from cluster.arch.target import TargetArch, target_of
+from cluster.config import ConfigError
 
 
 def qwen2(keys: Keys) -> TargetArch:
@@ -37,6 +38,30 @@ def qwen3_moe(keys: Keys) -> TargetArch:
     layers = [sparse if i not in only and (i + 1) % step == 0 else dense for i in range(count)]
     names = ((r"\.mlp\.router\.", ".mlp.gate."),)
     return target_of(keys, "Qwen3MoeForCausalLM", tuple(layers), names=names)
+
+
+NEXT_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
+"""What Qwen3-Next's configs mean where they say nothing."""
+NEXT_NAMES = (
+    (r"\.mlp\.router\.", ".mlp.gate."),
+    (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+    (r"\.mlp\.shared_gate\.", ".mlp.shared_expert_gate."),
+)
+
+
+def qwen3_next_experts(keys: Keys) -> Moe:
+    """Qwen3-Next's experts: softmax over all, and one that every token takes behind a gate of its own."""
+    experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
+    if active > experts:
+        raise ConfigError(f"{keys.file} of {keys.where!r}: num_experts_per_tok {active} of {experts} experts")
+    return Moe(
+        experts=experts,
+        active=active,
+        intermediate=keys.integer("moe_intermediate_size", 512),
+        renormalise=keys.flag("norm_topk_prob", True),
+        shared=keys.integer("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
 
 
 def _windows(keys: Keys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.cli import main
 from cluster.engine.inspect import inspect
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
+from tests.unit.models.mtp_layers import qwen_next
 
 
 def test_a_pair_is_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,3 +72,37 @@ def test_an_override_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["inspect", target, "--draft", draft_folder(target), "--draft-override", "norm_before_residual=true"]
     assert main(words) == 0
     assert "norm_before_residual = True  (speculative_draft_overrides)" in capsys.readouterr().out
+
+
+def test_a_draft_whose_target_is_not_served_is_checked_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """As Qwen3-Next ships: a hybrid target and its MTP layer in one checkpoint."""
+    source = qwen_next()
+    held = load_file(Path(source) / "model.safetensors")
+    of_target = {
+        "model.layers.0.linear_attn.in_proj_qkvz.weight": torch.ones(8, 32),
+        "lm_head.weight": torch.ones(64, 32),
+    }
+    config = json.loads((Path(source) / "config.json").read_text())
+    whole = write.write(held | of_target, config)
+    assert main(["inspect", whole, "--draft", whole, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["problems"]) == 1
+    assert "Qwen3NextForCausalLM is recognised" in report["problems"][0]
+    assert report["target"] == {"folder": whole, "family": "Qwen3NextForCausalLM", "served": False, "tensors": []}
+    assert (report["draft"]["kind"], report["draft"]["dialect"]) == ("mtp", "qwen3-next")
+    assert {t["name"] for t in report["draft"]["tensors"]} == held.keys()
+    assert report["memory"]["kv_bytes_per_token"] == 2 * 2 * 8 * 2, "k and v of two heads of 8, float16"
+    assert report["features"] == {"checked": "the draft alone", "speculation": "NEXTN"}
+
+    del held["mtp.fc.weight"]
+    assert main(["inspect", whole, "--draft", write.write(held, config)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert len(lines) == 2
+    assert "mtp.fc.weight" in lines[1]
+
+
+def test_the_draft_of_a_target_that_nobody_knows_is_not_looked_at() -> None:
+    unknown = write.write({"x": torch.ones(1)}, {"architectures": ["GPT2LMHeadModel"]})
+    report = inspect(unknown, qwen_next())
+    assert report.draft is None
+    assert len(report.problems) == 1

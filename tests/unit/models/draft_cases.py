@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.parity.reference import TargetPass, target_reference
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
+from tests.unit.models import mtp_layers as layers
 from tests.unit.models.draft_reference import Eagle1, Eagle3, Mistral, Mtp
 
 
@@ -42,6 +43,20 @@ class Case:
 THREE = {"boundaries": (1, 2, 3)}
 NEXTN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 SPEC = {"boundaries": (1, 2, 4)}
+NEXTN_EXPERTS = {
+    "at": "layers.4.",
+    "inner": "layers.4.",
+    "parts": NEXTN,
+    "zero_first": True,
+    "config": {"first_k_dense_replace": 0, "num_hidden_layers": 1},
+}
+QWEN_NEXT = {
+    "at": "mtp.",
+    "inner": "mtp.layers.0.",
+    "parts": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "gemma": True,
+    "config": {"layer_types": ["full_attention"], "num_hidden_layers": 1},
+}
 
 
 def _tiny(**options: Any) -> Callable[[], str]:
@@ -266,5 +281,56 @@ CASES: dict[str, Case] = {
             "head": "layers.4.shared_head.output.weight",
         },
         {"dialect": "step-3.5", "head": "own", "chained": True},
+    ),
+    "nextn-experts": Case(
+        "MTP",
+        "DeepSeek NextN, latent attention and experts",
+        layers.nextn_experts,
+        layers.LayerOfTransformers,
+        NEXTN_EXPERTS,
+        {"dialect": "deepseek-nextn"},
+        source="transformers' layer, float64",
+    ),
+    "nextn-experts-fp8": Case(
+        "MTP",
+        "DeepSeek NextN, experts in FP8 with block scales, chosen freely",
+        lambda: layers.nextn_experts(fp8=True, n_group=1, topk_group=1, norm_topk_prob=False),
+        layers.LayerOfTransformers,
+        NEXTN_EXPERTS,
+        source="transformers' layer, float64",
+    ),
+    "glm": Case(
+        "MTP",
+        "GLM NextN, half of each head rotated, norms, biases, experts",
+        layers.glm,
+        layers.LayerOfTransformers,
+        NEXTN_EXPERTS,
+        {"dialect": "deepseek-nextn"},
+        source="transformers' layer, float64",
+    ),
+    "glm-plain": Case(
+        "MTP",
+        "GLM NextN, a quarter rotated, neither norms nor biases, one group",
+        lambda: layers.glm("", use_qk_norm=False, partial_rotary_factor=0.25, n_group=None, topk_group=None),
+        layers.LayerOfTransformers,
+        NEXTN_EXPERTS | {"config": NEXTN_EXPERTS["config"] | {"n_group": 1, "topk_group": 1}},
+        source="transformers' layer, float64",
+    ),
+    "qwen3-next": Case(
+        "MTP",
+        "Qwen3-Next: gated heads, half of each rotated, experts and a gated shared one",
+        layers.qwen_next,
+        layers.LayerOfTransformers,
+        QWEN_NEXT,
+        {"dialect": "qwen3-next", "head": "target", "zero_first": False, "recurrent": "post"},
+        source="transformers' layer, float64",
+    ),
+    "qwen3-next-dense": Case(
+        "MTP",
+        "Qwen3-Next: dense, biases, the default part rotated",
+        lambda: layers.qwen_next(sparse=False, biased="qkvo", attention_bias=True, partial_rotary_factor=None),
+        layers.LayerOfTransformers,
+        QWEN_NEXT | {"config": QWEN_NEXT["config"] | {"num_experts": 0, "partial_rotary_factor": 0.25}},
+        source="transformers' layer, float64",
     ),
 }

@@ -1,0 +1,56 @@
+"""FR-Spec's token map from a file (arXiv 2502.14856): the ids that a draft ranks with the target's own head.
+
+Either a JSON list of ids, or safetensors with one tensor of them; never a pickle.
+"""
+
+import json
+import struct
+from pathlib import Path
+
+from cluster.arch.header import read_header
+from cluster.config import ConfigError
+
+SETTING = "speculative_token_map"
+WIDTHS = {"I64": "q", "I32": "i"}
+LARGEST = 64 << 20
+"""Bytes: far beyond any vocabulary."""
+
+
+def read_token_map(file: str, vocab_size: int) -> tuple[int, ...]:
+    """The ids in `file`, ascending; a file may list them by frequency.
+
+    Raises:
+        ConfigError: no such file, or it does not hold distinct ids of the target's vocabulary.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"{SETTING}: {file!r} is no file")
+    if path.stat().st_size > LARGEST:
+        raise ConfigError(f"{SETTING}: {file!r} is larger than {LARGEST} bytes, so it is no list of token ids")
+    ids = _from_json(path) if path.suffix == ".json" else _from_tensor(path)
+    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise ConfigError(f"{SETTING}: {file!r} holds {wrong}, which is no id of the target's {vocab_size}")
+    if not ids or len(set(ids)) != len(ids):
+        raise ConfigError(f"{SETTING}: {file!r} must hold each id once, and at least one; it holds {len(ids)}")
+    return tuple(sorted(ids))
+
+
+def _from_json(path: Path) -> list[int]:
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{SETTING}: {str(path)!r} is not valid JSON: {error}") from None
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise ConfigError(f"{SETTING}: {str(path)!r} must hold a list of token ids, [0, 1, 2]")
+    return ids
+
+
+def _from_tensor(path: Path) -> list[int]:
+    held = read_header(path)
+    (stored,) = held.values() if len(held) == 1 else (None,)
+    if stored is None or stored.dtype not in WIDTHS or len(stored.shape) != 1:
+        found = {name: (one.dtype, list(one.shape)) for name, one in list(held.items())[:4]}
+        raise ConfigError(f"{SETTING}: {str(path)!r} must hold one tensor [ids] of I64 or I32; it holds {found}")
+    data = path.read_bytes()[stored.start : stored.stop]
+    return list(struct.unpack(f"<{stored.shape[0]}{WIDTHS[stored.dtype]}", data))

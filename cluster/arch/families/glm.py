@@ -1,0 +1,37 @@
+"""GLM-4-MoE (GLM-4.5, 4.6): grouped heads of which a part is rotated, and DeepSeek's choice of experts."""
+
+from dataclasses import replace
+
+from cluster.arch.families.deepseek import NAMES, grouped_experts
+from cluster.arch.keys import Keys
+from cluster.arch.layer import geometry_of
+from cluster.arch.target import TargetArch, target_of
+
+DEFAULTS = {
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 128,
+    "moe_intermediate_size": 1408,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""What a config means where it says nothing."""
+
+
+def glm4_moe(given: Keys) -> TargetArch:
+    """`Glm4MoeForCausalLM`: q, k and v may have biases, the output never. Layers beyond the last are MTP drafts."""
+    data = DEFAULTS | {key: value for key, value in given.data.items() if value is not None}
+    keys = Keys(data, given.where, given.file)
+    count = keys.integer("num_hidden_layers")
+    dense = replace(geometry_of(keys, partial=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))
+    sparse = replace(dense, moe=grouped_experts(keys))
+    drafts = keys.data.get("num_nextn_predict_layers") or 0
+    return target_of(
+        keys,
+        "Glm4MoeForCausalLM",
+        tuple(dense if i < data["first_k_dense_replace"] else sparse for i in range(count)),
+        names=NAMES,
+        ignored=tuple(rf"^layers\.{count + i}\." for i in range(drafts)),
+    )

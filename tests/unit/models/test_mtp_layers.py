@@ -1,0 +1,70 @@
+"""MTP layers of experts: over two ranks both shards make together what one rank makes alone; and what is refused.
+
+That they predict what they should is in `test_drafts.py`.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.arch import read_target
+from cluster.config import ConfigError
+from cluster.mesh import Part
+from cluster.models.load import Sharding, local_heads
+from cluster.models.registry import check_draft, load_draft, load_target
+from tests.tiny import target_folder
+from tests.unit.models.draft_cases import CASES
+from tests.unit.models.mtp_layers import qwen_next
+from tests.unit.models.sharded import CPU, Summed
+from tests.unit.models.test_drafts import TEXT, Causal
+
+
+def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
+    """(logits, recurrent) of a text's rows on each of `size` ranks."""
+    case, table, barrier = CASES[name], [None] * size, Barrier(size)
+    folder, target = case.folder(), case.target()
+    tokens = torch.tensor(TEXT)
+    hidden = torch.randn(len(TEXT), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def rank(number: int) -> tuple[Tensor, Tensor]:
+        part, exchange = Part(number, size), Summed(number, table, barrier)
+        given = (torch.float64, CPU, exchange, Sharding(part, part, part), 64)
+        draft = load_draft(folder, load_target(target, *given), *given)
+        own = tuple(replace(one, geometry=local_heads(one.geometry, part)) for one in draft.spec.layers)
+        normed, recurrent = draft.forward(tokens, torch.arange(len(TEXT)), hidden, Causal(own))
+        logits = draft.logits(normed)
+        assert exchange.ops == [*draft.ops[0], *draft.ops[1]]
+        return logits, recurrent
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank, range(size)))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3-next-dense", "nextn-experts", "glm"])
+def test_two_ranks_make_what_one_makes(name: str) -> None:
+    whole = both(name, 1)[0]
+    for shard in both(name, 2):
+        for ours, theirs in zip(shard, whole, strict=True):
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        (lambda: qwen_next(layers=2), r"'mtp.layers' are \[0, 1\]"),
+        (lambda: qwen_next(partial_rotary_factor=1.5), "partial_rotary_factor must be at most 1, got 1.5"),
+        (lambda: qwen_next(partial_rotary_factor=0.4), "partial_rotary_factor 0.4 of head_dim 8 is 3 dimensions"),
+        (lambda: qwen_next(num_experts=0), "num_experts must be a positive integer"),
+        (lambda: qwen_next(num_experts_per_tok=7), "num_experts_per_tok 7 of 6 experts"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder: Callable[[], str], says: str) -> None:
+    made = folder()
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_draft(made, read_target(target_folder()))
+    assert made in str(caught.value)
