@@ -13,12 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
-from cluster.arch.draft.sample import read_sample
-=======
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
->>>>>>> h4
+from cluster.arch.draft.sample import read_sample
 from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.engine.build import DTYPES
@@ -201,12 +197,8 @@ def _draft(
     own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
     shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
     report.draft = {"folder": path, **spec.described(), "shared_with_target": shared, "tensors": tensors}
-<<<<<<< HEAD
     report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
-    report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in ("names", "choices", "ignored_patterns")}
-=======
     report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
->>>>>>> h4
     report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
     report.memory["kv_bytes_per_token"] += spec.runners * pool_bytes(own, compute)
     report.features["speculation"] = {"eagle3": "EAGLE3", "mtp": "NEXTN"}.get(spec.kind, "EAGLE")
@@ -221,14 +213,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, help="ranks")
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES])
-<<<<<<< HEAD
     add_override_argument(parser)
-=======
-    parser.add_argument(
-        "--draft-override", action="append", default=[], metavar="FACT=VALUE", help=f"one of {', '.join(DRAFT_FACTS)}"
-    )
     parser.add_argument("--token-map", metavar="FILE", help="token ids that the draft ranks; .json or .safetensors")
->>>>>>> h4
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
