@@ -252,6 +252,14 @@ CASES: dict[str, Case] = {
         Mtp,
         {"at": "layers.4.", "parts": NEXTN, "zero_first": True},
     ),
+    "nextn-sparse": Case(
+        "MTP",
+        "DeepSeek NextN, latent attention and experts",
+        lambda: write.mtp("deepseek", mla=True, sparse=True),
+        Mtp,
+        {"at": "layers.4.", "parts": NEXTN, "zero_first": True},
+        {"dialect": "deepseek-nextn"},
+    ),
     "step": Case(
         "MTP",
         "Step-3.5: own head, norms of 1 + weight",

@@ -19,7 +19,7 @@ from tests.unit.models.draft_folders import Tensors
 FAMILIES = (
     "original", "specforge", "wide", "five-aux", "sglang-layers", "deepspec-layers", "modelopt", "modelopt-no-aux",
     "speculators", "speculators-before-fc", "qwen3", "mla", "3.1", "3.1-legacy", "eagle1", "eagle1-no-bias", "mistral",
-    "mistral-fp8", "mistral-mla", "mimo", "nextn", "nextn-mla", "step",
+    "mistral-fp8", "mistral-mla", "mimo", "nextn", "nextn-mla", "nextn-sparse", "step",
 )  # fmt: skip
 # What a format may leave out: `t2d` says nothing new, an embedding or a head comes from the target instead.
 FREE = r"shared_head\.head|nextn.*embed_tokens|qscale_act|sglang-layers:layers\.\d\.input_layernorm"
