@@ -107,7 +107,7 @@ def test_two_ranks_equal_one_on_every_mesh(ranks: Gangs, draft: str) -> None:
 def test_a_list_where_memory_is_scarce_and_requests_are_aborted(ranks: Gangs, draft: str) -> None:
     """What a runner gave lies by slot beside its pool: retraction and aborts must not mix it up."""
     case = case_of(draft, "dp, sharded")
-    actions = workload(3, 2, 3 * REQUESTS, vocab=VOCAB, horizon=24, longest=30, most_tokens=14, aborts=0.15)
+    actions = workload(3, 2, 3 * REQUESTS, vocab=VOCAB, horizon=10, longest=30, most_tokens=24, aborts=0.15)
     tally = check(ranks(2), replace(case, config=case.config | {"max_total_tokens": 80}, actions=actions))
     print(f"{draft}, scarce: {tally}")
     assert not tally.mismatches, tally.mismatches
