@@ -1,6 +1,5 @@
 """Every target family with every draft: who can be paired with whom, and law 1 on a pair."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -14,24 +13,18 @@ from cluster.request import Request
 from tests.families import FAMILIES, LAYERS, VOCAB, made
 from tests.parity.drafts import Texts, correct
 from tests.parity.harness import SAMPLING, Run, config_of, request, run
-from tests.unit.models import draft_folders as write
-from tests.unit.models.draft_cases import CASES
+from tests.unit.models.draft_cases import CASES, LISTS, TAKES_EXPERTS
 
 DEEP = 8
 """Target layers of drafts whose aux layers are EAGLE-3's default ones, which ascend from 8 layers on."""
-RUNNERS = 3
-LISTS: dict[str, Callable[[], str]] = {
-    "mimo x3": lambda: write.mtp("mimo", RUNNERS),
-    "nextn x3": lambda: write.mtp("deepseek", RUNNERS),
-    "nextn-sparse x3": lambda: write.mtp("deepseek", RUNNERS, mla=True, sparse=True),
-    "step x3": lambda: write.mtp("step", RUNNERS),
-}
-"""Draft runner lists."""
-TAKES_EXPERTS = "nextn, the target's experts"
-OTHERS = LISTS | {TAKES_EXPERTS: lambda: write.mtp("deepseek", sparse=True)}
-DRAFTS = (*CASES, *OTHERS)
+DRAFTS = (*CASES, *LISTS)
 SHAPES = {"chain": (1, 3), "tree": (3, 3)}
 """(topk, num_steps)."""
+DENSE = "its layer has experts, but the target's last layer has none"
+OTHER_SHAPE, OTHER_NAME = "experts.0.gate_proj.weight", "'layers.4.mlp.experts.gate_up_proj' is missing"
+SPARSE = {"qwen3_moe": OTHER_SHAPE, "mixtral": OTHER_SHAPE, "gpt_oss": OTHER_NAME}
+UNPAIRED = {(family, TAKES_EXPERTS): SPARSE.get(family, DENSE) for family in FAMILIES if family != "deepseek_v3"}
+"""What cannot be paired, and why: an MTP layer with experts of the target's kind needs a target of this kind."""
 PAGES, CHUNKS = (4, 1, 16), (16, 7, -1)
 RATE = 0.75
 
@@ -110,7 +103,12 @@ def refused(pair: Pair) -> str:
 @cache
 def draft_of(name: str) -> str:
     """The folder of a draft, made once."""
-    return OTHERS[name]() if name in OTHERS else CASES[name].folder()
+    return (LISTS[name] if name in LISTS else CASES[name]).folder()
+
+
+def algorithm_of(spec: DraftSpec) -> str:
+    """The `speculative_algorithm` of a draft."""
+    return {"eagle3": "EAGLE3", "mtp": "NEXTN"}.get(spec.kind, "EAGLE")
 
 
 def requests() -> list[Request]:
@@ -151,8 +149,7 @@ def check(pair: Pair, shape: str) -> Tally:
     The draft is the real one, its forwards and its KV too; its finished trees are told the truth at `RATE`, or a
     random draft would be right once in `VOCAB` times.
     """
-    target, kind = pair.target, pair.spec().kind
-    algorithm = {"eagle3": "EAGLE3", "mtp": "NEXTN"}.get(kind, "EAGLE")
+    target, algorithm = pair.target, algorithm_of(pair.spec())
     settings = {"page_size": PAGES[pair.turn % 3], "chunked_prefill_size": CHUNKS[pair.turn // 3 % 3]}
     topk, steps = SHAPES[shape]
     config = config_of(target, draft_of(pair.draft), topk, steps, speculative_algorithm=algorithm, **settings)

@@ -4,13 +4,7 @@ import pytest
 
 import cluster.spec.step
 from tests.families import FAMILIES
-from tests.parity.pairs import DRAFTS, SHAPES, TAKES_EXPERTS, Pair, Tally, all_pairs, check, diagonal, refused
-
-DENSE = "its layer has experts, but the target's last layer has none"
-OTHER_SHAPE, OTHER_NAME = "experts.0.gate_proj.weight", "'layers.4.mlp.experts.gate_up_proj' is missing"
-SPARSE = {"qwen3_moe": OTHER_SHAPE, "mixtral": OTHER_SHAPE, "gpt_oss": OTHER_NAME}
-UNPAIRED = {(family, TAKES_EXPERTS): SPARSE.get(family, DENSE) for family in FAMILIES if family != "deepseek_v3"}
-"""What cannot be paired, and why: an MTP layer with experts of the target's kind needs a target of this kind."""
+from tests.parity.pairs import DRAFTS, SHAPES, UNPAIRED, Pair, Tally, all_pairs, check, diagonal, refused
 
 
 def test_what_cannot_be_paired() -> None:

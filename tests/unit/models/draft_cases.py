@@ -39,6 +39,16 @@ class Case:
         return self.reference(self.folder(), target_reference(self.target()), **self.say)
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A draft without a dense reference of its own here: a draft runner list, or one that needs a certain target."""
+
+    family: str
+    what: str
+    folder: Callable[[], str]
+    source: str
+
+
 THREE = {"boundaries": (1, 2, 3)}
 NEXTN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 SPEC = {"boundaries": (1, 2, 4)}
@@ -171,7 +181,19 @@ CASES: dict[str, Case] = {
         "EAGLE-1/2", "fc without bias", lambda: write.eagle1(bias=False), Eagle1, {}, {"fc_bias": False}
     ),
     "eagle1-layers": Case(
-        "EAGLE-1/2", "two layers, biases on q, k, v (Qwen2)", lambda: write.eagle1(layers=2), Eagle1, {}
+        "EAGLE-1/2",
+        "two layers, biases on q, k, v (Qwen2)",
+        lambda: write.eagle1(layers=2, biased="qkv"),
+        Eagle1,
+        {},
+    ),
+    "eagle1-map": Case(
+        "EAGLE-1/2",
+        "a map to 25 of the target's ids (FR-Spec)",
+        lambda: write.eagle1(vocab=25),
+        Eagle1,
+        {},
+        {"vocab_map": True, "head": "target"},
     ),
     "qwen3": Case(
         "EAGLE-3",
@@ -274,5 +296,23 @@ CASES: dict[str, Case] = {
             "head": "layers.4.shared_head.output.weight",
         },
         {"dialect": "step-3.5", "head": "own", "chained": True},
+    ),
+}
+RUNNERS = 3
+BY_LEVEL = "dense reference of each level, float64"
+BY_LAW = "one layer: as above; the list: law 1"
+TAKES_EXPERTS = "nextn-experts"
+LISTS: dict[str, Listed] = {
+    "mimo x3": Listed("MTP", "list of three MiMo layers", lambda: write.mtp("mimo", RUNNERS), BY_LEVEL),
+    "nextn x3": Listed("MTP", "list of three NextN layers, dense", lambda: write.mtp("deepseek", RUNNERS), BY_LAW),
+    "nextn-sparse x3": Listed(
+        "MTP",
+        "list of three NextN layers, latent attention and experts",
+        lambda: write.mtp("deepseek", RUNNERS, mla=True, sparse=True),
+        BY_LAW,
+    ),
+    "step x3": Listed("MTP", "list of three Step-3.5 layers, chained", lambda: write.mtp("step", RUNNERS), BY_LEVEL),
+    TAKES_EXPERTS: Listed(
+        "MTP", "NextN, grouped heads and the target's experts", lambda: write.mtp("deepseek", sparse=True), "law 1"
     ),
 }
