@@ -296,13 +296,13 @@ def all_cases() -> list[tuple[str, str]]:
 
 
 @cache
-def made(name: str, case: str) -> Made:
+def made(name: str, case: str, layers: int = LAYERS) -> Made:
     """The checkpoint of one case, made once."""
     family = FAMILIES[name]
-    given = SIZES | family.sizes | family.cases[case]
+    given = SIZES | family.sizes | family.cases[case] | {"num_hidden_layers": layers}
     shards = given.pop("shards", False)
     config = wrapper(family, given) if family.text else getattr(transformers, family.config)(**given)
-    folder = folder_of_session() / f"{name}-{list(family.cases).index(case)}"
+    folder = folder_of_session() / f"{name}-{list(family.cases).index(case)}-{layers}"
     model = random_model(getattr(transformers, family.architecture), config, family.seed)
     with exact():
         model.save_pretrained(folder)

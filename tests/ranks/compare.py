@@ -1,4 +1,6 @@
-"""A gang against one rank: the same requests must get the same tokens, with the same accept lengths."""
+"""A gang against one rank: the same requests must get the same tokens, from the same trees, with the same accept
+lengths.
+"""
 
 import json
 from collections import Counter
@@ -17,7 +19,8 @@ AMPLE = {"max_total_tokens": 16384, "max_running_requests": 32}
 class Tally:
     """What cases compared, and what they exercised, added up.
 
-    `compared` requests had all their tokens compared, `counted` also their accept lengths; `aborted` ones a prefix.
+    `compared` requests had all their tokens compared, `counted` also their trees and accept lengths; `aborted` ones a
+    prefix.
     `accepted[j]` are trees of which j draft tokens were accepted; `uneven` steps had ranks with different rows,
     `idle` ranks had none in a step in which others had.
     """
@@ -40,11 +43,14 @@ class Tally:
 
 
 def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 240.0) -> Tally:
-    """Run the case on its gang and on one rank, and compare. `same_trees`: accept lengths must agree as well."""
+    """Run the case on its gang and on one rank, and compare. `same_trees`: trees and accept lengths must agree
+    as well.
+    """
     lives = ranks.lives(case, timeout_s)
     one = alone(json.dumps(without_mesh(case.config), sort_keys=True), tuple(map(frozen, case.actions)))
     tally = Tally(steps=len(lives[0].rows))
     tokens, ended, retracted = joined(lives)
+    trees = {name: drafted for life in lives for name, drafted in life.trees.items()}
     for action in case.actions:
         if action.kind == "abort":
             continue
@@ -65,6 +71,8 @@ def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 
         tally.accepted += Counter(dict(enumerate(accepted or [])))
         if accepted != true_accepted:
             tally.mismatches.append(f"{name}: accept lengths {accepted} instead of {true_accepted}")
+        elif trees.get(name) != one.trees.get(name):
+            tally.mismatches.append(f"{name}: other trees, of the same accept lengths {accepted}")
     exercised(tally, lives, case)
     return tally
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
+from cluster.batch import Batch
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, Rank, build_rank
 from cluster.mesh import Axis, GangError, Rendezvous, Store, open_store
 from cluster.request import Request, SamplingParams
+from cluster.spec.tree import DraftTree
 from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
 
@@ -124,8 +126,9 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
     mesh, began = engine._lockstep.mesh, time.monotonic()
     actions = deque(a for a in case["actions"] if mesh.leads and a["dp_rank"] == mesh.dp_rank)
     last = max((a["step"] for a in case["actions"]), default=0)
-    life = Life({}, {}, [], [], 0, [], [], 0, 0.0, [])
+    life = Life({}, {}, {}, [], [], 0, [], [], 0, 0.0, [])
     if isinstance(engine, Engine):
+        _watch_trees(engine, life.trees)
         _watch_retraction(engine, life.retracted)
         if case["shaken"] is not None:
             _shake(engine, Random(case["shaken"] * 1009 + mesh.rank))
@@ -173,6 +176,24 @@ def _nap(engine: Rank, rings: bool) -> Nap:
     engine.sleep()
     woke, used = time.monotonic(), time.process_time() - cpu
     return Nap(woke, rang[0] if rang else 0.0, woke - began, used)
+
+
+def _watch_trees(engine: Engine, trees: dict[str, int]) -> None:
+    """Keep a checksum of all trees that were drafted for each request."""
+    drafter = engine._p.lockstep.step._draft
+    true = drafter.draft
+
+    def draft(batch: Batch, *given: Any) -> DraftTree:
+        tree = true(batch, *given)
+        running = engine._p.scheduler.running
+        names = {one.lease.row: one.request.request_id for one in running if one.lease is not None}
+        for i, row in enumerate(batch.rows[: batch.decodes].tolist()):
+            if row in names:  # idle rows are nobody's
+                words = str([tree.tokens[i].tolist(), tree.parents[i].tolist()])
+                trees[names[row]] = zlib.crc32(words.encode(), trees.get(names[row], 0))
+        return tree
+
+    drafter.draft = draft  # type: ignore[method-assign]
 
 
 def _watch_retraction(engine: Engine, names: list[str]) -> None:

@@ -74,6 +74,21 @@ def test_the_script_of_a_step() -> None:
     ]
 
 
+def test_the_script_of_a_draft_runner_list() -> None:
+    """At level l one runner runs the rows of all levels up to l, for the last of which it is asked; at extend all run,
+    and the first is asked."""
+    plan = rule("exact").plan([facts(2, 7, 1), facts(1)], SHAPE)
+    calls = script(plan, SHAPE, TARGET, DRAFT._replace(head=("head",), runners=3))
+    of_draft = [(call.op, call.rows) for call in calls if call.phase == "draft"]
+    assert of_draft == [
+        *((op, (4, 2)) for op in (*DRAFT.forward, "head")),
+        *((op, (8, 4)) for op in DRAFT.forward),
+        ("head", (4, 2)),
+    ]
+    extend = [(call.op, call.rows) for call in calls if call.phase == "extend"]
+    assert extend == [(op, (15, 4)) for op in DRAFT.forward * 3] + [("head", (3, 1))]
+
+
 def test_a_shallower_tier_has_a_shorter_script() -> None:
     plan = rule("exact").plan([facts(2)], SHAPE)
     lengths = [len(script(plan, shape, TARGET, DRAFT)) for shape in tiers(SHAPE)]

@@ -40,6 +40,16 @@ class Case:
         return self.reference(self.folder(), target_reference(self.target()), **self.say)
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A draft without a dense reference of its own here: a draft runner list, or one that needs a certain target."""
+
+    family: str
+    what: str
+    folder: Callable[[], str]
+    source: str
+
+
 THREE = {"boundaries": (1, 2, 3)}
 NEXTN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 SPEC = {"boundaries": (1, 2, 4)}
@@ -186,7 +196,19 @@ CASES: dict[str, Case] = {
         "EAGLE-1/2", "fc without bias", lambda: write.eagle1(bias=False), Eagle1, {}, {"fc_bias": False}
     ),
     "eagle1-layers": Case(
-        "EAGLE-1/2", "two layers, biases on q, k, v (Qwen2)", lambda: write.eagle1(layers=2), Eagle1, {}
+        "EAGLE-1/2",
+        "two layers, biases on q, k, v (Qwen2)",
+        lambda: write.eagle1(layers=2, biased="qkv"),
+        Eagle1,
+        {},
+    ),
+    "eagle1-map": Case(
+        "EAGLE-1/2",
+        "a map to 25 of the target's ids (FR-Spec)",
+        lambda: write.eagle1(vocab=25),
+        Eagle1,
+        {},
+        {"vocab_map": True, "head": "target"},
     ),
     "qwen3": Case(
         "EAGLE-3",
@@ -267,6 +289,14 @@ CASES: dict[str, Case] = {
         Mtp,
         {"at": "layers.4.", "parts": NEXTN, "zero_first": True},
     ),
+    "nextn-sparse": Case(
+        "MTP",
+        "DeepSeek NextN, latent attention and eight experts in four groups",
+        lambda: write.mtp("deepseek", mla=True, sparse=True),
+        Mtp,
+        {"at": "layers.4.", "parts": NEXTN, "zero_first": True},
+        {"dialect": "deepseek-nextn"},
+    ),
     "step": Case(
         "MTP",
         "Step-3.5: own head, norms of 1 + weight",
@@ -332,5 +362,22 @@ CASES: dict[str, Case] = {
         layers.LayerOfTransformers,
         QWEN_NEXT | {"config": QWEN_NEXT["config"] | {"num_experts": 0, "partial_rotary_factor": 0.25}},
         source="transformers' layer, float64",
+    ),
+}
+RUNNERS = 3
+BY_LEVEL = "dense reference of each level, float64"
+BY_LAW = "one layer: as above; the list: law 1"
+LISTS: dict[str, Listed] = {
+    "mimo x3": Listed("MTP", "list of three MiMo layers", lambda: write.mtp("mimo", RUNNERS), BY_LEVEL),
+    "nextn x3": Listed("MTP", "list of three NextN layers, dense", lambda: write.mtp("deepseek", RUNNERS), BY_LAW),
+    "nextn-sparse x3": Listed(
+        "MTP",
+        "list of three NextN layers, latent attention and experts",
+        lambda: write.mtp("deepseek", RUNNERS, mla=True, sparse=True),
+        BY_LAW,
+    ),
+    "step x3": Listed("MTP", "list of three Step-3.5 layers, chained", lambda: write.mtp("step", RUNNERS), BY_LEVEL),
+    "nextn-grouped-experts": Listed(
+        "MTP", "NextN, grouped heads and experts", lambda: write.mtp("deepseek", sparse=True), "law 1"
     ),
 }

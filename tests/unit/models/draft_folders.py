@@ -222,6 +222,27 @@ def latent_layer(random: Random, name: str, columns: int, norms: tuple[str, ...]
     return made
 
 
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+
+
+def experts(random: Random, name: str) -> Tensors:
+    """DeepSeek-V3's experts: a router with its correction, routed ones, one that every token takes."""
+    made = {f"{name}.gate.weight": random.matrix(8, H), f"{name}.gate.e_score_correction_bias": random.matrix(8)}
+    for expert in (*(f"experts.{e}" for e in range(8)), "shared_experts"):
+        for part, size in (("gate", (12, H)), ("up", (12, H)), ("down", (H, 12))):
+            made[f"{name}.{expert}.{part}_proj.weight"] = random.matrix(*size)
+    return made
+
+
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 
 
@@ -290,8 +311,13 @@ def mistral(layers: int = 2, mla: bool = False, fp8: bool = False, **params: Any
     return write(tensors, given, file="consolidated.safetensors", keys="params.json")
 
 
-def mtp(dialect: str, count: int = 1, mla: bool = False, trained: int = 41, vocab: int = V) -> str:
-    """The MTP layers of a checkpoint, as their producers spell them, after the target's 4 layers."""
+def mtp(
+    dialect: str, count: int = 1, mla: bool = False, trained: int = 41, vocab: int = V, sparse: bool = False
+) -> str:
+    """The MTP layers of a checkpoint, as their producers spell them, after the target's 4 layers.
+
+    `sparse`: with experts, as DeepSeek-V3 and GLM ship them.
+    """
     random, tensors = Random(trained), Tensors()
     norms = ("input_layernorm", "post_attention_layernorm")
     for i in range(count):
@@ -309,8 +335,12 @@ def mtp(dialect: str, count: int = 1, mla: bool = False, trained: int = 41, voca
             tensors[f"{at}embed_tokens.weight"] = random.matrix(vocab, H)
             tensors[f"{at}shared_head.head.weight"] = random.matrix(vocab, H)
         name = f"{at}{inner}".rstrip(".")
-        tensors |= latent_layer(random, name, H, norms) if mla else random.layer(name, H, norms)
+        layer = latent_layer(random, name, H, norms) if mla else random.layer(name, H, norms)
+        if sparse:
+            layer = {key: tensor for key, tensor in layer.items() if ".mlp." not in key}
+            layer |= experts(random, f"{name}.mlp")
+        tensors |= layer
     more: dict[str, Any] = {"num_hidden_layers": 4, "num_nextn_predict_layers": count, "vocab_size": vocab}
     if mla:
         more |= {**LATENT, "head_dim": None, "n_routed_experts": 8, "num_key_value_heads": HEADS}
-    return write(tensors, base_config(**more))
+    return write(tensors, base_config(**(more | (EXPERTS if sparse else {}))))

@@ -140,7 +140,27 @@ class Reference:
         out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).reshape(t, -1)
         return self.linear(f"{name}.o_proj", out)
 
+    def experts(self, name: str, x: Tensor) -> Tensor:
+        """DeepSeek-V3's: sigmoid scores, the correction for the choice only, first of groups by their two best, then of
+        experts; the chosen scores add up to `routed_scaling_factor`; the shared expert is added.
+        """
+        c = self.config
+        count, groups = c["n_routed_experts"], c["n_group"]
+        rows = []
+        for row in x:
+            scores = (self.w[f"{name}.gate.weight"] @ row).sigmoid()
+            ranked = scores + self.w[f"{name}.gate.e_score_correction_bias"]
+            by_group = ranked.view(groups, -1).sort(descending=True).values[:, :2].sum(1)
+            kept = set(by_group.argsort(descending=True)[: c["topk_group"]].tolist())
+            allowed = [e for e in range(count) if e // (count // groups) in kept]
+            chosen = sorted(allowed, key=lambda e: -float(ranked[e]))[: c["num_experts_per_tok"]]
+            share = scores[chosen] / scores[chosen].sum() * c["routed_scaling_factor"]
+            rows.append(sum(w * self.mlp(f"{name}.experts.{e}", row) for w, e in zip(share, chosen, strict=True)))
+        return torch.stack(rows) + self.mlp(f"{name}.shared_experts", x)
+
     def mlp(self, name: str, x: Tensor) -> Tensor:
+        if f"{name}.gate.weight" in self.w:
+            return self.experts(name, x)
         gate = torch.nn.functional.silu(self.linear(f"{name}.gate_proj", x))
         return self.linear(f"{name}.down_proj", gate * self.linear(f"{name}.up_proj", x))
 

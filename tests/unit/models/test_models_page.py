@@ -3,15 +3,19 @@
 from pathlib import Path
 
 from tests.families import FAMILIES
-from tests.unit.models.draft_cases import CASES
+from tests.ranks import test_drafts
+from tests.unit.models.draft_cases import CASES, LISTS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/models.md"
 BEGIN, END = "<!-- {} begin, made from the test registry -->", "<!-- {} end -->"
 
 
 def drafts() -> list[str]:
-    rows = ["| family | dialect | checked against |", "|---|---|---|"]
-    return rows + [f"| {case.family} | {case.what} | {case.source} |" for case in CASES.values()]
+    rows = ["| family | dialect | checked against | on several ranks |", "|---|---|---|---|"]
+    for name, case in (CASES | LISTS).items():
+        gangs = "2 and 4" if name in test_drafts.LISTS else "2" if name in test_drafts.DRAFTS else ""
+        rows.append(f"| {case.family} | {case.what} | {case.source} | {gangs} |")
+    return rows
 
 
 def targets() -> list[str]:

@@ -1,0 +1,43 @@
+"""Law 1 over every (target family, draft) pair, as a chain and as a tree, to the last token."""
+
+import pytest
+
+import cluster.spec.step
+from tests.families import FAMILIES
+from tests.parity.pairs import DRAFTS, SHAPES, Pair, Tally, all_pairs, check, diagonal, refused
+
+
+def test_every_draft_can_be_paired_with_every_family() -> None:
+    assert not [(str(pair), why) for pair in all_pairs() if (why := refused(pair))]
+
+
+@pytest.mark.parametrize("number", range(len(diagonal())))
+def test_a_pair(number: int) -> None:
+    """Each draft once and each family at least once, chain and tree by turns."""
+    pair = diagonal()[number]
+    tally = check(pair, list(SHAPES)[number % 2])
+    assert not tally.mismatches
+    assert tally.requests == 10 and tally.accepted == {1, 2, 3, 4} and tally.cached > 0, tally
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_path_left_where_the_tree_was_is_a_mismatch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.spec.step, "compact", lambda *_: None)
+    assert check(Pair(family, "specforge", 0), "tree").mismatches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_pairs(family: str) -> None:
+    pairs = [p for p in all_pairs() if p.family == family]
+    assert {p.case for p in pairs} == set(FAMILIES[family].cases)
+    total = Tally()
+    for pair in pairs:
+        for shape in SHAPES:
+            tally = check(pair, shape)
+            assert tally.accepted == {1, 2, 3, 4} and tally.cached > 0, (pair, shape, tally)
+            total += tally
+    print(f"{family}: {len(pairs)} pairs, {total}")
+    assert not total.mismatches
+    assert len(pairs) == len(DRAFTS) and total.requests == 5 * total.runs == 20 * len(pairs)
