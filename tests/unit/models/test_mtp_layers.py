@@ -19,6 +19,7 @@ from cluster.models.load import Sharding, local_heads
 from cluster.models.registry import check_draft, load_draft, load_target
 from tests.tiny import target_folder
 from tests.unit.models.draft_cases import CASES
+from tests.unit.models.draft_folders import mtp, rewritten
 from tests.unit.models.mtp_layers import qwen_next
 from tests.unit.models.sharded import CPU, Summed
 from tests.unit.models.test_drafts import TEXT, Causal
@@ -61,6 +62,10 @@ def test_two_ranks_make_what_one_makes(name: str) -> None:
         (lambda: qwen_next(partial_rotary_factor=0.4), "partial_rotary_factor 0.4 of head_dim 8 is 3 dimensions"),
         (lambda: qwen_next(num_experts=0), "num_experts must be a positive integer"),
         (lambda: qwen_next(num_experts_per_tok=7), "num_experts_per_tok 7 of 6 experts"),
+        (
+            lambda: rewritten(mtp("mimo"), {r"\.mlp\.": ".mlp.experts.0."}, dict),
+            "mimo layers with experts are not served",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(folder: Callable[[], str], says: str) -> None:
