@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.dialects.speculators.registry import rows as written_by_speculators
 from tests.families import FAMILIES
 from tests.unit.models.draft_cases import CASES
 
@@ -11,7 +12,8 @@ BEGIN, END = "<!-- {} begin, made from the test registry -->", "<!-- {} end -->"
 
 def drafts() -> list[str]:
     rows = ["| family | dialect | checked against |", "|---|---|---|"]
-    return rows + [f"| {case.family} | {case.what} | {case.source} |" for case in CASES.values()]
+    rows += [f"| {case.family} | {case.what} | {case.source} |" for case in CASES.values()]
+    return rows + [f"| {family} | {what} | {source} |" for family, what, source in written_by_speculators()]
 
 
 def targets() -> list[str]:
