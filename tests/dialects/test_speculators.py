@@ -3,19 +3,23 @@
 How the numbers were made, and which function of the library gives what: `speculators/make.py`.
 """
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.arch import DraftLayer
+from cluster.config import ConfigError
 from cluster.models.draft import Draft
 from tests.dialects.speculators.registry import EAGLE1, FIXTURES, HERE
 from tests.tiny import target_folder
+from tests.unit.models.checkpoints import Tensors, copy_of
 from tests.unit.models.test_drafts import Causal, loaded
 
 EXACT = 1e-9
@@ -111,3 +115,58 @@ def test_a_fact_read_the_other_way_is_seen(name: str, fact: str) -> None:
         "rope_layout": "interleaved",
     }
     assert distances(name, **{fact: other[fact]}).max() > 1e-3
+
+
+NEXTN = (
+    (r"\.token_layernorm\.", ".enorm."),
+    (r"\.hidden_layernorm\.", ".hnorm."),
+    (r"\.input_proj\.", ".eh_proj."),
+    (r"\.final_layernorm\.", ".shared_head.norm."),
+    (r"^mtp_layers\.0\.", "model.layers.4."),
+)
+
+
+def nextn(to: Path, swapped: bool = False) -> str:
+    """The library's MTP layer under DeepSeek's names, which concatenates in the same order."""
+    held = load_file(HERE / "mtp/model.safetensors")
+    for theirs, ours in NEXTN:
+        held = {re.sub(theirs, ours, name): tensor for name, tensor in held.items()}
+    if swapped:
+        held["model.layers.4.eh_proj.weight"] = held["model.layers.4.eh_proj.weight"].roll(32, 1).contiguous()
+    to.mkdir()
+    save_file(held, to / "model.safetensors")
+    inner = json.loads((HERE / "mtp/config.json").read_text())["transformer_layer_config"]
+    (to / "config.json").write_text(json.dumps({**inner, "num_nextn_predict_layers": 1}))
+    return str(to)
+
+
+def mtp_distance(tmp_path: Path, swapped: bool = False) -> float:
+    """Largest relative difference of the logits of three steps; in the trainer's forward a step has no memory."""
+
+    def zero(held: Tensors) -> None:
+        held["model.embed_tokens.weight"][0] = 0
+
+    target = copy_of(str(HERE / "target"), tmp_path / "target", zero)
+    draft = loaded(nextn(tmp_path / "draft", swapped), target)
+    held = load_file(HERE / "mtp/numbers.safetensors")
+    steps, rows = held["logits"].shape[:2]
+    hidden, worst = draft.fuse_aux(held["aux"][:rows]), 0.0
+    for step in range(steps):
+        tokens = held["tokens"][step + 1 : step + 1 + rows]
+        normed, hidden = draft.forward(tokens, torch.arange(rows) + step, hidden, Causal(draft.spec.layers))
+        worst = max(worst, relative(draft.logits(normed), held["logits"][step]))
+    return worst
+
+
+def test_an_mtp_layer_computes_what_speculators_computes(tmp_path: Path) -> None:
+    assert mtp_distance(tmp_path) < EXACT
+
+
+def test_an_mtp_layer_concatenated_the_other_way_is_seen(tmp_path: Path) -> None:
+    assert mtp_distance(tmp_path, swapped=True) > 1e-3
+
+
+def test_an_mtp_layer_in_speculators_own_format_is_refused_by_name() -> None:
+    """Its tensors are named as MiMo's, whose order is the other one: read as such it would be silently wrong."""
+    with pytest.raises(ConfigError, match="speculators' MTP layer"):
+        loaded(str(HERE / "mtp"), str(HERE / "target"))

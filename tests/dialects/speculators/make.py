@@ -32,6 +32,11 @@ server computes that has committed t + 1 rows and drafts i tokens behind them. T
 - a sliding window is cut out of the keys of step 0 alone, from row t, and the keys of later steps come on top: at level
   i a row sees up to i tokens more than `sliding_window`. A server counts the window from the row's own position.
 
+`MTPDraftModel.forward` returns logits of several steps. Its step i reads token t + 1 + i and what step i - 1 left at
+row t, concatenated as [embedding | hidden], but has no memory: rows of a step see rows of that step alone, at unchanged
+positions. `target` belongs to `make_eagle1.py`; that it embeds token 0 as zeros here stands in for DeepSeek's zero
+embedding at position 0.
+
 Float64: inside `exact` the float32 islands of transformers (norms, rope, softmax) are float64.
 """
 
@@ -42,15 +47,19 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
 from speculators.train.cli import create_transformer_layer_config
 from torch import Tensor
+from transformers import Qwen3Config
 
 from tests.dialects.speculators.registry import FIXTURES, HERE, Fixture
 from tests.exact import exact
 from tests.tiny import tiny_target
 
-ROWS, STEPS, VOCAB = 7, 3, 64
+ROWS, STEPS, VOCAB, H = 7, 3, 64, 32
 
 
 def target_here() -> None:
@@ -110,6 +119,48 @@ def numbers_of(model: Eagle3DraftModel, seed: int) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in made.items()}
 
 
+def mtp_layer(seed: int) -> MTPDraftModel:
+    """A random MTP layer of Qwen3's kind over the embedding and head of `target` here, token 0 embedded as zeros."""
+    layer = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=H,
+        intermediate_size=H,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_implementation="eager",
+    )
+    methods = [GreedyTokenProposalConfig(speculative_tokens=STEPS)]
+    verifier = VerifierConfig(name_or_path=None, architectures=[])
+    chosen = SpeculatorsConfig(
+        algorithm="mtp", proposal_methods=methods, default_proposal_method="greedy", verifier=verifier
+    )
+    model = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layer, speculators_config=chosen))
+    generator = torch.Generator().manual_seed(seed)
+    shared = load_file(HERE / "target/model.safetensors")  # bfloat16
+    with torch.no_grad():
+        for name, weight in model.mtp_layers.named_parameters():
+            drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3
+            weight.copy_((1 + drawn if "norm" in name else drawn).bfloat16().double())
+        model.embed_tokens.weight.copy_(shared["model.embed_tokens.weight"].double())
+        model.embed_tokens.weight[0] = 0
+        model.lm_head.weight.copy_(shared["lm_head.weight"].double())
+    del model.verifier_lm_head
+    return model.eval()
+
+
+def mtp_numbers(model: MTPDraftModel, seed: int) -> dict[str, Tensor]:
+    """A text whose second token alone is 0, the target's hidden `[tokens, H]`, logits `[steps, rows, V]`."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, VOCAB, (ROWS + STEPS + 1,), generator=generator)
+    tokens[1] = 0
+    hidden = torch.randn(len(tokens), H, generator=generator, dtype=torch.float64)
+    with torch.inference_mode():
+        logits, _, _ = model(tokens[None], hidden[None])
+    return {"tokens": tokens, "aux": hidden, "logits": torch.cat(logits).contiguous()}
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -123,6 +174,14 @@ def main() -> None:
             model.to(torch.bfloat16).save_pretrained(out)
             (out / "config.py").unlink()
             save_file(numbers, out / "numbers.safetensors")
+    out = HERE / "mtp"
+    shutil.rmtree(out, ignore_errors=True)
+    with exact():
+        model = mtp_layer(50)
+        numbers = mtp_numbers(model, 150)
+    model.to(torch.bfloat16).save_pretrained(out)
+    (out / "config.py").unlink()
+    save_file(numbers, out / "numbers.safetensors")
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ Made with speculators 0.4.0, transformers 4.57.6, huggingface-hub 0.36.2, torch 
 
 A draft in the original format (the tests' own writer, weights rounded to bfloat16) and a target are written first. The
 library's `EagleConverter` reads that draft, `EagleSpeculator.from_pretrained` loads what it made, `attach_verifier`
-takes embedding and head from the target (asked of `from_pretrained` it ties the two), and `forward` gives logits; a hook on `lm_head` keeps the hidden states before it, which
-are the recurrent ones. Every level is a forward over the whole text again: the rows committed with the target's
-hidden, those behind them with the draft's own.
+takes embedding and head from the target (asked of `from_pretrained`, it ties the two), and `forward` gives logits; a
+hook on `lm_head` keeps the hidden states before it, which are the recurrent ones. Every level is a forward over the
+whole text again: the rows committed with the target's hidden, those behind them with the draft's own.
 
-The layer's attention is told to be `eager`: outside a whole model nothing chooses one. One slip of that forward: it takes the first of what its decoder layer returns for the hidden states, and this
-transformers returns them alone. So the batch dimension is gone, which for one text changes nothing.
+The layer's attention is told to be `eager`: outside a whole model nothing chooses one. One slip of that forward: it
+takes the first of what its decoder layer returns for the hidden states, and this transformers returns them alone. So
+the batch dimension is gone, which for one text changes nothing.
 """
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path

@@ -88,4 +88,5 @@ EAGLE1 = {
 def rows() -> list[tuple[str, str, str]]:
     """Family, dialect, and what it was checked against: the rows of docs/models.md."""
     newer = [("EAGLE-3", made.what, "speculators 0.9.0's own class, float64") for made in FIXTURES.values()]
-    return newer + [("EAGLE-1/2", what, "speculators 0.4.0's own class, float64") for what in EAGLE1.values()]
+    mtp = ("MTP", "embedding first, under DeepSeek's names", "speculators 0.9.0's own class, float64")
+    return [*newer, mtp] + [("EAGLE-1/2", what, "speculators 0.4.0's own class, float64") for what in EAGLE1.values()]
