@@ -6,10 +6,12 @@ root of the repository:
 
     python3.11 -m venv /tmp/spec && /tmp/spec/bin/pip install torch==2.13.0 transformers==5.19.0 safetensors==0.8.0
     /tmp/spec/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
-    /tmp/spec/bin/pip install numpy psutil loguru pydantic pydantic-settings openai datasets typer rich
+    /tmp/spec/bin/pip install numpy psutil "loguru<=0.7.3" pydantic pydantic-settings "datasets<=5.1.0"
+    /tmp/spec/bin/pip install openai typer rich aiohttp click httpx protobuf
     PYTHONPATH=. /tmp/spec/bin/python -m tests.dialects.speculators.make
 
-(`--no-deps`, because torchvision and torchaudio would bring another torch and nothing here uses them.)
+(`--no-deps`, because torchvision and torchaudio would bring another torch and nothing here uses them.) In a fresh environment this gives
+the same bytes again.
 
 Which of its functions gives what:
 

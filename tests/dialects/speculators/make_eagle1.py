@@ -5,7 +5,8 @@ Made with speculators 0.4.0, transformers 4.57.6, huggingface-hub 0.36.2, torch 
 
     python3.11 -m venv /tmp/spec1 && /tmp/spec1/bin/pip install torch==2.13.0 transformers==4.57.6 safetensors==0.8.0
     /tmp/spec1/bin/pip install --no-deps speculators==0.4.0
-    /tmp/spec1/bin/pip install "huggingface-hub<1" pydantic pydantic-settings loguru psutil typer rich openai datasets
+    /tmp/spec1/bin/pip install "huggingface-hub<1" "numpy<2.4" pydantic pydantic-settings loguru psutil tqdm
+    /tmp/spec1/bin/pip install typer rich openai datasets httpx
     PYTHONPATH=. /tmp/spec1/bin/python -m tests.dialects.speculators.make_eagle1
 
 A draft in the original format (the tests' own writer, weights rounded to bfloat16) and a target are written first. The
