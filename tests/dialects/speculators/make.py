@@ -10,8 +10,8 @@ root of the repository:
     /tmp/spec/bin/pip install openai typer rich aiohttp click httpx protobuf
     PYTHONPATH=. /tmp/spec/bin/python -m tests.dialects.speculators.make
 
-(`--no-deps`, because torchvision and torchaudio would bring another torch and nothing here uses them.) In a fresh environment this gives
-the same bytes again.
+(`--no-deps`, because torchvision and torchaudio would bring another torch and nothing here uses them.) In a fresh
+environment this gives the same bytes again.
 
 Which of its functions gives what:
 
