@@ -27,6 +27,7 @@ REFUSED_NAMES = (
     (r"^medusa", "Medusa heads (arXiv 2401.10774)"),
     (r"^hydra", "Hydra heads"),
     (r"^mlp_?speculator", "an MLP speculator"),
+    (r"^mtp(draftmodel)?$", "speculators' MTP layer, which has MiMo's names and not its order"),
 )
 MTP = r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.|^mtp\."
 SERVED = "EAGLE-1/2, EAGLE-3 and 3.1, Mistral EAGLE, and MTP layers"

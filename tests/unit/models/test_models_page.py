@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.dialects.speculators.registry import rows as written_by_speculators
 from tests.families import FAMILIES
 from tests.ranks import test_drafts
 from tests.unit.models.draft_cases import CASES, LISTS
@@ -15,7 +16,7 @@ def drafts() -> list[str]:
     for name, case in (CASES | LISTS).items():
         gangs = "2 and 4" if name in test_drafts.LISTS else "2" if name in test_drafts.DRAFTS else ""
         rows.append(f"| {case.family} | {case.what} | {case.source} | {gangs} |")
-    return rows
+    return rows + [f"| {family} | {what} | {source} |  |" for family, what, source in written_by_speculators()]
 
 
 def targets() -> list[str]:
