@@ -48,7 +48,7 @@ def target() -> str:
 
     And no logit is so large that log-probabilities end at their floor, where ties are broken by rounding.
     """
-    return target_folder(spread=0.15)
+    return target_folder(spread=0.015)
 
 
 def case_of(draft: str, mesh: str) -> Case:
