@@ -26,7 +26,7 @@ class MtpRecipe:
 
     layers: int = 3
     levels: int = 3
-    steps: int = 510
+    steps: int = 300
     draft: DraftRecipe = field(default_factory=lambda: DraftRecipe(samples=1024))
 
 
