@@ -1,5 +1,6 @@
-"""`aerie bench`: speed without Ray (offline), as served (serving), how well the draft predicts (acceptance), what it
-costs ranks to step together (lockstep), and what clients see when processes die (faults).
+"""`aerie bench`: speed without Ray (offline), as served (serving), how well the draft predicts (acceptance), or any
+draft at three levels (levels), what it costs ranks to step together (lockstep), and what clients see when processes die
+(faults).
 """
 
 import argparse
@@ -9,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import acceptance, faults, lockstep, offline, serving
+from cluster.bench import acceptance, faults, levels, lockstep, offline, serving
 from cluster.bench.pair import Pair
 from cluster.bench.report import json_line, write_json
 
-PARTS = ("offline", "serving", "acceptance", "lockstep", "faults")
+PARTS = ("offline", "serving", "acceptance", "levels", "lockstep", "faults")
 DEFAULT_PARTS = ("offline", "serving")
 DIFFERENT = 1
 
@@ -71,6 +72,9 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if part == "acceptance":
         result = acceptance.measure(pair, acceptance.QUICK if args.quick else acceptance.Size(), say)
         return result, acceptance.show(result)
+    if part == "levels":
+        result = levels.measure(pair, acceptance.QUICK if args.quick else acceptance.Size(), say)
+        return result, levels.show(result)
     if part == "lockstep":
         sized = lockstep.QUICK if args.quick else lockstep.Size()
         result = lockstep.measure(pair, replace(sized, repeats=args.repeats or sized.repeats), say)

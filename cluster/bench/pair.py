@@ -5,7 +5,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from cluster.arch import read_draft, read_target
 from cluster.config import EngineConfig, tree_shape
+from cluster.models.checkpoint import Checkpoint
 from cluster.train.corpus import heldout_prompts
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -77,10 +79,13 @@ class Pair:
         }
         if shape.num_steps:
             settings |= {
-                "speculative_algorithm": "EAGLE3",
+                "speculative_algorithm": self._algorithm(),
                 "speculative_draft_model_path": self.draft,
                 "speculative_num_steps": shape.num_steps,
                 "speculative_eagle_topk": shape.topk,
                 "speculative_num_draft_tokens": shape.nodes,
             }
         return EngineConfig.from_kwargs(settings)
+
+    def _algorithm(self) -> str:
+        return read_draft(self.draft, Checkpoint(self.draft).shapes, read_target(self.target)).algorithm

@@ -1,22 +1,29 @@
 """One run of an engine over prompts, in numbers."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+from cluster.bench.report import ratio
 from cluster.engine import Engine
 from cluster.request import Request, SamplingParams
 
 
 @dataclass(slots=True)
 class Run:
-    """Tokens by prompt, and what they took. `steps` and `accepted` count trees and the draft tokens they got right."""
+    """Tokens by prompt, and what they took. `steps` and `accepted` count trees and the draft tokens they got right.
+
+    `paths[j]` counts the trees that got exactly j right.
+    """
 
     tokens: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     forward_seconds: float = 0.0
     steps: int = 0
     accepted: int = 0
+    paths: Counter[int] = field(default_factory=Counter)
 
     @property
     def tokens_per_second(self) -> float:
@@ -27,6 +34,11 @@ class Run:
     def accept_length(self) -> float:
         """Tokens committed per step; 1.0 without speculation."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
+
+    def by_depth(self, levels: int) -> list[float]:
+        """Of the trees whose path came to depth d - 1, the share whose path came to d, for d from 1 to `levels`."""
+        came = [sum(n for right, n in self.paths.items() if right >= depth) for depth in range(levels + 1)]
+        return [ratio(deeper, here) for here, deeper in pairwise(came)]
 
     @property
     def outside_share(self) -> float:
@@ -40,6 +52,7 @@ class Run:
         self.forward_seconds += other.forward_seconds
         self.steps += other.steps
         self.accepted += other.accepted
+        self.paths += other.paths
 
 
 def params_of(new_tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingParams:
@@ -62,6 +75,7 @@ def run_together(engine: Engine, prompts: Sequence[Sequence[int]], params: Seque
             if output.speculation is not None:
                 result.steps += output.speculation.steps
                 result.accepted += output.speculation.accepted_tokens
+                result.paths.update(dict(enumerate(output.speculation.accepted)))
     result.seconds = time.perf_counter() - started
     return result
 

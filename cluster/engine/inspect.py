@@ -201,7 +201,7 @@ def _draft(
     report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
     report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
     report.memory["kv_bytes_per_token"] += spec.runners * pool_bytes(own, compute)
-    report.features["speculation"] = {"eagle3": "EAGLE3", "mtp": "NEXTN"}.get(spec.kind, "EAGLE")
+    report.features["speculation"] = spec.algorithm
     if sharding != WHOLE and spec.runners > 1:
         report.features["draft_runners"] = spec.runners
 

@@ -1,4 +1,4 @@
-"""The command `aerie train`: tokenizer, target and draft, each stage resuming where it stopped."""
+"""The command `aerie train`: tokenizer, target, draft and MTP layers, each stage resuming where it stopped."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from cluster.train.corpus import heldout_files, heldout_prompts, texts, train_fi
 from cluster.train.dataset import encode_corpus
 from cluster.train.draft import DraftRecipe, train_draft
 from cluster.train.eagle3 import DraftShape, save_draft
+from cluster.train.mtp import save_mtp
+from cluster.train.runners import MtpRecipe, train_mtp
 from cluster.train.target import TargetRecipe, TargetReport, load_target, save_target, train_target
 from cluster.train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, save_tokenizer, train_tokenizer
 
-STAGES = ("tokenizer", "target", "draft", "all")
+STAGES = ("tokenizer", "target", "draft", "all", "mtp")
 SIZE_LIMIT = 20_000_000
 """Bytes of both models together: they live in the repository."""
 
@@ -34,12 +36,13 @@ class Plan:
     minutes_draft: float
     target: TargetRecipe
     draft: DraftRecipe
+    mtp: MtpRecipe
     prompts: int
     files: int | None
     """How many train files to read; None reads all."""
 
 
-def quick_plan(out: Path, work: Path) -> Plan:
+def quick_plan(out: Path, work: Path, layers: int) -> Plan:
     """A run of seconds: models too small to predict, in the same formats."""
     target = TargetRecipe(
         vocab_size=512, hidden_size=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, length=64
@@ -57,16 +60,23 @@ def quick_plan(out: Path, work: Path) -> Plan:
     draft = DraftRecipe(
         shape=shape, prompt_length=16, sample_length=16, samples=8, sample_batch=4, length=64, tokens_per_step=256
     )
-    return Plan(out, work, 0.02, 0.02, target, draft, prompts=2, files=6)
+    mtp = MtpRecipe(layers, steps=3, draft=draft)
+    return Plan(out, work, 0.02, 0.02, target, draft, mtp, prompts=2, files=6)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `aerie train`."""
-    parser.add_argument("stage", nargs="?", choices=STAGES, default="all", help="what to train (default: all)")
+    parser.add_argument(
+        "stage", nargs="?", choices=STAGES, default="all", help="what to train; all (default) leaves out mtp"
+    )
     parser.add_argument("--out", type=Path, help="where target/, draft/ and README.md go (default: models/demo)")
     parser.add_argument("--work", type=Path, help="checkpoints, encoded text and samples (default: runs/demo)")
     parser.add_argument("--minutes-target", type=float, default=50.0, help="training time of the target")
     parser.add_argument("--minutes-draft", type=float, default=38.0, help="training time of the draft")
+    parser.add_argument(
+        "--mtp-layers", type=int, choices=(1, 3), default=3, help="a runner for each of 3 levels, or one for all"
+    )
+    parser.add_argument("--mtp-steps", type=int, default=MtpRecipe.steps, help="training steps of the MTP layers")
     parser.add_argument("--threads", type=int, default=2, help="threads of the tensor library")
     parser.add_argument("--quick", action="store_true", help="a run of seconds that only proves the path")
 
@@ -74,10 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that parsed arguments ask for."""
     if args.quick:
-        return quick_plan(args.out or Path("runs/quick/out"), args.work or Path("runs/quick/work"))
+        return quick_plan(args.out or Path("runs/quick/out"), args.work or Path("runs/quick/work"), args.mtp_layers)
     out, work = args.out or Path("models/demo"), args.work or Path("runs/demo")
     return Plan(
-        out, work, args.minutes_target, args.minutes_draft, TargetRecipe(), DraftRecipe(), prompts=40, files=None
+        out,
+        work,
+        args.minutes_target,
+        args.minutes_draft,
+        TargetRecipe(),
+        DraftRecipe(),
+        MtpRecipe(args.mtp_layers, steps=args.mtp_steps),
+        prompts=40,
+        files=None,
     )
 
 
@@ -87,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_of(args)
     stages = ("tokenizer", "target", "draft") if args.stage == "all" else (args.stage,)
     for stage in stages:
-        {"tokenizer": run_tokenizer, "target": run_target, "draft": run_draft}[stage](plan)
+        {"tokenizer": run_tokenizer, "target": run_target, "draft": run_draft, "mtp": run_mtp}[stage](plan)
     size = sum(file.stat().st_size for file in plan.out.rglob("*") if file.is_file())
     print(f"{plan.out}: {size:,} bytes")
     if size > SIZE_LIMIT:
@@ -145,3 +163,12 @@ def run_draft(plan: Plan) -> None:
     write_card(plan.out / "README.md", facts)
     for temperature, acceptance in report.acceptance.items():
         print(f"draft: T={temperature} {acceptance}")
+
+
+def run_mtp(plan: Plan) -> None:
+    """Train MTP layers for the saved target; they go to the work directory, as they are too large to live beside it."""
+    train, _ = encode_corpus(load_tokenizer(plan.out / "target"), plan.work / "corpus.npz", files=plan.files)
+    draft = train_mtp(plan.mtp, load_target(plan.out / "target"), train, work=plan.work)
+    folder = plan.work / f"mtp-{plan.mtp.layers}"
+    save_mtp(draft, folder)
+    print(f"mtp: {folder}, {sum(parameter.numel() for parameter in draft.parameters()):,} trained parameters")

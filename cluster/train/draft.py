@@ -83,20 +83,31 @@ def start_from_target(draft: Eagle3Draft, target: LlamaForCausalLM) -> None:
 def unrolled_loss(draft: Eagle3Draft, target: LlamaForCausalLM, ids: torch.Tensor, recipe: DraftRecipe) -> torch.Tensor:
     """Loss of all steps on ids [B, L]; cells 0..L-S-1 are trained at every step.
 
-    Per position: w * CE(p, q) + (1 - w) * (1 - sum min(p, q)) with w = exp(-sharpness * overlap), and
-    only where the target's likeliest token is in the draft vocabulary; p is the target's distribution
-    over the draft vocabulary.
+    Only where the target's likeliest token is in the draft vocabulary; the teacher is the target's distribution over
+    that vocabulary.
     """
-    steps, length = recipe.steps, ids.shape[1] - recipe.steps
+    length = ids.shape[1] - recipe.steps
     aux_hidden, logits = features(target, ids, recipe.shape.aux_layer_ids)
     embeddings = target.model.embed_tokens(ids[:, 1:])
     usable = draft.t2d[logits.argmax(dim=-1)]
     teacher = functional.softmax(logits[..., draft.kept_ids], dim=-1)
-    total = logits.new_zeros(())
+    return chain_loss(draft.unroll(aux_hidden[:, :length], embeddings, recipe.steps), teacher, usable, recipe)
+
+
+def chain_loss(
+    drafted: list[torch.Tensor], teacher: torch.Tensor, usable: torch.Tensor, recipe: DraftRecipe
+) -> torch.Tensor:
+    """Weighted mean over the steps of a chain: logits [B, T, V] each, against the teacher [B, L, V] where `usable`.
+
+    Step i at cell t is held against position t + 1 + i. Per position: w * CE(p, q) + (1 - w) * (1 - sum min(p, q)) with
+    w = exp(-sharpness * overlap); p is the teacher's distribution.
+    """
+    length = drafted[0].shape[1]
+    total = teacher.new_zeros(())
     weights = 0.0
-    for step, drafted in enumerate(draft.unroll(aux_hidden[:, :length], embeddings, steps)):
+    for step, logits in enumerate(drafted):
         cells = slice(step + 1, step + 1 + length)
-        p, log_q = teacher[:, cells], drafted.log_softmax(dim=-1)
+        p, log_q = teacher[:, cells], logits.log_softmax(dim=-1)
         cross_entropy = -(p * log_q).sum(-1)
         overlap = torch.minimum(p, log_q.exp()).sum(-1)
         mix = torch.exp(-recipe.overlap_sharpness * overlap.detach())

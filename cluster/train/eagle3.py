@@ -59,19 +59,18 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input is the 2H-wide pair of embedding and hidden."""
+    """Grouped-query attention over rows `width` wide."""
 
-    def __init__(self, shape: DraftShape) -> None:
+    def __init__(self, shape: DraftShape, width: int) -> None:
         super().__init__()
         self.shape = shape
-        width = 2 * shape.hidden_size
         self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """x [B, T, 2H] of step i = len(cells) to [B, T, H]; appends this step's keys and values to `cells`.
+        """x [B, T, width] of step i = len(cells) to [B, T, H]; appends this step's keys and values to `cells`.
 
         A query at cell t sees step-0 cells up to t and, of every later step, the cell t alone.
         """
@@ -121,7 +120,7 @@ class MidLayer(nn.Module):
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size)
         self.mlp = MLP(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)

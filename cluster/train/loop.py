@@ -1,7 +1,8 @@
-"""A training loop that lasts a given wall time, shows a bar and resumes from its checkpoint."""
+"""A training loop that lasts a given wall time or number of steps, shows a bar and resumes from its checkpoint."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,32 +48,36 @@ def train_for(
     loss_at: Callable[[int], torch.Tensor],
     evaluate: Callable[[], str],
     *,
-    minutes: float,
+    minutes: float = math.inf,
+    steps: float = math.inf,
     checkpoint: Path,
     label: str,
     save_every: float = 240.0,
 ) -> tuple[int, float]:
-    """Descend `loss_at(step)` until `minutes` are spent, counting the time before a resume.
+    """Descend `loss_at(step)` until `minutes` or `steps` are spent, counting those before a resume.
 
-    The learning rate follows the clock, so a slow machine takes fewer steps and still decays to the
-    end. Returns (steps, seconds); evaluation and saving do not count.
+    The learning rate follows what is spent. By the clock a slow machine takes fewer steps and still decays to the
+    end; by steps, runs on any machine are equal. Returns (steps, seconds); evaluation and saving do not count.
     """
-    step, elapsed = 0, 0.0
+    step, elapsed, budget = 0, 0.0, minutes * 60.0
     if checkpoint.exists():
         stored = torch.load(checkpoint, weights_only=True)
         module.load_state_dict(stored["module"])
         optimizers.load_state_dict(stored["optimizers"])
         step, elapsed = int(stored["step"]), float(stored["elapsed"])
-    budget = minutes * 60.0
     saved, smooth = elapsed, 0.0
     threads = ThreadChoice(torch.get_num_threads())
-    with tqdm(total=round(budget), initial=round(elapsed), unit="s", desc=label, mininterval=5.0) as bar:
-        while elapsed < budget:
+
+    def spent() -> float:
+        return max(elapsed / budget, step / steps)
+
+    with tqdm(total=100, initial=round(100 * spent()), unit="%", desc=label, mininterval=5.0) as bar:
+        while spent() < 1.0:
             started = time.monotonic()
             threads.set()
             loss = loss_at(step)
             loss.backward()  # type: ignore[no-untyped-call]
-            optimizers.step(clock_factor(elapsed / budget))
+            optimizers.step(clock_factor(spent()))
             step += 1
             seconds = time.monotonic() - started
             threads.record(seconds)
@@ -80,8 +85,8 @@ def train_for(
             value = float(loss.detach())
             smooth = value if smooth == 0.0 else 0.95 * smooth + 0.05 * value
             bar.set_postfix(step=step, threads=torch.get_num_threads(), loss=f"{smooth:.3f}", refresh=False)
-            bar.update(round(elapsed) - bar.n)
-            if elapsed - saved > save_every or elapsed >= budget:
+            bar.update(round(100 * spent()) - bar.n)
+            if elapsed - saved > save_every or spent() >= 1.0:
                 saved = elapsed
                 _save(checkpoint, module, optimizers, step, elapsed)
                 bar.write(f"{label}: step {step}, {elapsed:.0f} s, loss {smooth:.4f}, {evaluate()}")

@@ -84,6 +84,13 @@ class DraftSpec:
     ignored_patterns: tuple[str, ...] = ()
 
     @property
+    def algorithm(self) -> Literal["EAGLE", "EAGLE3", "NEXTN"]:
+        """The `speculative_algorithm` that is this kind's."""
+        if self.kind == "eagle3":
+            return "EAGLE3"
+        return "NEXTN" if self.kind == "mtp" else "EAGLE"
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers of one runner."""
         return len(self.layers)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.train.command import add_arguments, plan_of, run
@@ -42,6 +44,12 @@ def test_quick_run_writes_a_loadable_pair(tmp_path: Path, capsys: pytest.Capture
     assert run(parsed("draft", *words)) == 0
     assert (out / "draft" / "model.safetensors").read_bytes() == before
     assert "accept_len" in capsys.readouterr().out
+    # MTP layers read the same text; they go to the work directory.
+    for layers in (1, 3):
+        assert run(parsed("mtp", "--mtp-layers", str(layers), *words)) == 0
+        assert json.loads((work / f"mtp-{layers}/config.json").read_text())["num_nextn_predict_layers"] == layers
+        names = load_file(work / f"mtp-{layers}/model.safetensors")
+        assert {name.split(".")[2] for name in names} == {str(4 + i) for i in range(layers)}
 
 
 def test_quick_never_writes_over_the_demo_pair() -> None:

@@ -62,3 +62,24 @@ def test_a_finished_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     second, again = train()
     assert steps == again > 1
     assert torch.equal(first.weight, second.weight)
+
+
+def test_a_run_by_steps_takes_them_whatever_the_clock_says(tmp_path: Path) -> None:
+    """The rate follows the steps, and a resumed run takes those that are left."""
+    module = nn.Linear(4, 4)
+    optimizers = Optimizers([module.weight], [module.bias], matrix_lr=0.02, other_lr=0.01)
+    rates: list[float] = []
+
+    def loss_at(step: int) -> torch.Tensor:
+        rates.append(optimizers.parts[0].param_groups[0]["lr"])
+        return module.weight.sum()
+
+    def train(steps: int) -> int:
+        checkpoint = tmp_path / "linear.pt"
+        return train_for(module, optimizers, loss_at, str, steps=steps, checkpoint=checkpoint, label="linear")[0]
+
+    assert train(10) == 10
+    assert rates[1:] == [pytest.approx(0.02 * clock_factor(step / 10)) for step in range(9)]
+    assert train(10) == 10
+    assert len(rates) == 10, "nothing was left to do"
+    assert train(12) == 12

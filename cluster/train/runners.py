@@ -1,0 +1,93 @@
+"""Train MTP layers on text the target writes and on real text: a runner per level, or one layer for all levels.
+
+Both kinds read the same rows in the same order for the same number of steps, so they can be compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from cluster.train.dataset import Ids, Windows
+from cluster.train.draft import DraftRecipe, chain_loss, sample_text
+from cluster.train.loop import train_for
+from cluster.train.mtp import MtpDraft, MtpShape
+from cluster.train.optimizer import Optimizers
+from cluster.train.target import split_parameters
+
+
+@dataclass(frozen=True)
+class MtpRecipe:
+    """How many layers, for how many levels and steps; text, loss and rates are those of `draft`."""
+
+    layers: int = 3
+    levels: int = 3
+    steps: int = 300
+    draft: DraftRecipe = field(default_factory=lambda: DraftRecipe(samples=1024))
+
+
+@dataclass(frozen=True)
+class Text:
+    """Rows of token ids [R, T] and the target's post-norm hidden there [R, T, H]."""
+
+    ids: torch.Tensor
+    hidden: torch.Tensor
+
+    def __call__(self, rows: torch.Tensor) -> Text:
+        """Some of the rows."""
+        return Text(self.ids[rows], self.hidden[rows])
+
+
+@torch.no_grad()
+def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> Text:
+    """The target's samples with a third as many rows of real text, read by the target once and kept in `work`."""
+    cache = work / "mtp-text.pt"
+    if cache.exists():
+        return Text(**torch.load(cache, weights_only=True))
+    samples = sample_text(target, train, recipe, work / "samples.pt")
+    real = Windows(train, samples.shape[1], max(1, len(samples) // 3), recipe.seed)(0)
+    ids = torch.cat([samples, real])
+    hidden = torch.cat(
+        [target.model(input_ids=rows, use_cache=False).last_hidden_state for rows in torch.split(ids, 16)]
+    )
+    torch.save({"ids": ids, "hidden": hidden}, cache)
+    return Text(ids, hidden)
+
+
+def mtp_loss(draft: MtpDraft, target: LlamaForCausalLM, text: Text, recipe: MtpRecipe) -> torch.Tensor:
+    """Loss of all levels; cells 0..T-levels-1 are trained at every level."""
+    length = text.ids.shape[1] - recipe.levels
+    embeddings = target.model.embed_tokens(text.ids[:, 1:])
+    teacher = functional.softmax(target.lm_head(text.hidden), dim=-1)
+    drafted = draft.unroll(text.hidden[:, :length], embeddings, recipe.levels)
+    return chain_loss(drafted, teacher, torch.ones_like(text.ids, dtype=torch.bool), recipe.draft)
+
+
+def train_mtp(recipe: MtpRecipe, target: LlamaForCausalLM, train: Ids, *, work: Path) -> MtpDraft:
+    """Train for `recipe.steps`, resuming from `work`."""
+    given = recipe.draft
+    text = read_text(target, train, given, work)
+    torch.manual_seed(given.seed)
+    draft = MtpDraft(MtpShape(given.shape, recipe.layers, len(target.model.layers)), target)
+    batch = max(1, given.tokens_per_step // text.ids.shape[1])
+    per_epoch = max(1, len(text.ids) // batch)
+
+    def loss_at(step: int) -> torch.Tensor:
+        epoch, index = divmod(step, per_epoch)
+        order = torch.randperm(len(text.ids), generator=torch.Generator().manual_seed(given.seed * 1_000_003 + epoch))
+        return mtp_loss(draft, target, text(order[index * batch : (index + 1) * batch]), recipe)
+
+    train_for(
+        draft,
+        Optimizers(*split_parameters(draft), matrix_lr=given.matrix_lr, other_lr=given.other_lr),
+        loss_at,
+        lambda: f"{sum(p.numel() for p in draft.parameters()):,} parameters",
+        steps=recipe.steps,
+        checkpoint=work / f"mtp-{recipe.layers}.pt",
+        label=f"mtp {recipe.layers}",
+    )
+    return draft

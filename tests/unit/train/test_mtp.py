@@ -1,0 +1,102 @@
+"""MTP layers as trained: the format's reference computes the same, training learns, the engine serves what is saved."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.bench.runs import params_of, run_together
+from cluster.engine import build_engine
+from cluster.train.draft import DraftRecipe
+from cluster.train.eagle3 import DraftShape
+from cluster.train.mtp import MtpDraft, MtpShape, save_mtp
+from cluster.train.optimizer import Optimizers
+from cluster.train.runners import MtpRecipe, Text, mtp_loss
+from cluster.train.samples import continue_rows
+from cluster.train.target import load_target, split_parameters
+from tests.parity.reference import target_reference
+from tests.tiny import target_folder
+from tests.unit.models.draft_reference import Mtp
+
+SHAPE = DraftShape(vocab_size=64, hidden_size=32, heads=4, kv_heads=2, head_dim=8, intermediate_size=64)
+TEXT = [5, 40, 12, 33, 7, 7, 61, 20, 2, 18, 50, 9, 31]
+PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+LEVELS = 3
+
+
+def stored(draft: MtpDraft) -> MtpDraft:
+    """In float64, every number one that bf16 holds as the format keeps it."""
+    draft.double()
+    with torch.no_grad():
+        draft.head.copy_(draft.head.bfloat16())
+        for parameter in draft.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+            one = float(parameter.ndim == 1)
+            parameter.copy_((parameter - one).bfloat16().double() + one)
+    return draft
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_unrolled_levels_equal_the_formats_reference(count: int, tmp_path: Path) -> None:
+    """One layer used again reads its own output, three read each other's; cells before the last are the same text."""
+    folder = target_folder()
+    torch.manual_seed(4)
+    draft = stored(MtpDraft(MtpShape(SHAPE, count, 4), load_target(Path(folder))))
+    save_mtp(draft, tmp_path)
+    target = target_reference(folder)
+    layers = [
+        Mtp(
+            str(tmp_path),
+            target,
+            at=f"layers.{4 + i}.",
+            inner=f"layers.{4 + i}.transformer.",
+            parts=PARTS,
+            gemma=True,
+            pre=True,
+            head=f"layers.{4 + i}.shared_head.output.weight",
+        )
+        for i in range(count)
+    ]
+    seen = target.run(TEXT)
+    embeddings = target.w["embed_tokens.weight"][torch.tensor(TEXT[1:])][None]
+    for last in range(1, len(TEXT) - LEVELS):
+        unrolled = draft.unroll(seen.hidden[None, : last + 1], embeddings[:, : last + LEVELS], LEVELS)
+        source = seen.hidden[: last + 1]
+        for level in range(LEVELS):
+            if count == 1:
+                logits, out = layers[0].run(TEXT[1 : len(source) + 1], source)
+                source = torch.cat([source, out[-1:]])
+            else:
+                logits, source = layers[level].run(TEXT[1 + level : last + 2 + level], source)
+            torch.testing.assert_close(unrolled[level][0, last], logits[-1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_training_learns_and_the_engine_serves_it(count: int, tmp_path: Path) -> None:
+    folder = target_folder(spread=0.3)
+    target = load_target(Path(folder))
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(2, 64, (8, 6), generator=generator)
+    ids = continue_rows(target, prompts, 42, torch.tensor([0.0, 0.8] * 4), seed=3)
+    with torch.no_grad():
+        text = Text(ids, target.model(input_ids=ids, use_cache=False).last_hidden_state)
+    recipe = MtpRecipe(layers=count, levels=LEVELS, draft=DraftRecipe(shape=SHAPE))
+    torch.manual_seed(1)
+    draft = MtpDraft(MtpShape(SHAPE, count, 4), target)
+    optimizers = Optimizers(*split_parameters(draft), matrix_lr=0.02, other_lr=0.004)
+    losses = []
+    for _ in range(40):
+        loss = mtp_loss(draft, target, text, recipe)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizers.step(1.0)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    save_mtp(draft, tmp_path)
+    pair = Pair(folder, str(tmp_path), "float64", 1)
+    engines = [build_engine(pair.config(shape, 4)) for shape in (PLAIN, Shape(LEVELS))]
+    for temperature in (0.0, 0.8):
+        params = [params_of(24, temperature, seed) for seed in range(4)]
+        plain, drafted = (run_together(engine, prompts[:4].tolist(), params) for engine in engines)
+        assert drafted.tokens == plain.tokens
+        assert drafted.accept_length > 1.2, "a trained draft gets some tokens right"
