@@ -90,7 +90,7 @@ def test_training_learns_and_the_engine_serves_it(count: int, tmp_path: Path) ->
         loss = mtp_loss(draft, target, text, recipe)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizers.step(1.0)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses[-1] < 0.7 * losses[0]
     save_mtp(draft, tmp_path)
     pair = Pair(folder, str(tmp_path), "float64", 1)
