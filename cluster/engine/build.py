@@ -164,7 +164,7 @@ def assemble(
         debug=config.debug_lockstep,
     )
     if sample is not None and folder is not None:
-        check_sample(sample, folder, lockstep, cache, context)
+        check_sample(sample, folder, lockstep, cache, context, config.speculative_token_map is not None)
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
     info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
     if not mesh.leads:

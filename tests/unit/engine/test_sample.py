@@ -63,6 +63,19 @@ def test_a_fact_read_otherwise_is_refused(tmp_path: Path, overrides: dict[str, o
         build_engine(config(target, draft, speculative_draft_overrides=overrides))
 
 
+def test_a_token_map_changes_what_is_likeliest_and_not_the_hidden(tmp_path: Path) -> None:
+    target = target_folder()
+    draft = str(shutil.copytree(draft_folder(target, own_head=False), tmp_path / "draft"))
+    sample_draft(draft, target, "EAGLE3")
+    likeliest = json.loads((Path(draft) / FILE).read_text())["token"]
+    hot = tmp_path / "hot.json"
+    hot.write_text(json.dumps([token for token in range(64) if token != likeliest]))
+    build_engine(config(target, draft, speculative_token_map=str(hot)))
+    with pytest.raises(ConfigError, match="is off by"):
+        wrong = {"rope_layout": "interleaved"}
+        build_engine(config(target, draft, speculative_token_map=str(hot), speculative_draft_overrides=wrong))
+
+
 def test_another_target_is_refused(tmp_path: Path) -> None:
     target, draft = pair(tmp_path)
     sample_draft(draft, target, "EAGLE3")
