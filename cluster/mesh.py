@@ -94,7 +94,7 @@ class Clock:
         return seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Axis:
     """Ranks that work on something together. `group` is None when this rank is alone; then all is the identity.
 
@@ -172,6 +172,10 @@ class Axis:
             dist.broadcast(values, group=self.group, group_src=0)
             self._count(began)
         return values
+
+    def leave(self) -> None:
+        """Let go of the group: gloo closes its connections only when nobody holds them, whatever is called abort."""
+        self.group = None
 
     def _count(self, began: float) -> None:
         self.clock.seconds += time.perf_counter() - began
@@ -314,6 +318,8 @@ class Mesh:
         if self.world.size > 1 and dist.is_initialized():
             # Aborting, unlike destroying, also frees a thread of this rank that waits in a collective.
             dist.distributed_c10d._abort_process_group()
+            for axis in (self.world, self.attn, self.facts, self.attn_facts):
+                axis.leave()
 
 
 def _first_line(error: BaseException) -> str:
