@@ -71,18 +71,12 @@ class WatchedDraft(EagleDraft):
         return tree
 
     def extend(
-        self,
-        batch: Batch,
-        accepted: Accepted,
-        first: Tensor,
-        features: list[Tensor],
-        noise: Tensor | None,
-        shape: TreeShape,
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
         """As the draft does, once the depths that this step reached are noted."""
         self._note(batch, accepted)
         self._levels = []
-        carried = super().extend(batch, accepted, first, features, noise, shape)
+        carried = super().extend(batch, accepted, features, noise, shape)
         for row, glance in zip(batch.rows.tolist(), self._levels[0], strict=True):
             self._carried[row] = glance
         return carried

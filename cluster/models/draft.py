@@ -3,6 +3,7 @@ or the target's. Two entrances, never guessed from a width: `fuse_aux` turns wha
 hidden, `forward` runs the layers on a hidden.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +24,7 @@ from cluster.models.layer import (
     TokenExchange,
     norm,
 )
-from cluster.models.load import Loader
+from cluster.models.load import Loader, Sharding
 from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
 
 
@@ -109,18 +110,25 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
     )
 
 
-class DraftModel:
+class DraftModel(ABC):
     """The parts that all families of drafts share, on one rank."""
 
     def __init__(
-        self, spec: DraftSpec, load: Loader, checkpoint: Checkpoint, exchange: TokenExchange, max_position: int
+        self,
+        spec: DraftSpec,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        exchange: TokenExchange,
+        sharding: Sharding,
+        max_position: int,
     ) -> None:
-        """Load layers, final norm, vocabulary; `max_position` comes from the target, not from the config.
+        """Load this rank's part of every tensor, strictly; `max_position` comes from the target, not from the config.
 
         Raises:
-            ConfigError: a tensor is missing or of the wrong shape, or the vocabulary map is not one.
+            ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is not one.
         """
-        g = spec.layer
+        load, g = Loader(checkpoint, dtype, device, sharding), spec.layer
         self.spec, self._exchange = spec, exchange
         self.first_position = 0
         self._embed: Embedding | None = None
@@ -135,8 +143,14 @@ class DraftModel:
             load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
         ]
         self._norm = load.norm("norm.weight", g.hidden, g.unit_offset) if spec.final_norm else None
-        self.target_ids = vocabulary_map(spec, checkpoint, load.device)
-        self._rotary = RotaryTable(g.rope, g.rope_dim, max_position, load.dtype, load.device)
+        self.target_ids = vocabulary_map(spec, checkpoint, device)
+        self._rotary = RotaryTable(g.rope, g.rope_dim, max_position, dtype, device)
+        self._load(load)
+        checkpoint.finish()
+
+    @abstractmethod
+    def _load(self, load: Loader) -> None:
+        """Take what this family has besides: how the target's hidden states and the embedding enter."""
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:

@@ -7,38 +7,20 @@ The target's aux hidden states are normed (EAGLE-3.1, gpt-oss) and joined by `fc
 import torch
 from torch import Tensor
 
-from cluster.arch import DraftSpec
-from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend, TokenExchange, norm, project
-from cluster.models.load import Loader, Sharding
+from cluster.models.layer import Attend, norm, project
+from cluster.models.load import Loader
 
 
 class Eagle3Draft(DraftModel):
     """An EAGLE-3 draft on one rank, sharing the target's embedding (and head) where its checkpoint has none."""
 
-    def __init__(
-        self,
-        spec: DraftSpec,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        exchange: TokenExchange,
-        sharding: Sharding,
-        max_position: int,
-    ) -> None:
-        """Load this rank's part of every tensor, strictly; `max_position` comes from the target, not from the config.
-
-        Raises:
-            ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is not one.
-        """
-        load = Loader(checkpoint, dtype, device, sharding)
-        super().__init__(spec, load, checkpoint, exchange, max_position)
+    def _load(self, load: Loader) -> None:
+        spec = self.spec
         self._fc = load.projection("fc.weight", spec.hidden, spec.fc_in) if spec.fc else None
         self._concat_norm = load.take("input_norm.weight", spec.fc_in) if spec.norm_before_fc else None
         aux_norms = range(spec.num_aux) if spec.fc_norm else range(0)
         self._aux_norms = [load.take(f"fc_norm.{i}.weight", spec.target_hidden) for i in aux_norms]
-        checkpoint.finish()
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """The target's aux hidden `[T, A]` -> the draft's hidden `[T, H]`."""

@@ -6,41 +6,22 @@ Sources: arXiv 2401.15077 and SGLang #4247 (EAGLE-1), SGLang #24058 (Mistral), D
 import torch
 from torch import Tensor
 
-from cluster.arch import DraftSpec
-from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend, TokenExchange, norm, project
-from cluster.models.load import Loader, Sharding
+from cluster.models.layer import Attend, norm, project
+from cluster.models.load import Loader
 
 
 class JoinedDraft(DraftModel):
     """A draft on one rank that reads `fc([embedding | hidden])`, the target's post-norm hidden at extend."""
 
-    def __init__(
-        self,
-        spec: DraftSpec,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        exchange: TokenExchange,
-        sharding: Sharding,
-        max_position: int,
-    ) -> None:
-        """Load this rank's part of every tensor, strictly; `max_position` comes from the target, not from the config.
-
-        Raises:
-            ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is not one.
-        """
-        load = Loader(checkpoint, dtype, device, sharding)
-        super().__init__(spec, load, checkpoint, exchange, max_position)
-        h = spec.hidden
+    def _load(self, load: Loader) -> None:
+        spec, h = self.spec, self.spec.hidden
         self._fc = load.projection("fc.weight", h, 2 * h)
         self._fc_bias = load.take("fc.bias", h) if spec.fc_bias else None
         self._pair_norms: tuple[Tensor, ...] | None = None
         if spec.pair_norms:
             offset = spec.layer.unit_offset
             self._pair_norms = tuple(load.norm(f"{part}_norm.weight", h, offset) for part in ("embed", "hidden"))
-        checkpoint.finish()
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """The target's post-norm hidden `[T, H]`, as it is."""

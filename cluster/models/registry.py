@@ -17,7 +17,7 @@ from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.joined import JoinedDraft
 from cluster.models.load import Sharding
 from cluster.models.target import DecoderTarget, read_embed_and_head, target_checkpoint
-from cluster.models.vocab import chosen_head
+from cluster.models.vocab import ALL, chosen_head
 
 DRAFTS: dict[Kind, type[Eagle3Draft] | type[JoinedDraft]] = {
     "eagle3": Eagle3Draft,
@@ -27,7 +27,7 @@ DRAFTS: dict[Kind, type[Eagle3Draft] | type[JoinedDraft]] = {
 }
 
 
-def check_target(folder: str, ranks: Part = Part()) -> TargetArch:  # noqa: B008
+def check_target(folder: str, ranks: Part = ALL) -> TargetArch:
     """The target in `folder`, after every one of its tensors was found under its name, with its shape; reads headers.
 
     `ranks` is the part of an attention group that has to be able to hold its heads.
@@ -45,7 +45,7 @@ def check_target(folder: str, ranks: Part = Part()) -> TargetArch:  # noqa: B008
 def check_draft(
     folder: str,
     target: TargetArch,
-    ranks: Part = Part(),  # noqa: B008
+    ranks: Part = ALL,
     overrides: Mapping[str, Any] | None = None,
     token_map: str | None = None,
 ) -> DraftSpec:

@@ -16,7 +16,7 @@ from cluster.forward.runner import DraftRunner
 from cluster.forward.sampler import at_least_float32, scores
 from cluster.spec.extend import extend_input, extend_plan
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.tree import Candidates, DraftTree, best_tree, chain, clean
+from cluster.spec.tree import DraftTree, Growth, chain
 from cluster.spec.verify import Accepted
 
 
@@ -28,18 +28,12 @@ class Draft(Protocol):
         ...
 
     def extend(
-        self,
-        batch: Batch,
-        accepted: Accepted,
-        first: Tensor,
-        features: list[Tensor],
-        noise: Tensor | None,
-        shape: TreeShape,
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; carriers of the B requests for the next step.
 
-        `first` `[F]` are the tokens chosen after finished prompts, `features` the target's hidden states `[T, Ht]`
-        of all rows, `noise` `[B, V]` is keyed to the position after each request's bonus.
+        `features` are the target's hidden states `[T, Ht]` of all rows, `noise` `[B, V]` is keyed to the position
+        after each request's bonus.
         """
         ...
 
@@ -52,16 +46,10 @@ class NoDraft:
         return chain(carried.bonus[:, None])
 
     def extend(
-        self,
-        batch: Batch,
-        accepted: Accepted,
-        first: Tensor,
-        features: list[Tensor],
-        noise: Tensor | None,
-        shape: TreeShape,
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Carry the bonus only."""
-        bonus = torch.cat([accepted.bonus, first])
+        bonus = accepted.bonus
         nothing = bonus.new_zeros(bonus.shape[0], 1)
         empty = features[0].new_zeros(bonus.shape[0], 0)
         return EagleDraftInput(nothing.to(at_least_float32(empty.dtype)), nothing, empty, bonus)
@@ -129,43 +117,34 @@ class EagleDraft:
     def _tree(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
         """EAGLE-2's dynamic tree: each level keeps the K best rows by cumulative score, the end the N - 1 best."""
         r, k, steps = batch.decodes, shape.topk, shape.num_steps
-        device = carried.bonus.device
-        tokens, score = carried.topk_index, clean(carried.topk_p)
-        hidden = carried.hidden[:, None].expand(r, k, -1)
-        number = torch.arange(k, device=device).expand(r, k)
+        tokens, hidden = carried.topk_index, carried.hidden[:, None].expand(r, k, -1)
+        grown = Growth(tokens, carried.topk_p)
         bias = hidden.new_full((r, k, max(1, (steps - 1) * k)), HIDDEN)
-        levels = [(tokens, score, torch.full_like(number, -1))]
         for level in range(1, steps):
             bias[:, :, (level - 1) * k : level * k].diagonal(dim1=1, dim2=2).zero_()
             likely, proposed, after = self._forward(batch, level, tokens, hidden, bias[:, :, : level * k], noise)
-            grown = (score[..., None] + clean(likely)).view(r, k * k)
-            proposed = proposed.reshape(r, k * k)
-            levels.append((proposed, grown, number[..., None].expand(r, k, k).reshape(r, k * k)))
+            grown.add(proposed, likely)
             if level == steps - 1:
                 break
-            score, pick = grown.topk(k, 1)
-            parent = (pick // k)[..., None]
-            number = k + (level - 1) * k * k + pick
-            tokens = proposed.gather(1, pick)
-            hidden = after.gather(1, parent.expand(r, k, after.shape[-1]))
-            bias = bias.gather(1, parent.expand_as(bias))
-        return best_tree(Candidates.of(levels), carried.bonus, shape.num_draft_tokens)
+            tokens, parent = grown.best()
+            hidden = after.gather(1, parent[..., None].expand_as(after))
+            bias = bias.gather(1, parent[..., None].expand_as(bias))
+        return grown.tree(carried.bonus, shape.num_draft_tokens)
 
     def extend(
-        self,
-        batch: Batch,
-        accepted: Accepted,
-        first: Tensor,
-        features: list[Tensor],
-        noise: Tensor | None,
-        shape: TreeShape,
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
-        given = extend_input(batch, accepted, first, features, shape)
+        given = extend_input(batch, accepted, features, shape)
         plan = extend_plan(batch, shape, given.hidden.dtype)
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, plan)
-        logits = self._runner.logits(normed.index_select(0, given.select))
-        likely, proposed = self.propose(logits[:, None], batch.sampling, None if noise is None else noise[:, None])
-        bonus = torch.cat([accepted.bonus, first])
-        return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent.index_select(0, given.select), bonus)
+        return self._carry(batch, accepted, normed[given.select], recurrent[given.select], noise)
+
+    def _carry(
+        self, batch: Batch, accepted: Accepted, normed: Tensor, recurrent: Tensor, noise: Tensor | None
+    ) -> EagleDraftInput:
+        """What the draft gave at each request's last row, `[B, H]` for the head and recurrent -> carriers."""
+        logits = self._runner.logits(normed)[:, None]
+        likely, proposed = self.propose(logits, batch.sampling, None if noise is None else noise[:, None])
+        return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent, accepted.bonus)

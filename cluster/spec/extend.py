@@ -23,16 +23,14 @@ def shifted(groups: tuple[Group, ...], by: int) -> tuple[Group, ...]:
     return tuple(moved)
 
 
-def extend_input(
-    batch: Batch, accepted: Accepted, first: Tensor, features: list[Tensor], shape: TreeShape
-) -> EagleDraftExtendInput:
+def extend_input(batch: Batch, accepted: Accepted, features: list[Tensor], shape: TreeShape) -> EagleDraftExtendInput:
     """Rows `[R * (S + 1) + c]`: the row at position p pairs the target's hidden at p with the token at p + 1."""
-    r, n, width, device = batch.decodes, shape.num_draft_tokens, shape.num_steps + 1, first.device
+    r, n, width, device = batch.decodes, shape.num_draft_tokens, shape.num_steps + 1, accepted.bonus.device
     prompt = batch.prompt
     nodes = torch.arange(r, device=device)[:, None] * n + accepted.path
     source = torch.cat([nodes.view(-1), torch.arange(r * n, r * n + prompt.token_ids.shape[0], device=device)])
     hidden = torch.cat([feature.index_select(0, source) for feature in features], -1)
-    after = prompt.next_ids.index_copy(0, prompt.final_rows, first)
+    after = prompt.next_ids.index_copy(0, prompt.final_rows, accepted.bonus[r:])
     positions = batch.seq_lens[:, None] + torch.arange(width, device=device)
     last = torch.arange(r, device=device) * width + accepted.accept_len - 1
     return EagleDraftExtendInput(

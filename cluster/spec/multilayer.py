@@ -21,7 +21,7 @@ from cluster.forward.runner import DraftRunner
 from cluster.spec.draft import EagleDraft
 from cluster.spec.extend import extend_input, extend_plan
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.tree import Candidates, DraftTree, best_tree, chain, clean
+from cluster.spec.tree import DraftTree, Growth, chain
 from cluster.spec.verify import Accepted
 
 
@@ -43,30 +43,24 @@ class MultiLayerDraft(EagleDraft):
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
         r, k, steps = batch.decodes, shape.topk, shape.num_steps
-        device = carried.bonus.device
-        tokens, score = carried.topk_index, clean(carried.topk_p)
-        number = torch.arange(k, device=device).expand(r, k)
+        grown = Growth(carried.topk_index, carried.topk_p)
         bias = carried.hidden.new_full((r, k, max(1, (steps - 1) * k)), HIDDEN)
-        levels = [(tokens, score, torch.full_like(number, -1))]
-        rows, parents, biases = [tokens], [number], [bias]
+        rows, biases = [carried.topk_index], [bias]
+        parents: list[Tensor] = []
         gave = carried.hidden.new_zeros(r, 0, carried.hidden.shape[1])
         for level in range(1, steps):
             biases[-1][:, :, (level - 1) * k : level * k].diagonal(dim1=1, dim2=2).zero_()
             logits, gave = self._level(batch, level, rows, parents, biases, gave)
             level_noise = None if noise is None else noise[:, level : level + 1]
             likely, proposed = self.propose(logits, batch.sampling.narrow(0, r), level_noise)
-            grown = (score[..., None] + clean(likely)).view(r, k * k)
-            proposed = proposed.reshape(r, k * k)
-            levels.append((proposed, grown, number[..., None].expand(r, k, k).reshape(r, k * k)))
+            grown.add(proposed, likely)
             if level == steps - 1:
                 break
-            score, pick = grown.topk(k, 1)
-            parent = pick // k
-            number = k + (level - 1) * k * k + pick
-            rows.append(proposed.gather(1, pick))
+            tokens, parent = grown.best()
+            rows.append(tokens)
             parents.append(parent)
             biases.append(biases[-1].gather(1, parent[..., None].expand_as(bias)))
-        return best_tree(Candidates.of(levels), carried.bonus, shape.num_draft_tokens)
+        return grown.tree(carried.bonus, shape.num_draft_tokens)
 
     def _level(
         self,
@@ -84,9 +78,9 @@ class MultiLayerDraft(EagleDraft):
         count, runner = level * k, self._runners[level]
         root = self._gave[level - 1].index_select(0, last_slots(batch))
         sources = [root[:, None].expand(r, k, -1)]
-        for j in range(1, level):
-            before = gave[:, (j - 1) * k : j * k]
-            sources.append(before.gather(1, parents[j][..., None].expand(r, k, before.shape[-1])))
+        for j, parent in enumerate(parents):
+            before = gave[:, j * k : (j + 1) * k]
+            sources.append(before.gather(1, parent[..., None].expand_as(before)))
         source = torch.cat(sources, 1).reshape(r * count, root.shape[-1])
         depth = torch.arange(level, device=source.device).repeat_interleave(k)
         positions = (batch.seq_lens[:, None] + depth).reshape(-1)
@@ -101,16 +95,10 @@ class MultiLayerDraft(EagleDraft):
         return logits, (recurrent if self._chained else source).view(r, count, root.shape[-1])
 
     def extend(
-        self,
-        batch: Batch,
-        accepted: Accepted,
-        first: Tensor,
-        features: list[Tensor],
-        noise: Tensor | None,
-        shape: TreeShape,
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through every runner; see `Draft.extend`."""
-        given = extend_input(batch, accepted, first, features, shape)
+        given = extend_input(batch, accepted, features, shape)
         plan = extend_plan(batch, shape, given.hidden.dtype)
         before = slots_before(plan, given.positions)
         self._labels.index_copy_(0, plan.write, given.positions)
@@ -122,10 +110,7 @@ class MultiLayerDraft(EagleDraft):
             self._gave[i].index_copy_(0, plan.write, outputs[-1][1] if self._chained else source)
             source = self._gave[i].index_select(0, before).masked_fill_((given.positions == 0)[:, None], 0)
         normed, recurrent = outputs[0]
-        logits = self._runner.logits(normed.index_select(0, given.select))
-        likely, proposed = self.propose(logits[:, None], batch.sampling, None if noise is None else noise[:, None])
-        bonus = torch.cat([accepted.bonus, first])
-        return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent.index_select(0, given.select), bonus)
+        return self._carry(batch, accepted, normed[given.select], recurrent[given.select], noise)
 
     def _seen(self, plan: AttentionPlan, positions: Tensor, runner: int) -> AttentionPlan:
         """The plan without labels below `runner`, for the rows that exist for it; the others are nobody's concern."""

@@ -57,7 +57,7 @@ class Step:
         chosen = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
         first_noise = None if final_noise is None else final_noise[:, :1]
         first = scores(logits[r * n :, None], final, first_noise).argmax(-1)[:, 0]
-        accepted = accept(tree, chosen, s)
+        accepted = accept(tree, chosen, first, s)
         if shape.topk > 1:
             compact(self._target.pool, batch.reach.window, accepted.path)
         clock.append(time.perf_counter())
@@ -66,7 +66,7 @@ class Step:
         if noise is not None and final_noise is not None:
             own = noise[torch.arange(r, device=noise.device), accepted.accept_len.clamp(max=noise.shape[1] - 1)]
             next_noise = torch.cat([own, final_noise[:, 1]])
-        carried = self._draft.extend(batch, accepted, first, aux or [hidden], next_noise, shape)
+        carried = self._draft.extend(batch, accepted, aux or [hidden], next_noise, shape)
         self.carried.put(batch.rows, carried)
         logprobs = None
         if batch.logprobs:

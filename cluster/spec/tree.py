@@ -56,6 +56,37 @@ def clean(log_probabilities: Tensor) -> Tensor:
     return wide.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
 
 
+class Growth:
+    """EAGLE-2's dynamic tree while it grows: the K best rows of a level by cumulative score are drafted further."""
+
+    def __init__(self, tokens: Tensor, likely: Tensor) -> None:
+        """The proposals after the bonus and their log-probabilities, `[R, K]` each."""
+        self._number = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        self._tokens, self._score = tokens, clean(likely)
+        self._levels = [(tokens, self._score, torch.full_like(tokens, -1))]
+        self._before = 0
+
+    def add(self, proposed: Tensor, likely: Tensor) -> None:
+        """The proposals after each row of the level and their log-probabilities, `[R, K, K]` each."""
+        r, k = self._number.shape
+        self._before += self._tokens.shape[1]
+        self._score = (self._score[..., None] + clean(likely)).view(r, k * k)
+        self._tokens = proposed.reshape(r, k * k)
+        parents = self._number[..., None].expand(r, k, k).reshape(r, k * k)
+        self._levels.append((self._tokens, self._score, parents))
+
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The K rows of the next level: their tokens, and the rows of this level that they follow, `[R, K]` each."""
+        k = self._number.shape[1]
+        self._score, pick = self._score.topk(k, 1)
+        self._number = self._before + pick
+        return self._tokens.gather(1, pick), pick // k
+
+    def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
+        """The root `bonus` `[R]` and the best `nodes - 1` candidates of all levels."""
+        return best_tree(Candidates.of(self._levels), bonus, nodes)
+
+
 def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
     """The root and the `nodes - 1` best candidates by cumulative score, in candidate order (EAGLE-2's selection)."""
     r, c = candidates.tokens.shape

@@ -17,7 +17,8 @@ from cluster.spec.tree import DraftTree
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """`path` `[R, S + 1]` nodes of the accepted path from the root (0 beyond it), `tokens` `[R, S + 1]` the target's
-    choice after each, `accept_len` `[R]` how many count (bonus included, >= 1), `bonus` `[R]` the last that counts.
+    choice after each, `accept_len` `[R]` how many count (bonus included, >= 1); `bonus` `[B]` the last that counts,
+    then the tokens after finished prompts.
     """
 
     path: Tensor
@@ -38,8 +39,8 @@ def choose(logits: Tensor, depths: Tensor, sampling: SamplingBatch, noise: Tenso
     return scores(logits, sampling, noise).argmax(-1)
 
 
-def accept(tree: DraftTree, chosen: Tensor, num_steps: int) -> Accepted:
-    """The accepted path, given the target's choice `[R, N]` after every node."""
+def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
+    """The accepted path, given the target's choice after every node `[R, N]` and after finished prompts `[F]`."""
     r, n = chosen.shape
     wanted = chosen.gather(1, tree.parents) == tree.tokens
     wanted[:, 0] = True
@@ -50,4 +51,5 @@ def accept(tree: DraftTree, chosen: Tensor, num_steps: int) -> Accepted:
     path.scatter_(1, torch.where(on_path, tree.depths, num_steps + 1), nodes)
     path = path[:, :-1]
     tokens = chosen.gather(1, path)
-    return Accepted(path, tokens, accept_len, tokens.gather(1, accept_len[:, None] - 1)[:, 0])
+    last = tokens.gather(1, accept_len[:, None] - 1)[:, 0]
+    return Accepted(path, tokens, accept_len, torch.cat([last, first]))

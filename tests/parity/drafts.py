@@ -82,16 +82,9 @@ class OracleDraft(_Knowing):
             tokens[j], parents[j], depths[j] = token, parent, depth + 1
 
     def extend(
-        self,
-        batch: Batch,
-        accepted: Accepted,
-        first: Tensor,
-        features: list[Tensor],
-        noise: Tensor | None,
-        shape: TreeShape,
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
-        bonus = torch.cat([accepted.bonus, first])
-        k = self._shape.topk
+        bonus, k = accepted.bonus, self._shape.topk
         hidden = features[0].new_zeros(bonus.shape[0], self._hidden)
         return EagleDraftInput(hidden.new_zeros(bonus.shape[0], k), bonus.new_zeros(bonus.shape[0], k), hidden, bonus)
 
@@ -126,15 +119,9 @@ class CorrectedDraft(_Knowing):
         return DraftTree(tokens, tree.parents, tree.depths, tree.ancestors)
 
     def extend(
-        self,
-        batch: Batch,
-        accepted: Accepted,
-        first: Tensor,
-        features: list[Tensor],
-        noise: Tensor | None,
-        shape: TreeShape,
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
-        return self._inner.extend(batch, accepted, first, features, noise, shape)
+        return self._inner.extend(batch, accepted, features, noise, shape)
 
 
 def correct(engine: Engine, truth: Texts, rate: float) -> None:

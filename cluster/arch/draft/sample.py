@@ -48,4 +48,4 @@ def read_sample(folder: str, vocab_size: int, width: int) -> Sample | None:
 
 
 def _finite(value: object) -> TypeGuard[float]:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

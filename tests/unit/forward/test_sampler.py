@@ -8,7 +8,7 @@ from scipy import stats
 from cluster.config import TreeShape
 from cluster.forward.sampler import filtered, gumbel, scores
 from cluster.spec.draft import EagleDraft
-from cluster.spec.tree import Candidates, best_tree, clean
+from cluster.spec.tree import Growth
 from cluster.spec.verify import accept, choose
 from tests.unit.forward.samplings import sampling_of
 
@@ -146,16 +146,12 @@ class Tables:
         draft._topk, draft._target_ids = topk, torch.arange(VOCAB)
         first_p, first = draft.propose(self.drafted[torch.zeros(r, 1, dtype=torch.int64)], sampling, noise[:, :1])
         second_p, second = draft.propose(self.drafted[first[:, 0]], sampling, noise[:, 1:2])
-        score = clean(first_p[:, 0])
-        candidates = Candidates(
-            tokens=torch.cat([first[:, 0], second.reshape(r, -1)], 1),
-            scores=torch.cat([score, (score[..., None] + clean(second_p)).reshape(r, -1)], 1),
-            parents=torch.tensor([-1] * topk + [i // topk for i in range(topk * topk)]).expand(r, -1),
-            depths=torch.tensor([1] * topk + [2] * topk * topk),
-        )
-        tree = best_tree(candidates, torch.zeros(r, dtype=torch.int64), shape.num_draft_tokens)
+        grown = Growth(first[:, 0], first_p[:, 0])
+        grown.add(second, second_p)
+        none = torch.zeros(r, dtype=torch.int64)
+        tree = grown.tree(none, shape.num_draft_tokens)
         chosen = choose(self.target[tree.tokens], tree.depths, sampling, noise)
-        accepted = accept(tree, chosen, 2)
+        accepted = accept(tree, chosen, none[:0], 2)
         return accepted.tokens, accepted.accept_len
 
 

@@ -50,7 +50,7 @@ def test_the_accepted_path_is_the_walk(nodes: int, steps: int, vocab: int) -> No
     for seed in range(4):
         tree = random_tree(32, nodes, steps, vocab, seed)
         chosen = torch.randint(vocab, (32, nodes), generator=torch.Generator().manual_seed(seed + 100))
-        accepted = accept(tree, chosen, steps)
+        accepted = accept(tree, chosen, torch.tensor([41, 42]), steps)
         for i in range(32):
             path, tokens = walk(tree, chosen, i)
             count = int(accepted.accept_len[i])
@@ -60,13 +60,14 @@ def test_the_accepted_path_is_the_walk(nodes: int, steps: int, vocab: int) -> No
             assert accepted.tokens[i, :count].tolist() == tokens
             assert int(accepted.bonus[i]) == tokens[-1]
             lengths.add(count)
+        assert accepted.bonus[32:].tolist() == [41, 42]
     assert lengths >= set(range(1, min(steps, 3) + 2))
 
 
 def test_a_right_token_under_a_wrong_parent_does_not_count() -> None:
     parents = torch.tensor([[0, 0, 1, 0]])
     tree = DraftTree(torch.tensor([[9, 5, 6, 7]]), parents, torch.tensor([[0, 1, 2, 1]]), ancestors_of(parents, 2))
-    accepted = accept(tree, torch.tensor([[7, 6, 1, 6]]), 2)
+    accepted = accept(tree, torch.tensor([[7, 6, 1, 6]]), torch.zeros(0, dtype=torch.int64), 2)
     assert accepted.path.tolist() == [[0, 3, 0]]
     assert accepted.accept_len.tolist() == [2]
     assert accepted.tokens[0, :2].tolist() == [7, 6]

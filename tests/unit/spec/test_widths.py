@@ -111,9 +111,10 @@ def batch_of(decodes: int, prompt_rows: int) -> Batch:
     )
 
 
-def accepted_by(decodes: int) -> Accepted:
+def accepted_by(decodes: int, finals: int) -> Accepted:
     path = torch.zeros(decodes, SHAPE.num_steps + 1, dtype=torch.int64)
-    return Accepted(path, path + 3, torch.ones(decodes, dtype=torch.int64), path[:, 0] + 3)
+    bonus = torch.tensor([3] * decodes + [7] * finals, dtype=torch.int64)
+    return Accepted(path, path + 3, torch.ones(decodes, dtype=torch.int64), bonus)
 
 
 @cache
@@ -133,8 +134,8 @@ def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, tabl
     assert len(features) == (shape.num_aux or 1)
     assert sum(feature.shape[1] for feature in features) == EagleDraftExtendInput.hidden_size_for(spec)
 
-    first = torch.full((batch.prompt.final_rows.shape[0],), 7)
-    given = extend_input(batch, accepted_by(decodes), first, list(features), SHAPE)
+    accepted = accepted_by(decodes, batch.prompt.final_rows.shape[0])
+    given = extend_input(batch, accepted, list(features), SHAPE)
     assert given.hidden.shape == (count, EagleDraftExtendInput.hidden_size_for(spec))
     assert given.hidden.dtype == EagleDraftExtendInput.dtype_for(dtype)
 
