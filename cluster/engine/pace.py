@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.arch import LayerGeometry
 
-STRETCH = 1.4  # how much longer than the busiest rank's decoding alone a step with prompt rows may take
+STRETCH = 1.3  # how much longer than the busiest rank's decoding alone a step with prompt rows may take
 # Rows that cost as much as a step without any: launching it, reading the weights. On a GPU what a step reads, not what
 # it computes, sets the pace until there are a few hundred rows.
 BASE_ROWS = {"cpu": 32.0, "cuda": 256.0}
