@@ -15,8 +15,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Compiling on first import instead of at installation saves a minute here and costs seconds there.
+# Compiling all at installation takes a minute; importing once compiles what is used, also where
+# PYTHONDONTWRITEBYTECODE is set: without bytecode every process compiles torch anew, and starts take twice as long.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+USED := ray.serve, ray.dashboard.agent, torch, transformers, cluster.cli, cluster.api.app, cluster.actors.shard
 TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -39,6 +41,7 @@ $(VENV)/.stamp: $(PINS) | $(BIN)/python
 	@echo "installing into $(VENV)"
 	@$(PIP) $(TORCH_ARGS) torch
 	@$(PIP) --editable .
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import $(USED)'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp
