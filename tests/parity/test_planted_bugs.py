@@ -62,14 +62,8 @@ def _(patch: Patch) -> None:
 
 @bug("the accepted path is read with the wrong stride")
 def _(patch: Patch) -> None:
-    def turn(batch, accepted, first, features, shape):  # type: ignore[no-untyped-def]
-        return (
-            batch,
-            accepted,
-            first,
-            features,
-            shape.model_copy(update={"num_draft_tokens": shape.num_draft_tokens - 1}),
-        )
+    def turn(batch, accepted, features, shape):  # type: ignore[no-untyped-def]
+        return batch, accepted, features, shape.model_copy(update={"num_draft_tokens": shape.num_draft_tokens - 1})
 
     extend_input_bug(patch, turn)
 
@@ -91,12 +85,12 @@ def _(patch: Patch) -> None:
 
 @bug("one aux hidden state stands for all three")
 def _(patch: Patch) -> None:
-    extend_input_bug(patch, lambda b, a, f, features, s: (b, a, f, features[:1] * len(features), s))
+    extend_input_bug(patch, lambda b, a, features, s: (b, a, features[:1] * len(features), s))
 
 
 @bug("aux hidden states are concatenated high to low")
 def _(patch: Patch) -> None:
-    extend_input_bug(patch, lambda b, a, f, features, s: (b, a, f, features[::-1], s))
+    extend_input_bug(patch, lambda b, a, features, s: (b, a, features[::-1], s))
 
 
 @bug("aux layer ids are read one boundary too early")
@@ -109,19 +103,19 @@ def _(patch: Patch) -> None:
 
 @bug("prompt ids are not rotated by one")
 def _(patch: Patch) -> None:
-    def turn(batch, accepted, first, features, shape):  # type: ignore[no-untyped-def]
+    def turn(batch, accepted, features, shape):  # type: ignore[no-untyped-def]
         prompt = replace(batch.prompt, next_ids=batch.prompt.token_ids)
-        return replace(batch, prompt=prompt), accepted, first, features, shape
+        return replace(batch, prompt=prompt), accepted, features, shape
 
     extend_input_bug(patch, turn)
 
 
 @bug("the last row of a chunk does not know the next chunk's first token")
 def _(patch: Patch) -> None:
-    def turn(batch, accepted, first, features, shape):  # type: ignore[no-untyped-def]
+    def turn(batch, accepted, features, shape):  # type: ignore[no-untyped-def]
         ids = batch.prompt.next_ids.clone()
         ids[-1:] = 0
-        return replace(batch, prompt=replace(batch.prompt, next_ids=ids)), accepted, first, features, shape
+        return replace(batch, prompt=replace(batch.prompt, next_ids=ids)), accepted, features, shape
 
     extend_input_bug(patch, turn)
 
@@ -129,8 +123,8 @@ def _(patch: Patch) -> None:
 @bug("the row proposed from is the last one, accepted or not")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        def wrong(batch, accepted, first, features, shape):  # type: ignore[no-untyped-def]
-            given, r, width = true(batch, accepted, first, features, shape), batch.decodes, shape.num_steps + 1
+        def wrong(batch, accepted, features, shape):  # type: ignore[no-untyped-def]
+            given, r, width = true(batch, accepted, features, shape), batch.decodes, shape.num_steps + 1
             last = torch.arange(r) * width + width - 1
             return replace(given, select=torch.cat([last, given.select[r:]]))
 
@@ -207,9 +201,9 @@ def _(patch: Patch) -> None:
 @bug("a right token under a rejected parent is accepted")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        def wrong(tree, chosen, num_steps) -> Accepted:  # type: ignore[no-untyped-def]
+        def wrong(tree, chosen, first, num_steps) -> Accepted:  # type: ignore[no-untyped-def]
             own = torch.eye(tree.tokens.shape[1], dtype=torch.bool).expand_as(tree.ancestors)
-            return true(replace(tree, ancestors=own), chosen, num_steps)
+            return true(replace(tree, ancestors=own), chosen, first, num_steps)
 
         return wrong
 
