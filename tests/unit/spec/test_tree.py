@@ -4,28 +4,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.tree import Candidates, DraftTree, ancestors_of, best_tree, chain, clean
+from cluster.spec.tree import Candidates, DraftTree, Growth, ancestors_of, best_tree, chain, clean
 
 
 def candidates_of(topk: int, steps: int, draw: Tensor) -> Candidates:
-    """Candidates as the draft makes them: level log-probabilities `draw` `[R, S, K, K]` summed along paths.
+    """Candidates as the draft makes them, of level log-probabilities `draw` `[R, S, K, K]`; tokens count up from 100.
 
     Level 0 uses its first row. The rows of a level are the K best candidates of the level before.
     """
     r = draw.shape[0]
-    score = clean(draw[:, 0, 0])
-    number = torch.arange(topk).expand(r, topk)
-    scores, parents = [score], [torch.full_like(number, -1)]
+    tokens = torch.arange(100, 100 + topk + (steps - 1) * topk * topk).expand(r, -1)
+    levels = tokens[:, topk:].split(topk * topk, 1)
+    grown = Growth(tokens[:, :topk], draw[:, 0, 0])
     for level in range(1, steps):
-        grown = (score[..., None] + clean(draw[:, level])).view(r, topk * topk)
-        scores.append(grown)
-        parents.append(number[..., None].expand(r, topk, topk).reshape(r, topk * topk))
-        score, pick = grown.topk(topk, 1)
-        number = topk + (level - 1) * topk * topk + pick
-    depths = [1] * topk + [level + 1 for level in range(1, steps) for _ in range(topk * topk)]
-    count = len(depths)
-    tokens = torch.arange(100, 100 + count).expand(r, count)
-    return Candidates(tokens, torch.cat(scores, 1), torch.cat(parents, 1), torch.tensor(depths))
+        if level > 1:
+            grown.best()
+        grown.add(levels[level - 1].view(r, topk, topk), draw[:, level])
+    return Candidates.of(grown._levels)
 
 
 def naive_tree(c: Candidates, request: int, bonus: int, nodes: int) -> tuple[list[int], list[int], list[int]]:
@@ -52,6 +47,32 @@ def assert_valid(tree: DraftTree, steps: int) -> None:
                 node = parents[node]
                 above.add(node)
             assert {k for k in own if mask[j][k]} == above
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_growth_is_that_of_each_request_alone(topk: int) -> None:
+    steps, requests = 4, 5
+    draw = torch.randn(requests, steps, topk, topk, dtype=torch.float64).sub(3).clamp(max=0)
+    c, costs = candidates_of(topk, steps, draw), clean(draw).tolist()
+    for i in range(requests):
+        scores, parents, depths = list(costs[i][0][0]), [-1] * topk, [1] * topk
+        rows = list(range(topk))
+        for level in range(1, steps):
+            first = len(scores)
+            for place, row in enumerate(rows):
+                scores += [scores[row] + cost for cost in costs[i][level][place]]
+                parents += [row] * topk
+                depths += [level + 1] * topk
+            rows = sorted(range(first, len(scores)), key=lambda n: -scores[n])[:topk]
+        assert c.scores[i].tolist() == scores
+        assert (c.parents[i].tolist(), c.depths.tolist()) == (parents, depths)
+
+
+def test_the_next_rows_know_their_tokens_and_the_rows_before() -> None:
+    grown = Growth(torch.tensor([[7, 8]]), torch.tensor([[-1.0, -2.0]]))
+    grown.add(torch.tensor([[[11, 12], [13, 14]]]), torch.tensor([[[-5.0, -1.0], [-0.5, -9.0]]]))
+    tokens, rows = grown.best()
+    assert (tokens.tolist(), rows.tolist()) == ([[12, 13]], [[0, 1]])
 
 
 def test_the_worked_tree() -> None:
