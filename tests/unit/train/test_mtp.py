@@ -86,7 +86,7 @@ def test_training_learns_and_the_engine_serves_it(count: int, tmp_path: Path) ->
     draft = MtpDraft(MtpShape(SHAPE, count, 4), target)
     optimizers = Optimizers(*split_parameters(draft), matrix_lr=0.02, other_lr=0.004)
     losses = []
-    for _ in range(40):
+    for _ in range(80):
         loss = mtp_loss(draft, target, text, recipe)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizers.step(1.0)
