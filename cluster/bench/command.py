@@ -1,20 +1,30 @@
-"""`aerie bench`: speed without Ray (offline), as served (serving), how well the draft predicts (acceptance), or any
-draft at three levels (levels), what it costs ranks to step together (lockstep), and what clients see when processes die
-(faults).
-"""
+"""`aerie bench`: a table of measurements, each a module with `Size`, `QUICK`, `measure` and `show`."""
 
 import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from cluster.bench import acceptance, faults, levels, lockstep, offline, serving
+from cluster.bench import acceptance, crowd, faults, levels, lockstep, offline, serving, strain
 from cluster.bench.pair import Pair
 from cluster.bench.report import json_line, write_json
 
-PARTS = ("offline", "serving", "acceptance", "levels", "lockstep", "faults")
+OF_A_PAIR: dict[str, ModuleType] = {
+    "offline": offline,  # speed without Ray
+    "serving": serving,  # as served
+    "acceptance": acceptance,  # how well the draft predicts
+    "levels": levels,  # any draft, three levels, depth by depth
+    "lockstep": lockstep,  # what it costs ranks to step together
+    "strain": strain,  # steps of seconds, a busy machine, a rank that is stopped
+}
+OF_THE_DEMO: dict[str, ModuleType] = {
+    "faults": faults,  # what clients see when processes die
+    "crowd": crowd,  # the same with a queue behind them
+}
+PARTS = OF_A_PAIR | OF_THE_DEMO
 DEFAULT_PARTS = ("offline", "serving")
 DIFFERENT = 1
 
@@ -62,28 +72,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """One part's figures, and the same as text."""
-    pair = Pair(args.model, args.draft, args.dtype, args.num_threads)
+    module = PARTS[part]
+    size = module.QUICK if args.quick else module.Size()
+    if args.repeats and hasattr(size, "repeats"):
+        size = replace(size, repeats=args.repeats)
     say: Callable[[str], None] = _progress
-    if part == "offline":
-        size = offline.QUICK if args.quick else offline.Size()
-        size = replace(size, repeats=args.repeats or size.repeats)
-        result = offline.measure(pair, size, say=say)
-        return result, offline.show(result)
-    if part == "acceptance":
-        result = acceptance.measure(pair, acceptance.QUICK if args.quick else acceptance.Size(), say)
-        return result, acceptance.show(result)
-    if part == "levels":
-        result = levels.measure(pair, acceptance.QUICK if args.quick else acceptance.Size(), say)
-        return result, levels.show(result)
-    if part == "lockstep":
-        sized = lockstep.QUICK if args.quick else lockstep.Size()
-        result = lockstep.measure(pair, replace(sized, repeats=args.repeats or sized.repeats), say)
-        return result, lockstep.show(result)
-    if part == "faults":
-        result = faults.measure(faults.QUICK if args.quick else faults.Size(), say)
-        return result, faults.show(result)
-    result = serving.measure(pair, serving.QUICK if args.quick else serving.Size(), say)
-    return result, serving.show(result)
+    if part in OF_A_PAIR:
+        result = module.measure(Pair(args.model, args.draft, args.dtype, args.num_threads), size, say)
+    else:
+        result = module.measure(size, say)
+    return result, module.show(result)
 
 
 def _progress(text: str) -> None:

@@ -6,11 +6,13 @@ Three trained MTP layers can be held against one layer used three times: run it 
 from collections.abc import Callable
 from typing import Any
 
-from cluster.bench.acceptance import Size
+from cluster.bench.acceptance import QUICK, Size
 from cluster.bench.pair import PLAIN, Pair, Shape
 from cluster.bench.report import machine, table
 from cluster.bench.runs import params_of, run_together
 from cluster.engine import build_engine
+
+__all__ = ["QUICK", "Size", "measure", "show"]
 
 SHAPES = (Shape(3), Shape(3, 4, 16))
 TEMPERATURES = (0.0, 0.8)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -61,10 +62,20 @@ class Pair:
         Raises:
             ValueError: the target has no tokenizer, or this Python has no source of its library.
         """
+        return heldout_prompts(self._tokenizer(), count, length)
+
+    def texts(self, count: int, length: int) -> list[str]:
+        """The same as text, for a server.
+
+        Raises:
+            ValueError: as `prompts`.
+        """
+        return [str(self._tokenizer().decode(ids)) for ids in self.prompts(count, length)]
+
+    def _tokenizer(self) -> Any:
         if not (Path(self.target) / "tokenizer.json").is_file():
             raise ValueError(f"target {self.target!r} has no tokenizer.json, which held-out prompts need")
-        tokenizer = AutoTokenizer.from_pretrained(self.target, local_files_only=True)
-        return heldout_prompts(tokenizer, count, length)
+        return AutoTokenizer.from_pretrained(self.target, local_files_only=True)
 
     def config(self, shape: Shape, requests: int) -> EngineConfig:
         """An engine for `requests` at once, without prefix reuse: a repeat must do all of the work again."""

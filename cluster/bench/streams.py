@@ -83,10 +83,10 @@ class Stream:
         if counts:
             self.steps, self.accepted = counts["num_spec_steps"], counts["num_accepted_draft_tokens"]
 
-    def run(self, port: int, model: str, max_tokens: int) -> None:
-        """Send the request and read the stream to its end; what goes wrong is kept in `error`."""
+    def run(self, port: int, model: str, max_tokens: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Send the request and read the stream to its end; what goes wrong is kept in `error`, silence too."""
         self.started = time.perf_counter()
-        connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
         try:
             body = json.dumps(self.prompt.body(model, max_tokens))
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -123,10 +123,13 @@ def run_together(
     max_tokens: int,
     look: Callable[[list[Stream]], None] | None = None,
     every_s: float = 0.1,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Stream]:
-    """Stream all prompts at once and wait for all; `look` sees them every now and then, and once at the end."""
+    """Stream all prompts at once and wait for all; `look` sees them every now and then, and once at the end.
+    A stream that hears nothing for `timeout_s` has failed.
+    """
     streams = [Stream(prompt) for prompt in prompts]
-    threads = [threading.Thread(target=s.run, args=(port, model, max_tokens), daemon=True) for s in streams]
+    threads = [threading.Thread(target=s.run, args=(port, model, max_tokens, timeout_s), daemon=True) for s in streams]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):

@@ -45,6 +45,12 @@ def test_different_outputs_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert command.run(parsed("acceptance")) == command.DIFFERENT
 
 
+def test_every_part_has_two_sizes_a_measurement_and_a_table() -> None:
+    for name, module in command.PARTS.items():
+        assert isinstance(module.QUICK, module.Size), name
+        assert callable(module.measure) and callable(module.show), name
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'onlin'"):
         command.run(parsed("onlin"))
