@@ -1,6 +1,6 @@
 """`aerie bench`: speed without Ray (offline), as served (serving), how well the draft predicts (acceptance), or any
-draft at three levels (levels), what it costs ranks to step together (lockstep), and what clients see when processes die
-(faults).
+draft at three levels (levels), what it costs ranks to step together (lockstep), what the radix tree costs (radix), and
+what clients see when processes die (faults).
 """
 
 import argparse
@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import acceptance, faults, levels, lockstep, offline, serving
+from cluster.bench import acceptance, faults, levels, lockstep, offline, radix, serving
 from cluster.bench.pair import Pair
 from cluster.bench.report import json_line, write_json
 
-PARTS = ("offline", "serving", "acceptance", "levels", "lockstep", "faults")
+PARTS = ("offline", "serving", "acceptance", "levels", "lockstep", "radix", "faults")
 DEFAULT_PARTS = ("offline", "serving")
 DIFFERENT = 1
 
@@ -79,6 +79,10 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         sized = lockstep.QUICK if args.quick else lockstep.Size()
         result = lockstep.measure(pair, replace(sized, repeats=args.repeats or sized.repeats), say)
         return result, lockstep.show(result)
+    if part == "radix":
+        many = radix.QUICK if args.quick else radix.Size()
+        result = radix.measure(replace(many, repeats=args.repeats or many.repeats), say)
+        return result, radix.show(result)
     if part == "faults":
         result = faults.measure(faults.QUICK if args.quick else faults.Size(), say)
         return result, faults.show(result)

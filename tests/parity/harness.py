@@ -98,12 +98,14 @@ def run(
     requests: Sequence[Request],
     after_step: Callable[[Engine, StepResult], None] | None = None,
     limit: int = 2000,
+    later: Sequence[Request] = (),
 ) -> Run:
-    """Run the requests together to their end, checking the pages after every step."""
+    """Run the requests together to their end, checking the pages after every step; `after_step` submits `later`."""
     result = Run()
-    for request in requests:
+    for request in [*requests, *later]:
         result.tokens[request.request_id] = []
         result.outputs[request.request_id] = []
+    for request in requests:
         engine.submit(request)
     while engine.has_work:
         step = engine.step()

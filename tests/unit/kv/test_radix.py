@@ -197,7 +197,7 @@ class BruteForce:
 
 
 def brute_force_lives(operations: int, size: int, seed: int) -> tuple[int, int]:
-    """So many random operations on a tree and on its model; returns the most pages it had, and how many were evicted."""
+    """So many random operations on a tree and on its model; the most pages it had, and how many were evicted."""
     random, tree, model = Random(seed), RadixTree(size), BruteForce(size)
     locked: list[tuple[list[Node], list[tuple[int, ...]]]] = []
     evicted = fresh = most = 0
