@@ -41,16 +41,26 @@ class SlotWrite(NamedTuple):
     page: int
 
 
+class PageCopy(NamedTuple):
+    """The first `tokens` cells of page `source`, in every pool, are to be those of page `target` as well."""
+
+    source: int
+    target: int
+    tokens: int
+
+
 class Order(NamedTuple):
     """What a rank is to run in one step: `decodes` are (table row, committed tokens), `chunks` in order of length.
 
-    `samplings` and `writes` bring the tables up to date first; `noisy`, `filtered`, `logprobs` as in `Batch`.
+    `samplings` and `writes` bring the tables up to date first, then `copies` the pools; `noisy`, `filtered`, `logprobs`
+    as in `Batch`.
     """
 
     decodes: tuple[tuple[int, int], ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
     samplings: tuple[Sampling, ...] = ()
     writes: tuple[SlotWrite, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
     noisy: bool = False
     filtered: bool = False
     logprobs: bool = False

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cluster.bench import acceptance, crowd, faults, levels, lockstep, offline, serving, strain
+from cluster.bench import acceptance, crowd, faults, levels, lockstep, offline, radix, serving, strain
 from cluster.bench.pair import Pair
 from cluster.bench.report import json_line, write_json
 
@@ -20,11 +20,12 @@ OF_A_PAIR: dict[str, ModuleType] = {
     "lockstep": lockstep,  # what it costs ranks to step together
     "strain": strain,  # steps of seconds, a busy machine, a rank that is stopped
 }
-OF_THE_DEMO: dict[str, ModuleType] = {
+WITH_THEIR_OWN: dict[str, ModuleType] = {
     "faults": faults,  # what clients see when processes die
     "crowd": crowd,  # the same with a queue behind them
+    "radix": radix,  # what the radix tree costs
 }
-PARTS = OF_A_PAIR | OF_THE_DEMO
+PARTS = OF_A_PAIR | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
 DIFFERENT = 1
 

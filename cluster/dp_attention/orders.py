@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cluster.batch import Order, PromptChunk, Sampling, SlotWrite
+from cluster.batch import Order, PageCopy, PromptChunk, Sampling, SlotWrite
 from cluster.mesh import Axis
 
 
@@ -28,6 +28,9 @@ def pack(order: Order) -> list[int]:
     words.append(len(order.writes))
     for write in order.writes:
         words += write
+    words.append(len(order.copies))
+    for copy in order.copies:
+        words += copy
     return words
 
 
@@ -46,6 +49,7 @@ def unpack(words: list[int]) -> Order:
             for _ in range(next(w))
         ),
         writes=tuple(SlotWrite(next(w), next(w), next(w)) for _ in range(next(w))),
+        copies=tuple(PageCopy(next(w), next(w), next(w)) for _ in range(next(w))),
     )
 
 

@@ -28,6 +28,7 @@ from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.forward.sampler import SamplingTable
 from cluster.kv.budget import page_count
 from cluster.kv.cache import KVCache
+from cluster.kv.pool import Pools, SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
 from cluster.models.draft import Draft as DraftModel
@@ -148,6 +149,9 @@ def assemble(
             make = MultiLayerDraft if len(models) > 1 and drafting is EagleDraft else drafting
             runners = [DraftRunner(model, *own, watch) for model, own in zip(models, bound[1:], strict=True)]
             draft = make(runners, shape.topk)
+    kept: list[SlotMemory] = [pool for pool, _ in bound]
+    if isinstance(draft, MultiLayerDraft):
+        kept.append(draft)
     carried = EagleDraftInput.create_idle_input(spec, shape.topk, dtype, device, rows + 1)
     sampling = SamplingTable(rows + 1, dtype, device)
     shapes = tiers(shape)
@@ -161,6 +165,7 @@ def assemble(
         assembler=Assembler(cache.table, sampling, shape.window, dtype),
         step=Step(target_runner, draft, carried),
         shapes=shapes,
+        pools=Pools(kept, config.page_size, device),
         debug=config.debug_lockstep,
     )
     if sample is not None and folder is not None:

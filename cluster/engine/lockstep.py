@@ -15,6 +15,7 @@ from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine.assemble import Assembler
+from cluster.kv.pool import Pools
 from cluster.mesh import GangError, Mesh
 from cluster.spec.step import Step, Stepped
 
@@ -35,7 +36,7 @@ class Ran:
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the gang. `shapes` are the trees by tier."""
+    """One rank's side of the gang. `shapes` are the trees by tier, `pools` all that it keeps by slot."""
 
     mesh: Mesh
     coordinator: Coordinator
@@ -43,6 +44,7 @@ class Lockstep:
     assembler: Assembler
     step: Step
     shapes: tuple[TreeShape, ...]
+    pools: Pools
     debug: bool = False
     left: bool = False
     leaving: bool = False
@@ -96,6 +98,7 @@ class Lockstep:
         order = padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
         if mesh.attn.size > 1:
             self.coordinator.order = checksum(order)
+        self.pools.copy(order.copies)
         stepped = self.step.run(self.assembler.batch(order), shape)
         if self.debug:
             self._results = zlib.crc32(repr((stepped.tokens.tolist(), stepped.accept_len.tolist())).encode())

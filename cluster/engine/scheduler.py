@@ -2,16 +2,25 @@
 
 Knows pages through the cache, nothing of tensors or models. First come, first served; when pages run out the request
 admitted last goes back to the front of the queue, so the oldest always makes progress.
+
+A request whose next pages a running prompt is about to compute waits for them instead of computing them too. It loses
+next to nothing: prompts before it in the queue get their rows first, so it could start a step earlier at most. It waits
+for running prompts only, which get rows in every step that has any for it, and asks anew before every step; whether the
+other one is retracted, aborted or ends, it goes on. Those behind it may pass meanwhile, but a row of the tables and the
+pages that it is going to need are set aside.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from cluster.batch import Order, PromptChunk, SlotWrite
-from cluster.config import EngineConfig
+from cluster.batch import Order, PageCopy, PromptChunk, SlotWrite
+from cluster.config import EngineConfig, tree_shape
 from cluster.engine.pace import Pace
 from cluster.engine.sequence import Sequence
-from cluster.kv.cache import KVCache
+from cluster.kv.cache import KVCache, Next
+
+WORTH_WAITING = 16
+"""Prompt rows that waiting must save: it may cost a step, whose fixed cost is that of some rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,7 @@ class Schedule:
     retracted: int = 0
     admitted: list[Sequence] = field(default_factory=list)
     fresh: list[Sequence] = field(default_factory=list)
+    copies: tuple[PageCopy, ...] = ()
 
     @property
     def prompt_rows(self) -> int:
@@ -57,6 +67,7 @@ class Schedule:
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
             writes=writes,
+            copies=self.copies,
             noisy=any(p.temperature > 0 for p in params),
             filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
             logprobs=any(p.logprobs is not None for p in params),
@@ -96,6 +107,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._cache, self._window = cache, window
+        self._most_committed = tree_shape(config).num_steps + 1
+        self._ahead = cache.pages_for(WORTH_WAITING)
         self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
         self._pace = None if config.mixed_prefill_size else pace
@@ -111,22 +124,16 @@ class Scheduler:
         and wait for the prompt rows of this step.
         """
         plan = Schedule()
+        self._publish()
         plan.retracted = self._make_room()
         plan.decodes = [s for s in self.running if not s.prefilling]
         room = self._room(len(plan.decodes), busiest)
         for sequence in self.running:
             if sequence.prefilling and room.left:
                 self._ride(plan, sequence, room)
-        while self.waiting and room.left and not plan.retracted:
-            sequence = self.waiting[0]
-            fresh = sequence.cached_tokens is None
-            if not self._admit(sequence):
-                break
-            self.waiting.popleft()
-            if fresh:
-                plan.fresh.append(sequence)
-            plan.admitted.append(sequence)
-            self._ride(plan, sequence, room)
+        if not plan.retracted:
+            self._admit_waiting(plan, room)
+        plan.copies = self._cache.take_copies()
         return plan
 
     def release(self, sequence: Sequence) -> None:
@@ -166,17 +173,63 @@ class Scheduler:
         sequence.committed, sequence.prefilling = 0, True
         self.waiting.appendleft(sequence)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Open a lease, keeping a page spare for each running request so that admission does not cause retraction."""
-        spare = self._cache.free + self._cache.cached - self._cache.pages_for(len(sequence.tokens) + self._window)
-        if spare < len(self.running):
-            return False
-        lease = self._cache.open(sequence.tokens, len(sequence.tokens))
+    def _publish(self) -> None:
+        """Let others read what the last step committed."""
+        for sequence in self.running:
+            if sequence.lease is not None:
+                self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
+
+    def _admit_waiting(self, plan: Schedule, room: Room) -> None:
+        """Admit in order of arrival, as long as there are rows and pages."""
+        coming = {self._next(s) for s in self.running if s.prefilling} - {None}
+        spare = sum(map(self._growth, self.running))
+        passed = 0  # those at the front of the queue who wait for a prefix
+        while room.left and passed < min(len(self.waiting), self._cache.free_rows):
+            sequence = self.waiting[passed]
+            wanted = self._next(sequence) if coming else None
+            if wanted is not None and wanted in coming:
+                whole = self._cache.pages_for(len(sequence.tokens) + self._window)
+                spare += max(0, whole - wanted.entry - self._ahead)
+                passed += 1
+                continue
+            fresh = sequence.cached_tokens is None
+            if not self._admit(sequence, spare):
+                break
+            del self.waiting[passed]
+            spare += self._growth(sequence)
+            coming.add(self._next(sequence))
+            if fresh:
+                plan.fresh.append(sequence)
+            plan.admitted.append(sequence)
+            self._ride(plan, sequence, room)
+
+    def _next(self, sequence: Sequence) -> Next | None:
+        """The pages that this request is going to compute next, as many as are worth waiting for."""
+        return self._cache.next(sequence.tokens, self._ahead, sequence.lease)
+
+    def _growth(self, sequence: Sequence) -> int:
+        """The most pages that a running request may take before its next step: the one now begins commits at most
+        S + 1 tokens, and leaves it running only if it may generate more.
+        """
+        assert sequence.lease is not None, "only running requests grow"
+        if sequence.prefilling:
+            committed = len(sequence.tokens)
+        else:
+            committed = sequence.committed + min(self._most_committed, sequence.room - 1)
+        return max(0, self._cache.pages_for(committed + self._window) - sequence.lease.pages)
+
+    def _admit(self, sequence: Sequence, spare: int) -> bool:
+        """Open a lease that leaves `spare` pages, and those of its own first window, so that admission does not cause
+        retraction.
+        """
+        known = len(sequence.tokens)
+        window = self._cache.pages_for(known + self._window) - self._cache.pages_for(known)
+        lease = self._cache.open(sequence.tokens, known, spare + window)
         if lease is None:
             return False
         sequence.lease = lease
-        sequence.committed = self._cache.cached_tokens(lease)
+        sequence.committed = lease.cached
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.committed
+            sequence.cached_tokens = lease.cached
         self.running.append(sequence)
         return True

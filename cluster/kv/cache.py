@@ -1,28 +1,50 @@
-"""Who owns which page: a request's lease on cached prefix pages and on pages of its own.
+"""Who owns which page: a request's lease on pages of the tree and on pages of its own.
 
-    tokens   0 ........ cached ........ committed ........ committed + W
-    owner    | tree (locked) | the lease's own pages (window at the end) |
+    tokens   0 ........ full pages ........ | ..... committed ........ committed + W
+    owner    | the tree's, locked by the lease | the lease's own (window at the end)  |
+
+A page is the lease's own while it fills. As soon as all of its tokens are committed and the token after it is known, it
+is the tree's, also while the request runs, and others can read it; the lease keeps it locked. Where the tree has the
+same tokens already, the request goes on with the tree's page and gives its own back.
 
 Every page is free, in the tree, or owned by exactly one lease; `check` says so.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from cluster.batch import PageCopy
 from cluster.kv.pages import PageAllocator
-from cluster.kv.radix import Node, RadixTree
+from cluster.kv.radix import Key, Node, RadixTree, common
 from cluster.kv.slots import SlotTable
+
+
+class Next(NamedTuple):
+    """Pages that a request needs next: the node that they follow, the first one's entry, their tokens and one more."""
+
+    after: Node
+    entry: int
+    tokens: Key
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages."""
+    """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
+
+    `cached` tokens were in memory when it was opened. `source` is a node whose cells the next step copies into the
+    first page of its own, locked until then. `tail` are the committed tokens of that page and the one after.
+    """
 
     row: int
     locked: list[Node]
     own: list[int] = field(default_factory=list)
+    cached: int = 0
+    source: Node | None = None
+    tail: Key = ()
 
     @property
     def pages(self) -> int:
@@ -44,6 +66,7 @@ class KVCache:
         self._radix = radix
         self._rows = list(range(rows - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
+        self._copies: list[PageCopy] = []
 
     @property
     def total(self) -> int:
@@ -74,28 +97,32 @@ class KVCache:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def open(self, tokens: Sequence[int], reach: int) -> Lease | None:
+    def open(self, tokens: Sequence[int], reach: int, spare: int = 0) -> Lease | None:
         """A lease for a request whose known tokens are `tokens` and which will write up to index `reach`.
 
-        Locks the longest cached prefix (which leaves at least one token to compute) and takes pages for the rest.
-        None when rows or pages do not suffice; nothing is changed then.
+        Locks the longest cached prefix (which leaves at least one token to compute) and takes pages for the rest. Of
+        the first of those, as many cells as another page shares are copied with the next step. None when rows or pages
+        do not suffice, or fewer than `spare` pages would be left that are free or can be evicted; nobody's pages are
+        changed then.
         """
         if not self._rows:
             return None
         path = self._tree.match(tokens) if self._radix else []
         self._tree.lock(path)
-        lease = Lease(self._rows[-1], path)
-        if not self.grow([lease], [reach]):
-            self._tree.unlock(path)
+        lease = Lease(self._rows[-1], path, cached=len(path) * self.page_size)
+        copy = self._shared_cells(lease, tokens) if self._radix else None
+        wanted = self.pages_for(reach) - len(path)
+        if wanted + spare > self.free + self.cached or not self.grow([lease], [reach]):
+            self._unlock(lease)
             return None
         self._rows.pop()
         self._leases[lease.row] = lease
         self.table.write([lease.row] * len(path), range(len(path)), [node.page for node in path])
+        if copy is not None:
+            page, cells = copy
+            self._copies.append(PageCopy(page, lease.own[0], cells))
+            lease.cached += cells
         return lease
-
-    def cached_tokens(self, lease: Lease) -> int:
-        """Tokens of the request's prefix that were in the tree when it was opened."""
-        return len(lease.locked) * self.page_size
 
     def grow(self, leases: Sequence[Lease], reaches: Sequence[int]) -> bool:
         """Give every lease pages up to index `reaches[i]`, evicting cached pages if need be; all or nothing."""
@@ -119,36 +146,109 @@ class KVCache:
         self.table.write(rows, indices, pages)
         return True
 
-    def close(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
-        """End a lease: full pages of the first `committed` tokens go to the tree, the rest is free.
+    def publish(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
+        """After a step: the full pages of the first `committed` tokens are the tree's from now on.
 
         A page enters the tree only when the token after it is in `tokens`.
         """
+        if not self._radix:
+            return
+        if lease.source is not None:
+            self._tree.unlock([lease.source])
+            lease.source = None
+        surplus, swapped = self._hand_over(lease, tokens, committed)
+        self._allocator.give(surplus)
+        self.table.write([lease.row] * len(swapped), swapped, [lease.locked[index].page for index in swapped])
+        lease.tail = tuple(tokens[len(lease.locked) * self.page_size : committed + 1])
+
+    def close(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
+        """End a lease: full pages of the first `committed` tokens go to the tree as in `publish`, the rest is free."""
         if self._leases.pop(lease.row, None) is not lease:
             raise ValueError(f"row {lease.row} is closed twice")
-        pages = [node.page for node in lease.locked] + lease.own
-        surplus = lease.own
-        if self._radix:
-            keep = min(committed // self.page_size, (len(tokens) - 1) // self.page_size)
-            left = self._tree.insert(tokens[: keep * self.page_size + 1], pages[:keep])
-            surplus = [page for page in left if page in set(lease.own)] + pages[max(keep, len(lease.locked)) :]
-        self._tree.unlock(lease.locked)
-        self._allocator.give(surplus)
+        surplus, _ = self._hand_over(lease, tokens, committed) if self._radix else ([], [])
+        self._unlock(lease)
+        self._allocator.give(surplus + lease.own)
         self.table.clear(lease.row)
         self._rows.append(lease.row)
 
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """The copies that the next step begins with."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def next(self, tokens: Sequence[int], count: int, lease: Lease | None = None) -> Next | None:
+        """The `count` pages of `tokens` after those in the tree (of a running request: after those of its lease).
+
+        None when `tokens` do not fill them and one token more, or nothing is ever cached. Two requests that are
+        given the same compute the same.
+        """
+        if not self._radix:
+            return None
+        path = self._tree.match(tokens) if lease is None else lease.locked
+        begin = len(path) * self.page_size
+        end = begin + count * self.page_size
+        if len(tokens) <= end:
+            return None
+        return Next(path[-1] if path else self._tree.root, len(path), tuple(tokens[begin : end + 1]))
+
+    def _hand_over(self, lease: Lease, tokens: Sequence[int], committed: int) -> tuple[list[int], list[int]]:
+        """Turn own pages that are full into locked ones of the tree; surplus pages, and which entries have others."""
+        first = len(lease.locked)
+        count = min(committed, len(tokens) - 1) // self.page_size - first
+        if count < 1:
+            return [], []
+        nodes = self._tree.insert(tokens, lease.own[:count], lease.locked)
+        self._tree.lock(nodes)
+        swapped = [at for at, node in enumerate(nodes) if node.page != lease.own[at]]
+        surplus = [lease.own[at] for at in swapped]
+        lease.locked += nodes
+        del lease.own[:count]
+        return surplus, [first + at for at in swapped]
+
+    def _shared_cells(self, lease: Lease, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The page that shares most cells with the first one of the lease's own, and how many, if any.
+
+        It may be in the tree, and is locked then, or be that of a running request which is still filling it.
+        """
+        nearest = self._tree.nearest(tokens, lease.locked)
+        page, cells = (nearest[0].page, nearest[1]) if nearest else (0, 0)
+        begin = len(lease.locked) * self.page_size
+        rest = tuple(tokens[begin : begin + self.page_size + 1])
+        last = lease.locked[-1:]
+        for other in self._leases.values():
+            if other.own and other.locked[-1:] == last and len(other.locked) == len(lease.locked):
+                shared = common(other.tail, rest) - 1
+                if shared > cells:
+                    page, cells, nearest = other.own[0], shared, None
+        if nearest is not None:
+            lease.source = nearest[0]
+            self._tree.lock([lease.source])
+        return (page, cells) if cells else None
+
+    def _unlock(self, lease: Lease) -> None:
+        self._tree.unlock(lease.locked if lease.source is None else [*lease.locked, lease.source])
+        lease.source = None
+
     def check(self) -> None:
-        """Every page has exactly one owner.
+        """Every page has exactly one owner, is locked by those who read it, and lies where the slot table says.
 
         Raises:
-            AssertionError: pages are lost or owned twice.
+            AssertionError: pages are lost or owned twice, or a lock or a slot is wrong.
         """
+        self._tree.check()
         own = [page for lease in self._leases.values() for page in lease.own]
-        tree, stack = [], list(self._tree.root.children.values())
-        while stack:
-            node = stack.pop()
-            tree.append(node.page)
-            stack.extend(node.children.values())
-        assert len(set(own + tree)) == len(own) + len(tree), "a page has two owners"
+        tree = {node.page: node for node in self._tree.nodes()}
+        assert len(tree) == self._tree.pages, "the tree has a page twice"
+        assert len(set(own) | tree.keys()) == len(own) + len(tree), "a page has two owners"
         assert len(own) + len(tree) + self.free == self.total, "a page has no owner"
-        assert len(tree) == self._tree.pages, "the tree miscounts its pages"
+        locks: Counter[Node] = Counter()
+        for lease in self._leases.values():
+            locks.update(lease.locked if lease.source is None else [*lease.locked, lease.source])
+            parents = [self._tree.root, *lease.locked]
+            assert all(node.parent is before for node, before in zip(lease.locked, parents, strict=False)), "no path"
+            pages = [node.page for node in lease.locked] + lease.own
+            first_slots = self.table.slots[lease.row, : len(pages) * self.page_size : self.page_size].tolist()
+            assert first_slots == [page * self.page_size for page in pages], f"row {lease.row} has other pages"
+        for node in tree.values():
+            assert node.locks == locks.pop(node, 0), f"page {node.page} has {node.locks} locks"
+        assert not locks, "a request reads pages that are not in the tree"

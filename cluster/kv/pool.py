@@ -1,7 +1,21 @@
-"""KV memory of one model runner."""
+"""KV memory: of one model runner, and of all of them together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from cluster.batch import PageCopy
+
+
+class SlotMemory(Protocol):
+    """Anything that is kept by slot."""
+
+    def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
+        """Copy slot `source[i]` onto `destination[i]`; all sources are read before any is written."""
+        ...
 
 
 class KVPool:
@@ -26,6 +40,26 @@ class KVPool:
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` onto `destination[i]` in every layer; all sources are read before any is written."""
         self.kv.index_copy_(1, destination, self.kv.index_select(1, source))
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """All that a rank keeps by slot: the runners' pools, and what a draft keeps beside them."""
+
+    parts: Sequence[SlotMemory]
+    page_size: int
+    device: torch.device
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Make cells of one page those of another, everywhere."""
+        if not copies:
+            return
+        size = self.page_size
+        source = [c.source * size + i for c in copies for i in range(c.tokens)]
+        target = [c.target * size + i for c in copies for i in range(c.tokens)]
+        where = torch.tensor([target, source], dtype=torch.int64, device=self.device)
+        for part in self.parts:
+            part.move_kv_cache(where[0], where[1])
 
 
 def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, parts: int = 2) -> int:

@@ -2,117 +2,181 @@
 
 A page is keyed by its own tokens *and the token after it*: the draft's cell at position p is made of token p + 1, so a
 page is reusable by the draft only where the following token matched too (the EAGLE shift).
+
+Who may be evicted next is the head of one list, the unlocked pages in order of last use. Using a page uses all pages
+before it, and they are put behind it in the list; so the head never has a child: it is the least recently used leaf.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 Key = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One cached page. `locks` counts running requests that read it; only unlocked leaves may go."""
+    """One cached page. `children` are in order of their keys; `locks` counts running requests that read it."""
 
     key: Key
     page: int
     parent: "Node | None"
-    children: dict[Key, "Node"] = field(default_factory=dict)
+    children: list["Node"] = field(default_factory=list)
     locks: int = 0
-    last_used: int = 0
+
+    def find(self, key: Key) -> tuple[int, "Node | None"]:
+        """Where a child with `key` stands or would stand, and the child, if there is one."""
+        at = bisect_left(self.children, key, key=_key_of)
+        found = at < len(self.children) and self.children[at].key == key
+        return at, self.children[at] if found else None
+
+
+_key_of = attrgetter("key")
 
 
 class RadixTree:
-    """Match, insert, lock and evict page-aligned prefixes. Pages in the tree are immutable."""
+    """Match, insert, lock and evict page-aligned prefixes. Pages in the tree are immutable.
+
+    Every operation costs as much as the pages it names, whatever the size of the tree, but for a search among siblings.
+    """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.root = Node((), -1, None)
         self.pages = 0
-        self._clock = 0
-        self._evictable = 0
+        self._unlocked: OrderedDict[Node, None] = OrderedDict()  # least recently used first, children before parents
 
     @property
     def evictable(self) -> int:
         """Pages that eviction could free now."""
-        return self._evictable
+        return len(self._unlocked)
 
-    def _keys(self, tokens: Sequence[int]) -> list[Key]:
+    def _keys(self, tokens: Sequence[int], start: int = 0) -> Iterator[Key]:
+        """The keys of the whole pages of `tokens` from page `start` on, those whose following token is known."""
         size = self.page_size
-        return [tuple(tokens[i : i + size + 1]) for i in range(0, len(tokens) - size, size)]
+        for i in range(start * size, len(tokens) - size, size):
+            yield tuple(tokens[i : i + size + 1])
 
     def match(self, tokens: Sequence[int]) -> list[Node]:
         """The nodes of the longest cached prefix of `tokens`, root excluded; at least one token stays unmatched."""
-        self._clock += 1
         node, path = self.root, []
         for key in self._keys(tokens):
-            child = node.children.get(key)
+            _, child = node.find(key)
             if child is None:
                 break
-            child.last_used = self._clock
             path.append(child)
             node = child
+        self._use(node)
         return path
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
-        """Hand over the pages that hold `tokens`; returns those the tree did not take, for the caller to free.
+    def nearest(self, tokens: Sequence[int], path: Sequence[Node]) -> tuple[Node, int] | None:
+        """Of the pages that follow `path` the one that shares most cells with `tokens`, and how many it shares.
 
-        `tokens` includes the token after the last full page. Pages already in the tree under the same number stay.
+        Cells, not tokens: the last token in common is the one after the last cell. None when no cell is shared.
         """
-        self._clock += 1
-        node, left = self.root, list(pages)
-        for index, key in enumerate(self._keys(tokens)[: len(pages)]):
-            child = node.children.get(key)
+        node, start = path[-1] if path else self.root, len(path) * self.page_size
+        rest = tuple(tokens[start : start + self.page_size + 1])
+        at, _ = node.find(rest)
+        siblings = node.children[max(0, at - 1) : at + 1]  # the longest common prefix is with a neighbour
+        shared, best = max(((common(child.key, rest) - 1, child) for child in siblings), key=_first, default=(0, node))
+        if shared < 1:
+            return None
+        self._use(best)
+        return best, shared
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = ()) -> list[Node]:
+        """Hand over the pages that hold `tokens` beyond the nodes `after`, which hold the first ones.
+
+        Returns the node of every page whose following token is in `tokens`. Its page is another one where the tree
+        had those tokens already; pages that the tree did not take are the caller's to free.
+        """
+        node, nodes = after[-1] if after else self.root, []
+        for key, page in zip(self._keys(tokens, len(after)), pages, strict=False):
+            at, child = node.find(key)
             if child is None:
-                child = Node(key, pages[index], node)
-                node.children[key] = child
+                child = Node(key, page, node)
+                node.children.insert(at, child)
                 self.pages += 1
-                self._evictable += 1
-            if child.page == pages[index]:
-                left.remove(child.page)
-            child.last_used = self._clock
+                self._unlocked[child] = None
+            nodes.append(child)
             node = child
-        return left
+        self._use(node)
+        return nodes
 
     def lock(self, path: Sequence[Node]) -> None:
-        """Keep these nodes until `unlock`."""
+        """Keep these nodes until `unlock`. Whoever locks a node locks its parents as well."""
         for node in path:
-            self._evictable -= node.locks == 0
+            if node.locks == 0:
+                del self._unlocked[node]
             node.locks += 1
 
     def unlock(self, path: Sequence[Node]) -> None:
-        """Undo one `lock`.
+        """Undo one `lock` of these nodes, parents first; they count as used now.
 
         Raises:
             ValueError: a node that is not locked.
         """
-        for node in path:
+        for node in reversed(path):
             if node.locks == 0:
                 raise ValueError(f"page {node.page} is unlocked twice")
             node.locks -= 1
-            self._evictable += node.locks == 0
+            if node.locks == 0:
+                self._unlocked[node] = None
 
     def evict(self, count: int) -> list[int]:
-        """Drop least recently used unlocked leaves until `count` pages are freed or none is left; returns them."""
+        """Drop the least recently used unlocked leaf, `count` times or until none is left; returns their pages."""
         freed: list[int] = []
-        while len(freed) < count:
-            leaves = sorted((n for n in self._leaves() if n.locks == 0), key=lambda n: n.last_used)
-            if not leaves:
-                break
-            for node in leaves[: count - len(freed)]:
-                assert node.parent is not None
-                del node.parent.children[node.key]
-                freed.append(node.page)
+        while len(freed) < count and self._unlocked:
+            node, _ = self._unlocked.popitem(last=False)
+            assert node.parent is not None and not node.children, "a page goes after those that follow it"
+            at, _ = node.parent.find(node.key)
+            del node.parent.children[at]
+            freed.append(node.page)
         self.pages -= len(freed)
-        self._evictable -= len(freed)
         return freed
 
-    def _leaves(self) -> list[Node]:
-        leaves, stack = [], list(self.root.children.values())
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, parents before children."""
+        stack = list(self.root.children)
         while stack:
             node = stack.pop()
-            if node.children:
-                stack.extend(node.children.values())
-            else:
-                leaves.append(node)
-        return leaves
+            yield node
+            stack.extend(node.children)
+
+    def check(self) -> None:
+        """The list of unlocked nodes is what it should be.
+
+        Raises:
+            AssertionError: naming the page.
+        """
+        order = {node: at for at, node in enumerate(self._unlocked)}
+        count = 0
+        for node in self.nodes():
+            count += 1
+            assert (node in order) == (node.locks == 0), f"page {node.page} has {node.locks} locks"
+            parent = node.parent
+            if parent is not None and parent is not self.root:
+                assert node.locks <= parent.locks, f"page {node.page} is locked and its parent is not"
+                if parent in order:
+                    assert order[node] < order[parent], f"page {parent.page} would go before one that follows it"
+        assert count == self.pages and len(order) <= count, "the tree miscounts its pages"
+
+    def _use(self, node: Node) -> None:
+        """Note that `node` and all before it were used now; those of locked nodes are when they are unlocked."""
+        while node.locks == 0 and node.parent is not None:
+            self._unlocked.move_to_end(node)
+            node = node.parent
+
+
+def common(one: Key, other: Key) -> int:
+    """How many tokens two keys begin with alike."""
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return at
+    return min(len(one), len(other))
+
+
+def _first(pair: tuple[int, Node]) -> int:
+    return pair[0]

@@ -38,6 +38,11 @@ class MultiLayerDraft(EagleDraft):
         self._gave = [runner.pool.kv.new_zeros(slots, spec.hidden) for runner in draft_runner_list]
         self._labels = torch.zeros(slots, dtype=torch.int64, device=self._gave[0].device)
 
+    def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
+        """Copy what is kept beside the pools from slot `source[i]` onto `destination[i]`."""
+        for kept in (*self._gave, self._labels):
+            kept.index_copy_(0, destination, kept.index_select(0, source))
+
     def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:

@@ -72,10 +72,10 @@ def config_of(
     return EngineConfig.from_kwargs(given | settings)
 
 
-def scarce(config: EngineConfig, requests: Sequence[Request]) -> EngineConfig:
-    """The same with one page more than the longest request needs, so that others retract."""
+def scarce(config: EngineConfig, requests: Sequence[Request], more: int = 1) -> EngineConfig:
+    """The same with `more` pages than the longest request needs, so that others retract."""
     longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) + tree_shape(config).window
-    pages = -(-longest // config.page_size) + 1
+    pages = -(-longest // config.page_size) + more
     return config.model_copy(update={"max_total_tokens": pages * config.page_size})
 
 
@@ -98,12 +98,14 @@ def run(
     requests: Sequence[Request],
     after_step: Callable[[Engine, StepResult], None] | None = None,
     limit: int = 2000,
+    later: Sequence[Request] = (),
 ) -> Run:
-    """Run the requests together to their end, checking the pages after every step."""
+    """Run the requests together to their end, checking the pages after every step; `after_step` submits `later`."""
     result = Run()
-    for request in requests:
+    for request in [*requests, *later]:
         result.tokens[request.request_id] = []
         result.outputs[request.request_id] = []
+    for request in requests:
         engine.submit(request)
     while engine.has_work:
         step = engine.step()

@@ -9,6 +9,7 @@ import torch
 import cluster.arch.draft.eagle3
 import cluster.engine.assemble
 import cluster.engine.engine
+import cluster.kv.radix
 import cluster.models.draft
 import cluster.spec.draft
 import cluster.spec.step
@@ -18,6 +19,7 @@ from cluster.engine.scheduler import Scheduler
 from cluster.forward.sampler import SamplingTable
 from cluster.kv.cache import KVCache
 from cluster.kv.pages import PageAllocator
+from cluster.kv.pool import Pools
 from cluster.kv.radix import RadixTree
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.layer import RotaryTable
@@ -153,6 +155,31 @@ def _(patch: Patch) -> None:
     changed(patch, KVCache, "close", lambda true: lambda self, lease, tokens, n: true(self, lease, tokens, n + 4))
 
 
+@bug("pages are shared as if a page more were committed")
+def _(patch: Patch) -> None:
+    changed(patch, KVCache, "publish", lambda true: lambda self, lease, tokens, n: true(self, lease, tokens, n + 4))
+
+
+@bug("a page is swapped for the tree's without telling the slot table")
+def _(patch: Patch) -> None:
+    changed(patch, KVCache, "_hand_over", lambda true: lambda self, *given: (true(self, *given)[0], []))
+
+
+@bug("shared cells are not copied")
+def _(patch: Patch) -> None:
+    patch.setattr(Pools, "copy", lambda self, copies: None)
+
+
+@bug("shared cells are copied into the target's pool only")
+def _(patch: Patch) -> None:
+    changed(patch, Pools, "copy", lambda true: lambda self, copies: true(replace(self, parts=self.parts[:1]), copies))
+
+
+@bug("a cell is taken for shared whose next token is another one")
+def _(patch: Patch) -> None:
+    changed(patch, cluster.kv.radix, "common", lambda true: lambda one, other: min(true(one, other) + 1, 4))
+
+
 @bug("positions inside the tree are off by one")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
@@ -241,7 +268,7 @@ def _(patch: Patch) -> None:
 @bug("a cached page is known by its own tokens alone")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, tokens: [key[:-1] for key in true(self, tokens)]
+        return lambda self, *given: (key[:-1] for key in true(self, *given))
 
     changed(patch, RadixTree, "_keys", make)
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.parity.harness import VOCAB, tiny_pair
 from tests.ranks.compare import Tally, check
-from tests.ranks.gang import ROOT, Case, Life, Ranks
+from tests.ranks.gang import ROOT, Action, Case, Life, Ranks
 from tests.ranks.workload import workload
 from tests.tiny import draft_folder, target_folder
 
@@ -121,6 +121,30 @@ def test_tiers_of_a_gang(ranks: Gangs, tiers: dict[int, int], same_trees: bool) 
     case = Case(config(*tiny_pair(), tp_size=2, attn_dp_size=2, speculative_batch_tiers=tiers), actions)
     tally = check(ranks(2), case, same_trees)
     assert not tally.mismatches and tally.compared == REQUESTS, tally
+
+
+def sharing(requests: int) -> list[Action]:
+    """One prompt many times at once, and others that part from it within a page, some of them while it still runs."""
+    random = Random(5)
+    base = [random.randrange(2, VOCAB) for _ in range(50)]
+    actions = []
+    for number in range(requests):
+        cut = 50 if number % 2 == 0 else random.randrange(18, 50)
+        prompt = base[:cut] + [random.randrange(2, VOCAB) for _ in range(number % 2 * 7)]
+        params = {"temperature": 0.8, "seed": number, "max_tokens": 12 + number % 5, "ignore_eos": True}
+        fields = {"request_id": f"s{number}", "prompt_token_ids": prompt, "params": params}
+        actions.append(Action(0 if number < requests // 2 else 3 + number % 3, 0, "submit", fields))
+    return sorted(actions, key=lambda action: action.step)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_followers_share_pages_as_their_leader_does(ranks: Gangs, page_size: int) -> None:
+    """Its table and its pools follow: pages of others, swapped ones, and cells that are copied."""
+    settings = {"tp_size": 2, "page_size": page_size, "chunked_prefill_size": 40, "debug_lockstep": True}
+    case = Case(config(*tiny_pair(), **settings), sharing(12))
+    tally = check(ranks(2), case)
+    assert not tally.mismatches and tally.counted == 12, tally
+    assert ranks(2).lives(case)[0].rows[0] == 40, "the others wait for the first one's pages"
 
 
 @pytest.mark.slow

@@ -21,10 +21,13 @@ def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix:
 
 
 def sequence(name: str, prompt: int, max_tokens: int = 20) -> Sequence:
+    return of_tokens(name, list(range(prompt)), max_tokens)
+
+
+def of_tokens(name: str, ids: list[int], max_tokens: int = 20) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
-    ids = list(range(prompt))
     finish = FinishCheck(params, (), None, ids)
-    return Sequence(Request(name, tuple(ids), params), 0, finish, ids, prompt, accepted=[0])
+    return Sequence(Request(name, tuple(ids), params), 0, finish, ids, len(ids), accepted=[0])
 
 
 def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
@@ -121,6 +124,159 @@ def test_releasing_a_waiting_request_forgets_it() -> None:
     scheduler.release(one)
     assert not scheduler.waiting
     assert scheduler.schedule().chunks == []
+
+
+def test_a_prompt_that_another_one_is_computing_waits_for_it() -> None:
+    scheduler = made(100, rows=8, budget=64, radix=True)
+    scheduler.waiting.extend(sequence(name, 40) for name in "abc")
+    plan = scheduler.schedule()
+    assert names(plan) == ([], [("a", 0, 40)])
+    advance(plan)
+    plan = scheduler.schedule()
+    scheduler._cache.check()
+    assert names(plan) == (["a"], [("b", 39, 40), ("c", 39, 40)]), "nine pages, and three cells of the tenth"
+    assert [s.cached_tokens for s in scheduler.running] == [0, 39, 39]
+    assert [copy.tokens for copy in plan.copies] == [3, 3]
+
+
+def test_who_waits_follows_a_prompt_that_comes_in_chunks() -> None:
+    scheduler = made(100, rows=8, radix=True)
+    scheduler.waiting.extend(sequence(name, 50) for name in "abc")
+    steps = []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        steps.append(names(plan)[1])
+        advance(plan)
+    alone = [[("a", 0, 16)], [("a", 16, 32)], [("a", 32, 48)]]
+    assert steps == [*alone, [("a", 48, 50), ("b", 48, 50), ("c", 48, 50)]]
+
+
+def shared(name: str, *own: int) -> Sequence:
+    """A prompt whose first 33 tokens, 8 pages and the token after them, are those of all that are made here."""
+    return of_tokens(name, [*range(33), *own])
+
+
+def test_who_waits_holds_up_nobody_and_keeps_its_place() -> None:
+    scheduler = made(100, rows=3, budget=40, radix=True)
+    alone = [of_tokens(name, [50 + i] * 20) for i, name in enumerate("xyz")]
+    scheduler.waiting.extend([shared("a", 90), shared("b", 91), *alone])
+    plan = scheduler.schedule()
+    assert names(plan) == ([], [("a", 0, 34), ("x", 0, 6)])
+    assert [s.request.request_id for s in scheduler.waiting] == ["b", "y", "z"]
+    advance(plan)
+    plan = scheduler.schedule()
+    assert names(plan) == (["a"], [("x", 6, 20), ("b", 32, 34)]), "the third row of the tables was kept for b"
+    assert [s.request.request_id for s in scheduler.waiting] == ["y", "z"]
+
+
+@pytest.mark.parametrize(("size", "passes"), [(12, True), (28, False)])
+def test_the_pages_of_who_waits_are_set_aside(size: int, passes: bool) -> None:
+    """With its window b needs 13 pages, of which a computes 4 at least; with the 10 of a, 5 of 24 are left."""
+    scheduler = made(24, rows=4, budget=100, radix=True)
+    scheduler.waiting.extend([shared("a", 90), shared("b", *range(60, 70)), of_tokens("x", [9] * size, 6)])
+    plan = scheduler.schedule()
+    assert [c.sequence.request.request_id for c in plan.chunks] == (["a", "x"] if passes else ["a"])
+    advance(plan)
+    assert names(scheduler.schedule())[1][0][0] == "b"
+
+
+@pytest.mark.parametrize("end", ["abort", "retract"])
+def test_who_waits_goes_on_when_the_other_one_is_gone(end: str) -> None:
+    scheduler = made(100, radix=True)
+    scheduler.waiting.extend([shared("a", 90), shared("b", 91)])
+    plan = scheduler.schedule()
+    assert names(plan) == ([], [("a", 0, 16)])
+    advance(plan)
+    first = scheduler.running[0]
+    if end == "abort":
+        scheduler.release(first)
+        assert names(scheduler.schedule()) == ([], [("b", 16, 32)]), "what was computed is not lost"
+    else:
+        scheduler._retract(first)
+        plan = scheduler.schedule()
+        assert names(plan) == ([], [("a", 16, 32)]), "who was retracted is first again"
+        advance(plan)
+        assert names(scheduler.schedule()) == ([], [("a", 32, 34), ("b", 32, 34)])
+
+
+def test_few_rows_are_not_worth_waiting_for() -> None:
+    scheduler = made(100, budget=100, radix=True)
+    scheduler.waiting.extend([of_tokens("a", [*range(15), 90]), of_tokens("b", [*range(15), 91])])
+    assert names(scheduler.schedule())[1] == [("a", 0, 16), ("b", 0, 16)]
+
+
+def test_nobody_waits_where_nothing_is_cached() -> None:
+    scheduler = made(100, budget=100, radix=False)
+    scheduler.waiting.extend(sequence(name, 40) for name in "ab")
+    assert names(scheduler.schedule())[1] == [("a", 0, 40), ("b", 0, 40)]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_admission_counts_a_shared_prefix_once(page_size: int) -> None:
+    """Eight requests over 160 tokens and the one after, and room for 320: from the second step on all of them run."""
+    scheduler = made(320 // page_size, page_size=page_size, rows=8, budget=4096, radix=True)
+    prefix = [*range(161)]
+    scheduler.waiting.extend(of_tokens(f"{i}", [*prefix, 200 + i], 6) for i in range(8))
+    plan = scheduler.schedule()
+    assert (len(plan.chunks), plan.prompt_rows) == (1, 162)
+    advance(plan)
+    plan = scheduler.schedule()
+    assert (len(plan.decodes), len(plan.chunks)) == (1, 7)
+    assert plan.prompt_rows <= 14
+    for _ in range(4):
+        advance(plan)
+        plan = scheduler.schedule()
+        scheduler._cache.check()
+        assert (len(plan.decodes), plan.retracted) == (8, 0)
+
+
+def test_what_was_matched_cannot_be_evicted_as_well() -> None:
+    """The prefix lies in the tree and nobody reads it: once it is locked, its pages make no room for the rest."""
+    scheduler = made(10, budget=100, radix=True)
+    scheduler.waiting.append(sequence("a", 33, 2))
+    plan = scheduler.schedule()
+    advance(plan)
+    scheduler.release(plan.chunks[0].sequence)
+    assert (scheduler._cache.free, scheduler._cache.cached) == (2, 8)
+    scheduler.waiting.extend([shared("b", 90), shared("c", 91)])
+    assert names(scheduler.schedule())[1] == [("b", 32, 34)], "with its window b takes the last two pages"
+    scheduler._cache.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
+    """However much the next step commits, those who run then have the pages for the step after."""
+    random = Random(seed)
+    config = EngineConfig(
+        model_path="",
+        chunked_prefill_size=30,
+        page_size=page_size,
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path="x",
+        speculative_eagle_topk=1,
+        speculative_num_steps=5,
+    )
+    cache = KVCache(120 // page_size, page_size, 6, 200, bool(seed % 2), torch.device("cpu"))
+    scheduler, admissions, retracted = Scheduler(config, cache, WINDOW), 0, 0
+    for number in range(60):
+        scheduler.waiting.append(sequence(f"{number}", random.randint(1, 40), random.randint(1, 40)))
+    plan = scheduler.schedule()
+    for _ in range(1000):
+        admitted = bool(plan.admitted)
+        admissions += admitted
+        advance(plan, 6)
+        for one in list(scheduler.running):
+            if not one.prefilling and one.room <= 0:
+                scheduler.release(one)
+        if not scheduler.running and not scheduler.waiting:
+            break
+        plan = scheduler.schedule()
+        cache.check()
+        assert not (admitted and plan.retracted)
+        retracted += plan.retracted
+    assert not scheduler.waiting and not scheduler.running
+    assert admissions > 10
 
 
 @pytest.mark.parametrize("radix", [False, True])

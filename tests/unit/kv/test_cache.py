@@ -5,7 +5,9 @@ from random import Random
 import pytest
 import torch
 
+from cluster.batch import PageCopy, SlotWrite
 from cluster.kv.cache import KVCache, Lease
+from cluster.kv.slots import SlotTable
 
 CPU = torch.device("cpu")
 
@@ -41,12 +43,125 @@ def test_full_committed_pages_are_cached_where_the_next_token_is_known() -> None
     assert (cache.free, cache.cached, cache.used) == (10, 2, 0)
     again = opened(cache, [*range(8), 8, 50, 51], 11)
     assert [node.page for node in again.locked] == kept
-    assert cache.cached_tokens(again) == 8
+    assert (again.cached, cache.take_copies()) == (8, ())
     assert (cache.cached, cache.used) == (0, 3)
     other = opened(cache, [*range(8), 99], 9)
-    assert cache.cached_tokens(other) == 4, "the second page's last draft cell is made of token 8"
+    assert [node.page for node in other.locked] == kept[:1], "the second page's last draft cell is made of token 8"
     alone = opened(cache, list(range(8)), 8)
-    assert cache.cached_tokens(alone) == 4, "at least one token is computed"
+    assert [node.page for node in alone.locked] == kept[:1], "at least one token is computed"
+
+
+def test_cells_that_two_texts_share_within_a_page_are_copied() -> None:
+    cache = small()
+    tokens = list(range(9))
+    cache.close(opened(cache, tokens, 9), tokens, 8)
+    other = opened(cache, [*range(6), 99, 98], 8)
+    assert other.source is not None
+    assert other.cached == 5, "the cell of token 5 is made of the token after it as well"
+    assert cache.take_copies() == (PageCopy(other.source.page, other.own[0], 1),)
+    assert cache.take_copies() == (), "a copy is made once"
+    cache.check()
+    assert cache.cached == 0, "what is copied stays until the step has run"
+    cache.publish(other, [*range(6), 99, 98, 97], 8)
+    assert other.source is None
+    assert cache.cached == 1
+    cache.check()
+    cache.close(other, [*range(6), 99, 98, 97], 8)
+    assert cache.cached == 3
+
+
+def test_a_lease_that_ends_before_its_step_lets_go_of_what_it_would_have_copied() -> None:
+    cache = small()
+    tokens = list(range(9))
+    cache.close(opened(cache, tokens, 9), tokens, 8)
+    cache.close(opened(cache, [*range(7), 99], 8), [*range(7), 99], 5)
+    cache.check()
+    assert cache.used == 0
+
+
+def test_a_page_that_is_still_being_filled_lends_its_cells() -> None:
+    cache = small()
+    tokens = list(range(7))
+    running = opened(cache, tokens, 11)
+    cache.publish(running, [*tokens, 50], 7)
+    other = opened(cache, [*range(7)], 7)
+    assert other.locked == running.locked and len(other.locked) == 1
+    assert other.cached == 6
+    assert cache.take_copies() == (PageCopy(running.own[0], other.own[0], 2),)
+    more = opened(cache, [*range(7), 50, 51], 9)
+    assert more.cached == 7
+    assert cache.take_copies() == (PageCopy(running.own[0], more.own[0], 3),)
+    cache.check()
+
+
+def test_full_pages_are_everyones_while_the_request_runs() -> None:
+    cache = small()
+    tokens = list(range(9))
+    running = opened(cache, tokens, 12)
+    first, second, third = running.own
+    cache.publish(running, tokens, 6)
+    assert ([node.page for node in running.locked], running.own) == ([first], [second, third])
+    assert opened(cache, tokens, 9).locked == running.locked
+    cache.publish(running, tokens, 9)
+    assert ([node.page for node in running.locked], running.own) == ([first, second], [third])
+    assert cache.table.slots[running.row, :12].tolist() == [p * 4 + i for p in (first, second, third) for i in range(4)]
+    cache.check()
+    cache.close(running, tokens, 9)
+    cache.check()
+
+
+def test_a_page_is_kept_back_until_the_token_after_it_is_known() -> None:
+    cache = small()
+    tokens = list(range(8))
+    running = opened(cache, tokens, 8)
+    cache.publish(running, tokens, 8)
+    assert len(running.locked) == 1
+    cache.publish(running, [*tokens, 8], 8)
+    assert len(running.locked) == 2
+
+
+def test_of_two_who_computed_the_same_page_the_later_goes_on_with_the_trees() -> None:
+    cache = small()
+    tokens = list(range(9))
+    one, other = opened(cache, tokens, 12), opened(cache, tokens, 12)
+    kept = one.own[:2]
+    cache.publish(one, tokens, 9)
+    cache.table.journal = []
+    before, mine = cache.free, other.own[:]
+    cache.publish(other, tokens, 9)
+    assert other.locked == one.locked and other.own == mine[2:]
+    assert cache.free == before + 2, "its own two pages are free again"
+    assert cache.table.take_journal() == (SlotWrite(other.row, 0, kept[0]), SlotWrite(other.row, 1, kept[1]))
+    cache.check()
+    cache.close(one, tokens, 9)
+    assert cache.used == 3, "the other one still reads them"
+    cache.close(other, tokens, 9)
+    cache.check()
+
+
+def test_a_request_leaves_spare_pages() -> None:
+    cache = small()
+    tokens = list(range(17))
+    cache.close(opened(cache, tokens, 17), tokens, 17)
+    assert (cache.free, cache.cached) == (8, 4)
+    asked = [*tokens, 60, 61, 62]  # five pages, four of which are there; those cannot be evicted once they are locked
+    assert cache.open(asked, 20, spare=8) is None
+    assert (cache.free, cache.cached, cache.free_rows) == (8, 4, 3)
+    assert cache.open(asked, 20, spare=7) is not None
+
+
+def test_two_who_would_compute_the_same_pages_are_known() -> None:
+    cache = small()
+    a, b = list(range(20)), [*range(10), *range(50, 60)]
+    running = opened(cache, a, 20)
+    assert cache.next(a, 2, running) == cache.next(b, 2) is not None
+    assert cache.next(a, 3, running) != cache.next(b, 3)
+    assert cache.next(b[:9], 2) == cache.next(b, 2)
+    assert cache.next(b[:8], 2) is None, "nothing would be left to compute"
+    cache.publish(running, a, 8)
+    assert cache.next(a, 2, running) != cache.next(b, 2)
+    cache.check()
+    assert small(radix=False).next(a, 2) is None
 
 
 def test_a_page_that_is_not_committed_is_not_cached() -> None:
@@ -113,15 +228,33 @@ def test_check_sees_lost_and_doubly_owned_pages() -> None:
     cache.check()
 
 
+def test_check_sees_wrong_locks_and_slots() -> None:
+    cache = small()
+    tokens = list(range(9))
+    running = opened(cache, tokens, 9)
+    cache.publish(running, tokens, 9)
+    running.locked[0].locks += 1
+    with pytest.raises(AssertionError, match="has 2 locks"):
+        cache.check()
+    running.locked[0].locks -= 1
+    cache.table.write([running.row], [1], [running.own[0]])
+    with pytest.raises(AssertionError, match="row 0 has other pages"):
+        cache.check()
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
-    """Open, grow, commit and close at random; texts come from few tokens, so that prefixes meet."""
+    """Open, grow, commit, publish and close at random; texts come from few tokens, so that prefixes meet. A second
+    table follows the first one by its journal.
+    """
     random = Random(seed)
-    cache = KVCache(32 // page_size, page_size, 4, 48, True, CPU)
+    cache = KVCache(48 // page_size, page_size, 4, 48, True, CPU)
+    cache.table.journal = []
+    follower = SlotTable(4, 48, page_size, CPU)
     contents: dict[int, tuple[int, ...]] = {}  # slot -> the text up to and after it that was written there
     running: list[tuple[Lease, list[int], int]] = []  # lease, tokens, committed
-    hits = 0
+    hits = copied = swapped = 0
 
     def write(lease: Lease, tokens: list[int], start: int, stop: int) -> None:
         for index in range(start, stop):
@@ -129,22 +262,27 @@ def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
             assert slot >= page_size, "a committed token lies in the sink"
             contents[slot] = tuple(tokens[: index + 2])
 
-    for _ in range(400):
+    def holds(lease: Lease, tokens: list[int], count: int) -> None:
+        for index, slot in enumerate(cache.table.slots[lease.row, :count].tolist()):
+            assert contents[slot] == tuple(tokens[: index + 2]), "a cell was made of other tokens"
+
+    for _ in range(600):
         move = random.random()
-        if move < 0.4:
+        if move < 0.35:
             tokens = [int(random.random() < 0.15) for _ in range(random.randint(1, 16))]
             before = (cache.free, cache.cached, cache.free_rows)
-            lease = cache.open(tokens, len(tokens))
+            lease = cache.open(tokens, len(tokens), spare=random.choice((0, 0, 3)))
             if lease is None:
                 assert (cache.free, cache.cached, cache.free_rows) == before
             else:
-                cached = cache.cached_tokens(lease)
-                assert cached < len(tokens)
-                hits += cached > 0
-                for index in range(cached):
-                    slot = int(cache.table.slots[lease.row, index])
-                    assert contents[slot] == tuple(tokens[: index + 2]), "a cached cell was made of other tokens"
-                running.append((lease, tokens, cached))
+                for copy in cache.take_copies():
+                    copied += 1
+                    for cell in range(copy.tokens):
+                        contents[copy.target * page_size + cell] = contents[copy.source * page_size + cell]
+                assert lease.cached < len(tokens)
+                hits += lease.cached > 0
+                holds(lease, tokens, lease.cached)
+                running.append((lease, tokens, lease.cached))
         elif running and move < 0.75:
             at = random.randrange(len(running))
             lease, tokens, committed = running[at]
@@ -153,17 +291,25 @@ def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
                 tokens += more
                 committed_now = random.randint(committed, len(tokens) - 1)
                 write(lease, tokens, committed, committed_now)
+                if random.random() < 0.8:
+                    mine = lease.own[:]
+                    cache.publish(lease, tokens, committed_now)
+                    swapped += sum(page not in (n.page for n in lease.locked) for page in mine[: -len(lease.own) or 99])
+                    holds(lease, tokens, committed_now)
                 running[at] = (lease, tokens, committed_now)
         elif running:
             lease, tokens, committed = running.pop(random.randrange(len(running)))
+            holds(lease, tokens, committed)
             cache.close(lease, tokens, committed)
         cache.check()
-        owned = sum(len(lease.own) for lease, _, _ in running) + len(
-            {n for lease, _, _ in running for n in lease.locked}
-        )
-        assert cache.used == owned
+        if random.random() < 0.5:
+            follower.replay(cache.table.take_journal())
+            assert follower.slots.equal(cache.table.slots)
+        owned = sum(len(lease.own) for lease, _, _ in running)
+        read = {n for lease, _, _ in running for n in [*lease.locked, lease.source] if n is not None}
+        assert cache.used == owned + len(read)
         assert cache.free + cache.cached + cache.used == cache.total
     for lease, tokens, committed in running:
         cache.close(lease, tokens, committed)
     assert cache.used == 0
-    assert hits > 10
+    assert hits > 10 and swapped > 3 and (copied > 5 or page_size == 1)
