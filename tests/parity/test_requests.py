@@ -132,7 +132,7 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(kind: str) -> None:
 def test_seeds_matter_and_their_lack_is_filled_in() -> None:
     def texts(seeds: Sequence[int | None], random_seed: int) -> list[list[int]]:
         asked = [
-            request(f"{i}", prompts()[2], SAMPLING["0.8"], seed=seed, max_tokens=12, ignore_eos=True)
+            request(f"{i}", prompts()[2], SAMPLING["0.8"], seed=seed, max_tokens=24, ignore_eos=True)
             for i, seed in enumerate(seeds)
         ]
         return list(run(plain_engine(random_seed=random_seed), asked).tokens.values())
