@@ -70,9 +70,9 @@ class Order(NamedTuple):
 class Group:
     """R requests with q rows each. `rows` are batch rows: a slice when they lie together, else an index `[R * q]`.
 
-    `slots` `[R, L]` are the pool slots read (the sink beyond a request's reach); `bias` `[R, q, L]` is 0 where row q
-    may look and -inf where not, in the compute dtype. `back`, when set, picks the real rows out of the padded
-    `[R * q]` ones, in batch order.
+    `slots` `[R, L]` are the pool slots read, all of them written, by this request or for its prefix; `bias`
+    `[R, q, L]` is 0 where row q may look and -inf where not, in the compute dtype. `back`, when set, picks the real
+    rows out of the padded `[R * q]` ones, in batch order.
     """
 
     requests: int
@@ -87,7 +87,7 @@ class Group:
 class Reach:
     """What R requests can see and write: slots of their committed tokens, then of the window after them.
 
-    `prefix` `[R, P]` (the sink beyond a request's own count) with `bias` `[R, 1, P]`; `window` `[R, w]`.
+    `prefix` `[R, P]` (beyond a request's own count its first window slot) with `bias` `[R, 1, P]`; `window` `[R, w]`.
     """
 
     prefix: Tensor

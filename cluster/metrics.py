@@ -78,6 +78,7 @@ class StepStats:
     prompt_tokens: int = 0
     admitted: int = 0
     retracted: int = 0
+    nonfinite: int = 0
 
     running: int = 0
     waiting: int = 0
@@ -144,6 +145,7 @@ class EngineMetrics:
             "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
             "admitted": ("aerie_admitted_requests", "Requests that began, each once"),
             "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
+            "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
         }
         states = {
             "running": ("aerie_running_requests", "Requests that hold slots"),

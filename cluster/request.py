@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorCode = Literal["nonfinite_logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class RequestOutput:
 
     The final output of a request has `finish_reason` set and `speculation` filled in; `stop_reason` is the stop string
     or the stop/EOS token id that ended it. When a stop string ended it, `token_ids` includes the token that completed
-    the string (the text layer cuts the text at the string). `error` explains finish_reason "error".
+    the string (the text layer cuts the text at the string). `error` explains finish_reason "error";
+    `error_code` is set where the request's own numbers are to blame, and then `error` is fit for its client.
     """
 
     request_id: str
@@ -112,3 +114,4 @@ class RequestOutput:
     cached_tokens: int = 0
     speculation: SpeculationCounts | None = None
     error: str | None = None
+    error_code: ErrorCode | None = None

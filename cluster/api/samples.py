@@ -59,6 +59,8 @@ class Sample:
             logger.error("request %s ended by the engine: %s", output.request_id, output.error or output.finish_reason)
             if output.finish_reason == "abort":
                 raise unavailable(f"the server ended request {output.request_id} early; it may be shutting down")
+            if output.error_code is not None and output.error is not None:
+                raise ApiError(output.error, status=500, kind="server_error", code=output.error_code)
             raise internal(output.request_id)
         self.tokens += len(output.token_ids)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)

@@ -12,17 +12,31 @@ from cluster.batch import Group, Reach
 HIDDEN = float("-inf")
 
 
-def reach_of(table: Tensor, rows: Tensor, committed: Tensor, longest: int, window: int, dtype: torch.dtype) -> Reach:
-    """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots.
+def reach_of(
+    table: Tensor,
+    rows: Tensor,
+    committed: Tensor,
+    longest: int,
+    window: int,
+    dtype: torch.dtype,
+    written: Tensor | None = None,
+) -> Reach:
+    """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots, of
+    which the first `written` `[R]` (None: all of them) are written before they are read.
 
-    `longest` is the largest committed count, known on the host. Computed once per step, shared by its phases.
+    Where a request has fewer tokens than another, it reads its own first window slot in the place of memory that is
+    not its own: hidden by the bias or not, 0 * NaN is NaN. `longest` is the largest committed count, known on the host.
+    Computed once per step, shared by its phases.
     """
-    index = torch.arange(longest, device=table.device)
-    beyond = index >= committed[:, None]
-    prefix = table[:, :longest].index_select(0, rows).masked_fill_(beyond, 0)
+    ahead = torch.arange(window, device=table.device)
+    slots = table[rows[:, None], (committed[:, None] + ahead).clamp_(max=table.shape[1] - 1)]
+    own = slots[:, :1]
+    if written is not None:
+        slots = torch.where(ahead < written[:, None], slots, own)
+    beyond = torch.arange(longest, device=table.device) >= committed[:, None]
+    prefix = torch.where(beyond, own, table[:, :longest].index_select(0, rows))
     bias = torch.zeros(beyond.shape, dtype=dtype, device=table.device).masked_fill_(beyond, HIDDEN)
-    ahead = committed[:, None] + torch.arange(window, device=table.device)
-    return Reach(prefix, bias[:, None], table[rows[:, None], ahead.clamp_(max=table.shape[1] - 1)])
+    return Reach(prefix, bias[:, None], slots)
 
 
 def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,10 @@
-"""The attention primitive in plain torch: the twin of every other backend, and the CPU default."""
+"""The attention primitive in plain torch: the twin of every other backend, and the CPU default.
 
+Nothing that a row may not see reaches it, whatever bytes lie there. What belongs to others is not read (`reach_of`);
+of its own request's rows, those that are not finite never enter the pool (`kept_out`).
+"""
+
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +26,18 @@ def run_of(slots: Tensor) -> slice | Tensor:
         if int(flat[-1]) - first == flat.shape[0] - 1 and bool((flat[1:] - flat[:-1] == 1).all()):
             return slice(first, first + flat.shape[0])
     return flat
+
+
+def kept_out(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    """`q` and `kv` with zeros for every cell that is not finite, whose row gets NaN for its query instead.
+
+    A row that overflowed says so in its own output, while its cell, which attention multiplies by 0 for all rows that
+    do not see it, stays harmless: a node of a tree cannot spoil its siblings, nor a draft its own later steps.
+    """
+    if kv.device.type == "cpu" and math.isfinite(kv.sum()):  # on a GPU asking would wait for the device
+        return q, kv
+    bad = ~kv.isfinite().flatten(1).all(1)
+    return q.masked_fill(bad[:, None, None], math.nan), kv.masked_fill(bad[:, None, None, None], 0)
 
 
 class TorchAttention:
@@ -61,6 +78,7 @@ class TorchAttention:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
         assert self._plan is not None
         memory = self._pool.kv[layer]
+        q, kv = kept_out(q, kv)
         memory.index_copy_(0, self._plan.write, kv)
         biases = self._biases[self._windows.get(layer)]
         parts = [

@@ -7,12 +7,14 @@ import zlib
 from collections.abc import Sequence
 
 from cluster.config import TreeShape
-from cluster.dp_attention.plan import HEADER, Call, Facts, Ops, PlanRule, StepPlan, script
+from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Call, Facts, Ops, PlanRule, StepPlan, script
 from cluster.mesh import Mesh, OutOfStepError
 
 
 class Coordinator:
-    """Keeps one rank in step with its gang. `order` is a checksum of what this rank ran last."""
+    """Keeps one rank in step with its gang. `order` and `results` are checksums of what this rank ran last
+    and of the tokens that it gave.
+    """
 
     def __init__(
         self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None
@@ -22,7 +24,7 @@ class Coordinator:
         self._ops = zlib.crc32(repr((target, draft)).encode())
         self._digest = 0
         self._plan: StepPlan | None = None
-        self.step = self.order = 0
+        self.step = self.order = self.results = 0
 
     def header(self) -> Facts:
         """This rank's facts with nothing to do, voting for the deepest tree."""
@@ -35,6 +37,7 @@ class Coordinator:
             num_steps=len(self._shapes) - 1,
             rule=self._fingerprint(),
             order=self.order,
+            results=self.results,
         )
 
     def agree(self, facts: Facts) -> StepPlan:
@@ -51,7 +54,8 @@ class Coordinator:
             self._compare(name, [getattr(row, name) for row in table], range(len(table)))
         for leader in range(0, len(table), self._rule.attn_tp):
             group = range(leader, min(leader + self._rule.attn_tp, len(table)))
-            self._compare("order", [table[rank].order for rank in group], group)
+            for name in GROUP_HEADER:
+                self._compare(name, [getattr(table[rank], name) for rank in group], group)
         plan = self._rule.plan(table, self._shapes[-1])
         if plan.step != self.step:
             raise self._off(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
@@ -68,17 +72,14 @@ class Coordinator:
         """The step agreed on is over."""
         self._plan = None
 
-    def confirm(self, plan: StepPlan, results: int) -> None:
-        """Compare what the ranks made of the facts, and what the ranks of a group made of the last step.
+    def confirm(self, plan: StepPlan) -> None:
+        """Compare what the ranks made of the facts.
 
         Raises:
-            OutOfStepError: another plan, or other tokens.
+            OutOfStepError: another plan.
         """
-        table = self._mesh.all_gather_row((plan.digest, results))
+        table = self._mesh.all_gather_row((plan.digest,))
         self._compare("plan", [row[0] for row in table], range(len(table)))
-        for leader in range(0, len(table), self._rule.attn_tp):
-            group = range(leader, min(leader + self._rule.attn_tp, len(table)))
-            self._compare("results", [table[rank][1] for rank in group], group)
 
     def _fingerprint(self) -> int:
         """A checksum of all that plans and scripts follow from besides the facts."""

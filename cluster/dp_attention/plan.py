@@ -18,10 +18,10 @@ class Facts(NamedTuple):
 
     Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` how many
     collectives the rank has entered, `rule` a checksum of what plans and scripts follow from; a group's ranks also
-    agree on `order`, a checksum of what the rank ran last. Sizes: `decodes` requests decode, `prompt_rows` prompt rows
-    ride along, `finals` prompts finish, `order_words` integers describe the batch to the group's followers,
-    `num_steps` is the deepest tree that the rank votes for, `requests` are its waiting and running ones, `leaving`
-    says that the gang is to end.
+    agree on `order` and `results`, checksums of what the rank ran last and of the tokens that it gave. Sizes:
+    `decodes` requests decode, `prompt_rows` prompt rows ride along, `finals` prompts finish, `order_words` integers
+    describe the batch to the group's followers, `num_steps` is the deepest tree that the rank votes for, `requests`
+    are its waiting and running ones, `leaving` says that the gang is to end.
     """
 
     epoch: int
@@ -37,9 +37,11 @@ class Facts(NamedTuple):
     leaving: int = 0
     rule: int = 0
     order: int = 0
+    results: int = 0
 
 
 HEADER = ("epoch", "step", "digest", "calls", "rule")
+GROUP_HEADER = ("order", "results")
 
 
 class StepPlan(NamedTuple):

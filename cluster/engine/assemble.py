@@ -94,7 +94,7 @@ class Assembler:
                 continue
             q, part = sizes[end - 1], slice(begin, end)
             longest = max(chunk.start for chunk in chunks[part])
-            reach = reach_of(self._table, table_rows[part], starts[part], longest, q, self._dtype)
+            reach = reach_of(self._table, table_rows[part], starts[part], longest, q, self._dtype, lengths[part])
             row = torch.arange(q, device=self._device)
             real = row < lengths[part, None]
             rows = (first_rows[part, None] + torch.where(real, row, 0)).view(-1)

@@ -3,7 +3,8 @@
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from cluster.arch import TargetArch
@@ -21,6 +22,11 @@ from cluster.request import Request, RequestOutput, TokenLogprob
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.step import Stepped
 from cluster.text import TextTokenizer
+
+NOT_FINITE = (
+    "request {name} ended after {at} tokens: the model's numbers for it are not finite (NaN or infinite). Other "
+    "requests go on; where this repeats, the checkpoint is damaged or overflows in dtype {dtype}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +126,19 @@ class Engine(Rank):
         """
         p, started = self._p, time.perf_counter()
         schedule = p.scheduler.schedule(self._busiest)
-        order = schedule.order(p.cache.table.take_journal())
+        order = schedule.order(p.cache.table.unsent)
         scheduled = time.perf_counter()
         ran = p.lockstep.run(order, len(self._sequences), self._vote(len(schedule.decodes)))
         done = time.perf_counter()
         own = self._ran(ran, done - started)
         self._busiest = max(ran.plan.decodes)
-        outputs, lens, seconds = self._over, [], {"schedule": scheduled - started, "agree": ran.agreed}
+        outputs, seconds = self._over, {"schedule": scheduled - started, "agree": ran.agreed}
+        lens: list[int] = []
         self._over = []
         if ran.stepped is not None:
-            lens = ran.stepped.accept_len.tolist()[: len(schedule.decodes)]
-            outputs = outputs + self._commit(schedule, ran.stepped, lens, ran.shape)
+            p.cache.table.sent()
+            committed, lens = self._commit(schedule, ran.stepped, ran.shape)
+            outputs = outputs + committed
             seconds |= ran.stepped.seconds | {"commit": time.perf_counter() - done}
         stats = self._stats(schedule, ran, own, lens, seconds, outputs)
         self.metrics.observe_step(stats)
@@ -169,26 +177,40 @@ class Engine(Rank):
         """Assert that every page has exactly one owner."""
         self._p.cache.check()
 
-    def _commit(self, schedule: Schedule, stepped: Stepped, lens: list[int], shape: TreeShape) -> list[RequestOutput]:
-        width = stepped.tokens.shape[1]
+    def _commit(self, schedule: Schedule, stepped: Stepped, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
+        """What the step gave each request, and how many tokens each verified tree gave (its accept length)."""
+        width, nodes = stepped.tokens.shape[1], shape.num_draft_tokens - 1
         tokens, first = stepped.tokens.tolist(), stepped.first.tolist()
-        outputs = []
-        nodes = shape.num_draft_tokens - 1
-        for i, (sequence, count) in enumerate(zip(schedule.decodes, lens, strict=True)):
-            sequence.committed += count
-            output = self._extend(sequence, tokens[i][:count], stepped, i * width)
-            sequence.count(len(output.token_ids), nodes)
-            outputs.append(self._finished(sequence, output))
+        accepted, sound = stepped.accept_len.tolist(), stepped.sound_len.tolist()
+        outputs, lens = [], []
+        for i, sequence in enumerate(schedule.decodes):
+            sequence.committed += accepted[i]
+            output = self._extend(sequence, tokens[i][: sound[i]], stepped, i * width)
+            if nodes and output.token_ids:
+                sequence.count(len(output.token_ids), nodes)
+                lens.append(len(output.token_ids))
+            outputs += self._settled(sequence, output, sound[i] == accepted[i])
         finals = 0
-        for chunk in schedule.chunks:
-            chunk.sequence.committed = chunk.stop
+        for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, stepped), strict=True):
+            sequence, run = chunk.sequence, []
+            sequence.committed = chunk.stop
             if chunk.final:
-                chunk.sequence.prefilling = False
-                row = len(tokens) * width + finals
-                output = self._extend(chunk.sequence, [first[finals]], stepped, row)
-                outputs.append(self._finished(chunk.sequence, output))
+                sequence.prefilling = False
+                run = [first[finals]] if whole else []
                 finals += 1
-        return outputs
+            if chunk.final or not whole:
+                output = self._extend(sequence, run, stepped, len(tokens) * width + finals - 1)
+                outputs += self._settled(sequence, output, whole)
+        return outputs, lens
+
+    @staticmethod
+    def _sound_chunks(schedule: Schedule, stepped: Stepped) -> list[bool]:
+        """Whether all rows of each chunk are finite; idle rows come before them."""
+        if bool(stepped.sound_rows.all()):
+            return [True] * len(schedule.chunks)
+        rows = stepped.sound_rows.tolist()[-schedule.prompt_rows :]
+        ends = list(accumulate(chunk.stop - chunk.start for chunk in schedule.chunks))
+        return [all(rows[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
     def _extend(self, sequence: Sequence, run: list[int], stepped: Stepped, row: int) -> RequestOutput:
         """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""
@@ -206,21 +228,22 @@ class Engine(Rank):
             cached_tokens=sequence.cached_tokens or 0,
         )
 
-    def _finished(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
-        """Release the request if this output ended it, and add what only a last output carries."""
-        if output.finish_reason is None:
-            return output
-        self._p.scheduler.release(sequence)
+    def _settled(self, sequence: Sequence, output: RequestOutput, sound: bool) -> list[RequestOutput]:
+        """The outputs of one request in a step. If it ends, by this output or because it is not `sound`, it is
+        released, and what only a last output carries is added.
+        """
+        if output.finish_reason is None and sound:
+            return [output]
         del self._sequences[output.request_id]
-        return RequestOutput(
-            output.request_id,
-            output.token_ids,
-            output.logprobs,
-            output.finish_reason,
-            output.stop_reason,
-            output.cached_tokens,
-            sequence.speculation(),
-        )
+        counts = sequence.speculation()
+        if output.finish_reason is not None:
+            self._p.scheduler.release(sequence)
+            return [replace(output, speculation=counts)]
+        self._p.scheduler.discard(sequence)
+        name, cached = output.request_id, output.cached_tokens
+        error = NOT_FINITE.format(name=name, at=len(sequence.tokens), dtype=self._p.info["dtype"])
+        end = RequestOutput(name, (), (), "error", None, cached, counts, error, "nonfinite_logits")
+        return [output, end] if output.token_ids else [end]
 
     def _stats(
         self,
@@ -231,13 +254,9 @@ class Engine(Rank):
         seconds: dict[str, float],
         outputs: list[RequestOutput],
     ) -> StepStats:
-        status, shape = self.status(), ran.shape
-        decodes = len(lens)
-        drafts = decodes if shape.num_steps else 0
-        if drafts:
-            self._trees += decodes
-            self._tree_tokens += sum(lens)
-        fresh = schedule.fresh
+        self._trees += len(lens)
+        self._tree_tokens += sum(lens)
+        status, shape, fresh, decodes = self.status(), ran.shape, schedule.fresh, len(schedule.decodes)
         return StepStats(
             phase_seconds=seconds,
             waited_seconds=ran.waited,
@@ -246,15 +265,16 @@ class Engine(Rank):
             decode_requests=decodes,
             prompt_rows=schedule.prompt_rows,
             target_rows=decodes * shape.num_draft_tokens + schedule.prompt_rows,
-            accept_lens=lens if drafts else [],
+            accept_lens=lens,
             accepted_by_depth=[sum(n > d for n in lens) for d in range(1, shape.num_steps + 1)],
-            drafts=drafts,
-            verified_nodes=drafts * (shape.num_draft_tokens - 1),
+            drafts=len(lens),
+            verified_nodes=len(lens) * (shape.num_draft_tokens - 1),
             committed_tokens=sum(len(o.token_ids) for o in outputs),
             cached_tokens=sum(s.cached_tokens or 0 for s in fresh),
             prompt_tokens=sum(s.prompt_len for s in fresh),
             admitted=len(fresh),
             retracted=schedule.retracted,
+            nonfinite=sum(o.error_code == "nonfinite_logits" for o in outputs),
             running=status.running,
             waiting=status.waiting,
             queued_tokens=status.queued_tokens,

@@ -5,6 +5,7 @@ No branch here asks whether this rank is idle: without requests it runs the same
 
 import time
 import zlib
+from array import array
 from dataclasses import dataclass
 
 from cluster.batch import Order
@@ -48,7 +49,6 @@ class Lockstep:
     debug: bool = False
     left: bool = False
     leaving: bool = False
-    _results: int = 0
 
     def run(self, order: Order, requests: int, num_steps: int) -> Ran:
         """One step of the gang. `order` is this group's work as its leader has it, empty on a follower; `requests` are
@@ -72,7 +72,7 @@ class Lockstep:
         try:
             plan = self.coordinator.agree(facts)
             if self.debug:
-                self.coordinator.confirm(plan, self._results)
+                self.coordinator.confirm(plan)
             agreed = time.perf_counter() - began
             self.left = plan.leaving
             shape = self.shapes[plan.num_steps]
@@ -95,11 +95,15 @@ class Lockstep:
             if not mesh.leads:
                 order = unpack(words)
                 self.assembler.follow(order)
-        order = padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
-        if mesh.attn.size > 1:
-            self.coordinator.order = checksum(order)
+        real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
         self.pools.copy(order.copies)
         stepped = self.step.run(self.assembler.batch(order), shape)
-        if self.debug:
-            self._results = zlib.crc32(repr((stepped.tokens.tolist(), stepped.accept_len.tolist())).encode())
+        if mesh.attn.size > 1:  # compared before the next step: with other orders, or other tokens, ranks part ways
+            self.coordinator.order, self.coordinator.results = checksum(order), _results(stepped, real)
         return stepped
+
+
+def _results(stepped: Stepped, real: int) -> int:
+    """A checksum of what a step decided for the first `real` decoding requests, idle ones left out, and for prompts."""
+    decided = (stepped.tokens[:real], stepped.accept_len[:real], stepped.sound_len[:real], stepped.first)
+    return zlib.crc32(array("q", [number for each in decided for number in each.flatten().tolist()]))

@@ -145,6 +145,11 @@ class Scheduler:
         self._cache.close(sequence.lease, sequence.tokens, sequence.committed)
         sequence.lease = None
 
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a running request and all it computed: none of its pages enter the radix tree."""
+        sequence.committed = 0
+        self.release(sequence)
+
     def _room(self, decodes: int, busiest: int) -> Room:
         if not decodes and not busiest:
             return Room(self._budget)

@@ -3,24 +3,67 @@ function of (request seed, token position, token id). Argmax of logits + Gumbel 
 (the Gumbel-max trick), and the same key gives the same draw whichever way a token is reached.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from cluster.batch import Sampling, SamplingBatch
 
 
-def _int32(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >= 1 << (bits - 1) else value
 
 
-GOLDEN, MIX_A, MIX_B, MIX_C = (_int32(v) for v in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F))
+GOLDEN_32, MIX_A, MIX_B = (_signed(v, 32) for v in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
+GOLDEN_64, MIX_C, MIX_D = (_signed(v, 64) for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _mix_(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser, in place on int32 (Appleby, public domain); shifts are made logical by masks."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MIX_A)
+def _mix_(x: Tensor, between: Tensor | int = 0) -> Tensor:
+    """MurmurHash3's 32-bit finaliser, in place on int32 (Appleby, public domain); shifts are made logical by masks.
+
+    `between` joins after the first of its two rounds.
+    """
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MIX_A).bitwise_xor_(between)
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(MIX_B)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _mix_64(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 (Steele, Lea, Flood 2014): every bit of x changes half of the result's."""
+    x = (x ^ (x >> 30).bitwise_and_((1 << 34) - 1)).mul_(MIX_C)
+    x = x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(MIX_D)
+    return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
+
+
+def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """64-bit keys `[B, n]` of `seeds` `[B]` at `positions` `[B, n]`: the positions-th number of a SplitMix64 generator
+    that starts where the mixed seed says. Sums of seeds and positions mean nothing to it.
+    """
+    return _mix_64(_mix_64(seeds + GOLDEN_64)[:, None] + positions * GOLDEN_64)
+
+
+@lru_cache(maxsize=8)
+def _token_hashes(vocab_size: int, device: torch.device) -> Tensor:
+    return _mix_(torch.arange(vocab_size, dtype=torch.int32, device=device) * GOLDEN_32)
+
+
+def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
+    """31 random bits for every token under each of `keys` `[B, n]`: int32 `[B, n, V]`.
+
+    Both halves of the key count: one before the first round of the hash, the other before the second.
+    """
+    low, high = keys.to(torch.int32)[..., None], (keys >> 32).to(torch.int32)[..., None]
+    return _mix_(low ^ _token_hashes(vocab_size, keys.device), high).bitwise_and_(0x7FFFFFFF)
+
+
+def gumbel_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise of 31 random bits: finite whatever they are, in `dtype`, float32 at least: half precision
+    would give every 256th token no chance and every 1024th a sure one.
+    """
+    wide = at_least_float32(dtype)
+    uniform = bits.to(wide).add_(0.5).mul_(2.0**-31).clamp_(max=1 - torch.finfo(wide).eps / 2)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -31,17 +74,9 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise `[B, n, V]` for requests with `seeds` `[B]` at token `positions` `[B, n]`, both int64.
 
-    In `dtype`, float32 at least: half precision would give every 256th token no chance and every 1024th a sure one.
+    In `dtype`, float32 at least.
     """
-    low = (seeds & 0xFFFFFFFF).to(torch.int32)[:, None]
-    high = (seeds >> 32).to(torch.int32)[:, None]
-    key = _mix_(_mix_(low + positions.to(torch.int32) * MIX_C) + high)
-    whiten = _mix_(key + GOLDEN)
-    token = _mix_(torch.arange(vocab_size, dtype=torch.int32, device=seeds.device) * GOLDEN)
-    hashed = _mix_(key[..., None] ^ token).bitwise_xor_(whiten[..., None]).bitwise_and_(0x7FFFFFFF)
-    wide = at_least_float32(dtype)
-    uniform = hashed.to(wide).add_(0.5).mul_(2.0**-31).clamp_(max=1 - torch.finfo(wide).eps / 2)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return gumbel_of(noise_bits(noise_keys(seeds, positions), vocab_size), dtype)
 
 
 def scores(logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> Tensor:

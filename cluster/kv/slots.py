@@ -11,7 +11,7 @@ class SlotTable:
     """`[rows + 1, length]` int64 on the device: page * page_size + offset, or 0 (in the sink) where nothing is held.
 
     The last row is never given away: it is that of idle requests, all of it in the sink. `journal`, when kept, holds
-    what was written since it was last taken, for ranks that follow this one.
+    what was written and not yet `sent`, for ranks that follow this one.
     """
 
     def __init__(self, rows: int, length: int, page_size: int, device: torch.device) -> None:
@@ -39,12 +39,15 @@ class SlotTable:
             self.journal.append(SlotWrite(row, -1, 0))
         self._pages[row] = 0
 
-    def take_journal(self) -> tuple[SlotWrite, ...]:
-        """What was written since the last call; nothing where no journal is kept."""
-        taken = tuple(self.journal or ())
-        if taken:
-            self.journal = []
-        return taken
+    @property
+    def unsent(self) -> tuple[SlotWrite, ...]:
+        """What was written and not yet `sent`; nothing where no journal is kept."""
+        return tuple(self.journal or ())
+
+    def sent(self) -> None:
+        """Those who follow have everything that was written."""
+        if self.journal is not None:
+            self.journal.clear()
 
     def replay(self, writes: Sequence[SlotWrite]) -> None:
         """Do what another rank's journal says, in its order."""

@@ -19,18 +19,22 @@ from cluster.spec.draft import Draft
 from cluster.spec.extend import shifted
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree
-from cluster.spec.verify import accept, choose
+from cluster.spec.verify import accept, best, choose, sound_len
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
     """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
     prompts; `logprobs` `[R * (S + 1) + F, V]` of the target for those, when the batch asked; seconds by phase.
+
+    `sound_len` `[R]` of the accepted tokens come of finite logits, `sound_rows` `[c]` says the same of prompt rows.
     """
 
     tokens: Tensor
     accept_len: Tensor
     first: Tensor
+    sound_len: Tensor
+    sound_rows: Tensor
     logprobs: Tensor | None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -54,10 +58,12 @@ class Step:
         clock.append(time.perf_counter())
 
         hidden, aux, logits = self._forward(batch, tree)
-        chosen = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
+        chosen, finite = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
         first_noise = None if final_noise is None else final_noise[:, :1]
-        first = scores(logits[r * n :, None], final, first_noise).argmax(-1)[:, 0]
+        first, first_finite = best(scores(logits[r * n :, None], final, first_noise)[:, 0])
         accepted = accept(tree, chosen, first, s)
+        sound_rows = hidden[r * n :].isfinite().all(-1)
+        sound_rows[batch.prompt.final_rows] &= first_finite
         if shape.topk > 1:
             compact(self._target.pool, batch.reach.window, accepted.path)
         clock.append(time.perf_counter())
@@ -75,7 +81,8 @@ class Step:
             logprobs = logits.index_select(0, wanted).log_softmax(-1, dtype=at_least_float32(logits.dtype))
         clock.append(time.perf_counter())
         seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
-        return Stepped(accepted.tokens, accepted.accept_len, first, logprobs, seconds)
+        sound = sound_len(finite, accepted)
+        return Stepped(accepted.tokens, accepted.accept_len, first, sound, sound_rows, logprobs, seconds)
 
     def _noise(self, batch: Batch, num_steps: int) -> tuple[Tensor | None, Tensor | None]:
         """Gumbel noise for positions seq_len + 1 .. seq_len + S + 2, and for the two after each finished prompt."""

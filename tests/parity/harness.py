@@ -146,7 +146,7 @@ def grid_requests(sampling: str, batch: int) -> list[Request]:
     """`batch` requests of 12 to 18 new tokens; three of them may end early with EOS."""
     return [
         request(
-            f"r{i}", prompt, SAMPLING[sampling], seed=1000 + i, max_tokens=18 - i % 4 * 2, ignore_eos=i not in (3, 6, 7)
+            f"r{i}", prompt, SAMPLING[sampling], seed=3000 + i, max_tokens=18 - i % 4 * 2, ignore_eos=i not in (3, 6, 7)
         )
         for i, prompt in enumerate(prompts()[:batch])
     ]

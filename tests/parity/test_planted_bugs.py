@@ -334,6 +334,23 @@ def _(patch: Patch) -> None:
     changed(patch, cluster.engine.assemble, "reach_of", make)
 
 
+@bug("beyond its own tokens a request reads the sink")
+def _(patch: Patch) -> None:
+    def make(true):  # type: ignore[no-untyped-def]
+        def sunk(*given):  # type: ignore[no-untyped-def]
+            reach = true(*given)
+            return replace(reach, prefix=reach.prefix.masked_fill(reach.bias[:, 0] < 0, 0))
+
+        return sunk
+
+    changed(patch, cluster.engine.assemble, "reach_of", make)
+
+
+@bug("beyond its own rows a short chunk reads what nobody wrote")
+def _(patch: Patch) -> None:
+    changed(patch, cluster.engine.assemble, "reach_of", lambda true: lambda *given: true(*given[:6]))
+
+
 @bug("log-probabilities are those of the next token")
 def _(patch: Patch) -> None:
     changed(

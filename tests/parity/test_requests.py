@@ -132,7 +132,7 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(kind: str) -> None:
 def test_seeds_matter_and_their_lack_is_filled_in() -> None:
     def texts(seeds: Sequence[int | None], random_seed: int) -> list[list[int]]:
         asked = [
-            request(f"{i}", prompts()[2], SAMPLING["0.8"], seed=seed, max_tokens=12, ignore_eos=True)
+            request(f"{i}", prompts()[2], SAMPLING["0.8"], seed=seed, max_tokens=24, ignore_eos=True)
             for i, seed in enumerate(seeds)
         ]
         return list(run(plain_engine(random_seed=random_seed), asked).tokens.values())
@@ -202,7 +202,7 @@ def test_logprobs_are_those_of_plain_decoding(kind: str, topk: int, num_steps: i
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     """Over the whole vocabulary they are a distribution, whatever the temperature and the filters."""
     for sampling, params in SAMPLING.items():
-        one = request("r0", prompts()[0], params, seed=1000, max_tokens=6, ignore_eos=True, logprobs=20)
+        one = request("r0", prompts()[0], params, seed=3000, max_tokens=6, ignore_eos=True, logprobs=20)
         cold = replace(one, request_id="r0/cold", params=replace(one.params, temperature=0.0))
         result = run(engine_of(4, 3, "corrected", sampling), [one, cold])
         first, other = (result.outputs[name][0].logprobs[0] for name in ("r0", "r0/cold"))

@@ -238,6 +238,11 @@ def other_results(true: Callable[..., Any], *args: Any) -> Any:
     return replace(stepped, tokens=stepped.tokens + 1)
 
 
+def other_draws(true: Callable[..., Any], batch: Batch, shape: TreeShape) -> Any:
+    """Draws with other noise than its leader, whose order it runs."""
+    return true(replace(batch, sampling=replace(batch.sampling, seeds=batch.sampling.seeds + 1)), shape)
+
+
 def weak_draft(harm: Harm) -> None:
     """In step with everybody, but from now on the draft's MLP adds nothing on this rank."""
     true = harm.exchange.scatter
@@ -309,6 +314,7 @@ PLANTS: dict[str, Plant] = {
     "follower turns the requests": unpacked(decodes_turned),
     "follower loses writes": unpacked(writes_lost),
     "follower samples otherwise": unpacked(other_seed),
+    "follower draws otherwise": ran(other_draws),
     "breaks": ran(breaks),
     "dies": ran(dies),
     "weak draft": weak_draft,

@@ -33,9 +33,9 @@ OF_FOUR = (
     ("other last plan", 4, 3),
     ("follower turns the requests", 2, 3),
 )
-# The plan comes from equal facts by a pure function, and so do tokens. Where it is the function that fails, only one
-# more all-gather tells in time.
-NEEDS_DEBUG = ("other plan, padding", "other plan, tier", "other results")
+# The plan comes from equal facts by a pure function. Where it is the function that fails, only one more all-gather
+# tells in time.
+NEEDS_DEBUG = ("other plan, padding", "other plan, tier")
 OTHER = ("breaks", "dies", "weak draft")
 PADDED = ("no idle rows", "stale plan")
 

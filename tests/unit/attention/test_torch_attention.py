@@ -103,14 +103,15 @@ def test_a_batch_without_rows_attends_to_nothing() -> None:
 
 
 def test_a_window_at_the_end_of_the_table_stays_inside() -> None:
-    """Padded rows of a short chunk may reach beyond the longest sequence; they read any slot, masked."""
+    """Padded rows of a short chunk may reach beyond the longest sequence; they read the chunk's own first slot."""
     table = scattered(2, 10, 40)
-    reach = reach_of(table, torch.tensor([0, 1]), torch.tensor([9, 0]), 9, 6, torch.float64)
+    written = torch.tensor([1, 6])
+    reach = reach_of(table, torch.tensor([0, 1]), torch.tensor([9, 0]), 9, 6, torch.float64, written)
     assert reach.window.shape == (2, 6)
-    assert reach.window[0, 0] == table[0, 9]
+    assert reach.window[0].tolist() == [int(table[0, 9])] * 6
     assert torch.equal(reach.window[1], table[1, :6])
     assert reach.bias[1].isinf().all() and not reach.bias[0].any()
-    assert not reach.prefix[1].any(), "beyond its own count a request reads the sink"
+    assert (reach.prefix[1] == table[1, 0]).all(), "beyond its own count a request reads what it writes itself"
 
 
 @pytest.mark.parametrize("q", [1, 5])

@@ -1,6 +1,5 @@
 """The plan is one pure function of the gathered facts; headers are compared before anything else moves."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -173,21 +172,21 @@ def test_who_differs_from_most_is_guilty_whoever_looks() -> None:
             coordinator.agree(coordinator.header())
 
 
+@pytest.mark.parametrize("name", ["order", "results"])
 @pytest.mark.parametrize("attn_tp", [1, 2])
-def test_ranks_of_a_group_ran_the_same_order(attn_tp: int) -> None:
-    coordinator = Coordinator(FakeMesh({"order": 5}), rule(attn_tp=attn_tp), tiers(SHAPE), TARGET)
+def test_ranks_of_a_group_ran_the_same_order_to_the_same_tokens(attn_tp: int, name: str) -> None:
+    coordinator = Coordinator(FakeMesh({name: 5}), rule(attn_tp=attn_tp), tiers(SHAPE), TARGET)
     if attn_tp == 1:
         coordinator.agree(coordinator.header())
         return
-    with pytest.raises(OutOfStepError, match="rank 1 is at order 5, rank 0 at 0"):
+    with pytest.raises(OutOfStepError, match=f"rank 1 is at {name} 5, rank 0 at 0"):
         coordinator.agree(coordinator.header())
 
 
 def test_confirming_compares_what_was_made_of_the_facts() -> None:
     coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
     plan = coordinator.agree(coordinator.header())
-    for row, name in (((plan.digest + 1, 7), "plan"), ((plan.digest, 8), "results")):
-        mesh = FakeMesh({})
-        mesh.all_gather_row = lambda own, row=row: [own, row]  # type: ignore[method-assign, misc]
-        with pytest.raises(OutOfStepError, match=f"rank 1 is at {name}"):
-            Coordinator(mesh, replace(rule(), attn_tp=2), tiers(SHAPE), TARGET).confirm(plan, 7)
+    mesh = FakeMesh({})
+    mesh.all_gather_row = lambda own: [own, (own[0] + 1,)]  # type: ignore[method-assign]
+    with pytest.raises(OutOfStepError, match="rank 1 is at plan"):
+        Coordinator(mesh, rule(), tiers(SHAPE), TARGET).confirm(plan)

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from cluster.config import TreeShape
-from cluster.forward.sampler import filtered, gumbel, scores
+from cluster.forward.sampler import filtered, gumbel, gumbel_of, noise_keys, scores
 from cluster.spec.draft import EagleDraft
 from cluster.spec.tree import Growth
 from cluster.spec.verify import accept, choose
@@ -150,7 +150,7 @@ class Tables:
         grown.add(second, second_p)
         none = torch.zeros(r, dtype=torch.int64)
         tree = grown.tree(none, shape.num_draft_tokens)
-        chosen = choose(self.target[tree.tokens], tree.depths, sampling, noise)
+        chosen, _ = choose(self.target[tree.tokens], tree.depths, sampling, noise)
         accepted = accept(tree, chosen, none[:0], 2)
         return accepted.tokens, accepted.accept_len
 
@@ -217,3 +217,74 @@ def test_positions_are_independent() -> None:
         assert fits(pairs, np.outer(p, p).ravel(), 6)
         rolled = np.bincount(drawn[1:, 0] * 6 + drawn[:-1, 0], minlength=36)
         assert fits(rolled, np.outer(p, p).ravel(), 6)
+
+
+OLD_STEP = 0x27D4EB2F
+"""What a seed once had to differ by to repeat another seed's noise one position later."""
+
+
+def test_no_two_keys_of_a_grid_are_the_same() -> None:
+    """Seeds near one another, near the old relation, and of high bits alone, at neighbouring positions."""
+    small = torch.arange(600)
+    seeds = torch.cat([small, small * OLD_STEP, small << 32, (small << 31) - small, small + (1 << 62)]).unique()
+    positions = torch.cat([torch.arange(250), torch.tensor([2047, 131071, 2**31 - 1])])
+    keys = noise_keys(seeds, positions.expand(len(seeds), -1))
+    assert len(keys.unique()) == keys.numel() > 700_000
+    for half in (keys & 0xFFFFFFFF, keys >> 32):
+        collisions = keys.numel() - len(half.unique())
+        assert collisions == pytest.approx(keys.numel() ** 2 / 2**33, rel=0.25), "each half is random by itself"
+
+
+@pytest.mark.parametrize("step", [OLD_STEP, -OLD_STEP, 1, 2**32, 0x9E3779B1])
+def test_a_later_position_is_no_other_seed(step: int) -> None:
+    """Once noise of seed s at p + 1 was that of seed s + OLD_STEP at p."""
+    seeds = torch.arange(40) * 7919 + (1 << 40)
+    positions = torch.arange(20).expand(40, -1)
+    one = gumbel(seeds, positions + 1, 64, torch.float64)
+    other = gumbel(seeds + step, positions, 64, torch.float64)
+    assert not (one == other).any()
+    assert abs(np.corrcoef(one.flatten(), other.flatten())[0, 1]) < 4 / one.numel() ** 0.5
+
+
+def test_every_bit_of_seed_and_position_changes_half_of_the_key() -> None:
+    generator = torch.Generator().manual_seed(3)
+    seeds = torch.randint(2**62, (2000,), generator=generator)
+    positions = torch.randint(2**20, (2000, 1), generator=generator)
+    keys = noise_keys(seeds, positions)
+
+    def share(other: torch.Tensor) -> np.ndarray:
+        bits = np.unpackbits((keys ^ other).numpy().view(np.uint8))
+        return bits.reshape(2000, 64).mean(0)
+
+    for bit in range(63):
+        assert np.abs(share(noise_keys(seeds ^ (1 << bit), positions)) - 0.5).max() < 0.06, f"seed bit {bit}"
+    for bit in range(20):
+        assert np.abs(share(noise_keys(seeds, positions ^ (1 << bit))) - 0.5).max() < 0.06, f"position bit {bit}"
+
+
+def test_keys_are_the_same_numbers_everywhere() -> None:
+    """Integers that wrap alike on every machine. A change of them changes what seeds give."""
+    seeds, positions = [0, 1, 2**63 - 1], [[0, 1], [5, 6], [7, 2**20]]
+    keys = noise_keys(torch.tensor(seeds), torch.tensor(positions)).tolist()
+    assert keys == [[mixed(s, p) for p in row] for s, row in zip(seeds, positions, strict=True)]
+
+
+def mixed(seed: int, position: int) -> int:
+    """The key in whole numbers, written from SplitMix64's description."""
+
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    golden = 0x9E3779B97F4A7C15
+    key = mix((mix((seed + golden) % 2**64) + position * golden) % 2**64)
+    return key - 2**64 if key >= 2**63 else key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_no_bits_give_infinite_noise(dtype: torch.dtype) -> None:
+    ends = torch.arange(4096, dtype=torch.int32)
+    noise = gumbel_of(torch.cat([ends, 0x7FFFFFFF - ends]), dtype)
+    assert noise.isfinite().all() and noise.min() > -25 and noise.max() < 25
+    assert noise[0] > 20 and noise[4096] < -2, "the rarest draws keep their side"

@@ -131,7 +131,7 @@ def test_of_two_who_computed_the_same_page_the_later_goes_on_with_the_trees() ->
     cache.publish(other, tokens, 9)
     assert other.locked == one.locked and other.own == mine[2:]
     assert cache.free == before + 2, "its own two pages are free again"
-    assert cache.table.take_journal() == (SlotWrite(other.row, 0, kept[0]), SlotWrite(other.row, 1, kept[1]))
+    assert cache.table.unsent == (SlotWrite(other.row, 0, kept[0]), SlotWrite(other.row, 1, kept[1]))
     cache.check()
     cache.close(one, tokens, 9)
     assert cache.used == 3, "the other one still reads them"
@@ -303,7 +303,8 @@ def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
             cache.close(lease, tokens, committed)
         cache.check()
         if random.random() < 0.5:
-            follower.replay(cache.table.take_journal())
+            follower.replay(cache.table.unsent)
+            cache.table.sent()
             assert follower.slots.equal(cache.table.slots)
         owned = sum(len(lease.own) for lease, _, _ in running)
         read = {n for lease, _, _ in running for n in [*lease.locked, lease.source] if n is not None}

@@ -78,10 +78,10 @@ def test_nodes_choose_with_the_noise_of_their_own_position() -> None:
     logits = torch.randn(2, 4, 5, dtype=torch.float64)
     noise = torch.randn(2, 4, 5, dtype=torch.float64) * 5
     depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]])
-    got = choose(logits, depths, sampling_of(2, temperature=0.5), noise)
+    got, _ = choose(logits, depths, sampling_of(2, temperature=0.5), noise)
     for r in range(2):
         for node in range(4):
             expected = (logits[r, node] / 0.5 + noise[r, depths[r, node]]).argmax()
             assert got[r, node] == expected
-    greedy = choose(logits, depths, sampling_of(2, temperature=0.0), None)
+    greedy, _ = choose(logits, depths, sampling_of(2, temperature=0.0), None)
     assert torch.equal(greedy, logits.argmax(-1))

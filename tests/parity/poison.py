@@ -1,0 +1,66 @@
+"""Memory that nobody may read, filled with NaN and infinity before every step of every engine.
+
+On by default in the packages whose conftest.py imports `poisoned`: without it a read of what was never written, masked
+or not, would find zeros and go unnoticed.
+"""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.engine import Engine, StepResult
+
+POISONS = (math.nan, math.inf)
+"""In turns, step by step."""
+
+
+def memory_of(engine: Engine) -> list[Tensor]:
+    """What the engine's models keep by slot, the slots in the first dimension."""
+    step = engine._p.lockstep.step
+    draft = step._draft
+    runners = getattr(draft, "_runners", [draft._runner] if hasattr(draft, "_runner") else [])
+    pools = [step._target.pool, *(runner.pool for runner in runners)]
+    return [pool.kv.transpose(0, 1) for pool in pools] + list(getattr(draft, "_gave", ()))
+
+
+def written(engine: Engine) -> Tensor:
+    """Which slots hold something: pages of the radix tree, and the committed tokens of running requests."""
+    cache = engine._p.cache
+    held = torch.zeros((cache.total + 1) * cache.page_size, dtype=torch.bool)
+    held.view(cache.total + 1, cache.page_size)[[node.page for node in cache._tree.nodes()]] = True
+    for sequence in engine._p.scheduler.running:
+        held[cache.table.slots[sequence.row, : sequence.committed]] = True
+    return held
+
+
+def poison(engine: Engine, memory: list[Tensor], value: float) -> None:
+    """Fill the sink, all free pages and the free ends of used ones, and what idle requests carry."""
+    free = (~written(engine)).nonzero()[:, 0]
+    for cells in memory:
+        cells.index_fill_(0, free, value)
+    carried, idle = engine._p.lockstep.step.carried, engine._p.cache.table.idle_row
+    carried.hidden[idle] = value
+    carried.topk_p[idle] = value
+
+
+@pytest.fixture(scope="package", autouse=True)
+def poisoned() -> Iterator[None]:
+    """Every step of every engine built meanwhile is taken in poisoned memory."""
+    made, take = Engine.__init__, Engine.step
+
+    def __init__(self: Engine, *given: object) -> None:
+        made(self, *given)  # type: ignore[arg-type]
+        self._memory = memory_of(self)  # type: ignore[attr-defined]
+
+    def step(self: Engine) -> StepResult:
+        with torch.inference_mode():
+            poison(self, self._memory, POISONS[self._steps % 2])  # type: ignore[attr-defined]
+        return take(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "__init__", __init__)
+        patch.setattr(Engine, "step", step)
+        yield

@@ -1,0 +1,1 @@
+from tests.parity.poison import poisoned  # noqa: F401
