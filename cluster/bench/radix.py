@@ -97,7 +97,7 @@ def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]
 
 
 def _family(pages: int) -> list[list[int]]:
-    """Texts of about `pages` pages together: of every ten, five pages are the same, a hundred each are their own."""
+    """Texts of about `pages` pages together: of every ten the first four are the same, a hundred each are their own."""
     prompts: list[list[int]] = []
     for number in range(max(1, pages // 100)):
         shared = [number // 10] * (5 * PAGE)

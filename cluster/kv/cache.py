@@ -105,7 +105,7 @@ class KVCache:
         do not suffice, or fewer than `spare` pages would be left that are free or can be evicted; nobody's pages are
         changed then.
         """
-        if not self._rows:
+        if not self._rows or spare >= self.free + self.cached:
             return None
         path = self._tree.match(tokens) if self._radix else []
         self._tree.lock(path)

@@ -131,8 +131,8 @@ class RadixTree:
         while len(freed) < count and self._unlocked:
             node, _ = self._unlocked.popitem(last=False)
             assert node.parent is not None and not node.children, "a page goes after those that follow it"
-            at, _ = node.parent.find(node.key)
-            del node.parent.children[at]
+            siblings = node.parent.children
+            del siblings[node.parent.find(node.key)[0] if len(siblings) > 1 else 0]
             freed.append(node.page)
         self.pages -= len(freed)
         return freed

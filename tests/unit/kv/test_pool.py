@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from cluster.batch import PageCopy
 from cluster.config import ConfigError, EngineConfig
 from cluster.kv.budget import page_count
-from cluster.kv.pool import KVPool, slot_bytes
+from cluster.kv.pool import KVPool, Pools, slot_bytes
 
 CPU = torch.device("cpu")
 
@@ -37,3 +38,14 @@ def test_too_little_memory_is_refused_by_name() -> None:
     config = EngineConfig(model_path="", max_total_tokens=16, page_size=16)
     with pytest.raises(ConfigError, match="raise max_total_tokens"):
         page_count(config, token_bytes=1, context_length=64, window=20)
+
+
+def test_cells_of_a_page_are_copied_in_every_pool_before_any_is_overwritten() -> None:
+    parts = [KVPool(layers, 16, 1, 2, torch.float64, CPU) for layers in (1, 3)]
+    for pool in parts:
+        pool.kv.copy_(torch.arange(16.0).view(1, 16, 1, 1, 1).expand_as(pool.kv))
+    Pools(parts, 4, CPU).copy([PageCopy(1, 2, 3), PageCopy(2, 3, 2)])
+    for pool in parts:
+        slots = pool.kv[-1, :, 1, 0, 1].tolist()
+        assert slots == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 11, 8, 9, 14, 15]
+    Pools(parts, 4, CPU).copy([])

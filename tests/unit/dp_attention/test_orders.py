@@ -1,0 +1,24 @@
+"""An order arrives at a follower as it left its leader."""
+
+from cluster.batch import Order, PageCopy, PromptChunk, Sampling, SlotWrite
+from cluster.dp_attention.orders import checksum, pack, unpack
+
+FULL = Order(
+    decodes=((0, 9), (2, 4)),
+    chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6)), PromptChunk(3, 15, 18, True, (7, 8, 9))),
+    samplings=(Sampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
+    writes=(SlotWrite(3, 0, 12), SlotWrite(1, -1, 0)),
+    copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
+    noisy=True,
+    logprobs=True,
+)
+
+
+def test_orders_travel_whole() -> None:
+    for order in (FULL, Order()):
+        assert unpack(pack(order)) == order
+
+
+def test_the_checksum_tells_every_part() -> None:
+    for field, value in Order()._asdict().items():
+        assert checksum(FULL._replace(**{field: value})) != checksum(FULL) or getattr(FULL, field) == value, field
