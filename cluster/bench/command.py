@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import acceptance, faults, levels, lockstep, offline, serving
+from cluster.bench import acceptance, faults, levels, lockstep, offline, ranks, serving
 from cluster.bench.pair import Pair
 from cluster.bench.report import json_line, write_json
 
@@ -76,7 +76,7 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         result = levels.measure(pair, acceptance.QUICK if args.quick else acceptance.Size(), say)
         return result, levels.show(result)
     if part == "lockstep":
-        sized = lockstep.QUICK if args.quick else lockstep.Size()
+        sized = ranks.QUICK if args.quick else ranks.Size()
         result = lockstep.measure(pair, replace(sized, repeats=args.repeats or sized.repeats), say)
         return result, lockstep.show(result)
     if part == "faults":
