@@ -166,8 +166,9 @@ def assemble(
     if sample is not None and folder is not None:
         check_sample(sample, folder, lockstep, cache, context, config.speculative_token_map is not None)
     pace = None
-    if config.mixed_prefill_size is None:
+    if config.mixed_prefill_size is None and rows * mesh.attn_dp > 1:  # else no prompt meets a request that decodes
         pace = measure_pace(lockstep, cache, config, context, arch.vocab_size)
+    watch.take()
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
     info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
     info["step_costs"] = None if pace is None else pace.described()

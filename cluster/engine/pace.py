@@ -12,8 +12,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 ROWS = 16  # the first point of the curve of prompt rows
-GROWTH = 4  # from one point of a curve to the next
+MORE_DECODES, MORE_ROWS = 4, 2  # from one point of a curve to the next: times so many
 STEEP = 2.0  # a curve ends where its step takes so many times its first one: from there on it is a straight line
+READING = 1 / 4  # of a chunk that is not paid for at once, so that a long prefix is not read for a few rows each time
 DEEP = 2048  # tokens before the rows whose attention is measured
 
 Curve = tuple[tuple[int, float], ...]
@@ -45,8 +46,8 @@ class Pace:
 
     `decode`: by requests that decode in each group. `token`: more per request, for each token that the longest has.
     `target`: by rows of the target in a group, one of whose requests decodes. A chunk takes `prefix` more for each
-    token before it, and `pair` for each such token and row of its own. With each further group that takes a prompt as
-    well, a row takes `crowd` times as much more.
+    token before it, and `pair` for each such token and row of its own. Of what rows take, the part `crowd` is done by
+    all `groups` together, so that a group's rows take that much of the others' time as well.
     """
 
     share: float
@@ -57,6 +58,7 @@ class Pace:
     prefix: float
     pair: float
     crowd: float = 0.0
+    groups: int = 1
 
     def decoding(self, committed: Sequence[int]) -> float:
         """A step in which requests with so many tokens decode, and nothing else runs."""
@@ -64,10 +66,11 @@ class Pace:
 
     def allowance(self, committed: Sequence[int], busiest: float) -> float:
         """What prompt rows may take beside this rank's decoding requests, where the decoding of the busiest rank takes
-        `busiest`.
+        `busiest`. A rank that decodes less than that has time left, but for its part in what the others' rows need.
         """
         own = self.decoding(committed)
-        return max(own, busiest) / (1.0 - self.share) - own
+        most, crowded = max(own, busiest), self.crowd * (self.groups - 1)
+        return most / (1.0 - self.share) - own - (most - own) * crowded / (1.0 + crowded)
 
     def cost(self, beside: int, start: int, rows: int, others: int = 0) -> float:
         """Prompt rows `start` to `start + rows - 1` beside `beside` other rows of the target, while `others` further
@@ -84,11 +87,11 @@ class Pace:
         return bisect_right(counts, allowance, key=lambda rows: self.cost(beside, start, rows, others))
 
     def least(self, beside: int, start: int, most: int, others: int = 0) -> int:
-        """The fewest rows, up to `most`, that take as long as reading the tokens before them: with fewer, most of the
-        time would go into reading.
+        """The fewest rows, up to `most`, with which reading the tokens before them is at most a part `READING` of what
+        they take.
         """
-        counts = range(1, most + 1)
-        return 1 + bisect_left(counts, 2 * start * self.prefix, key=lambda n: self.cost(beside, start, n, others))
+        counts, needed = range(1, most), start * self.prefix / READING
+        return 1 + bisect_left(counts, needed, key=lambda rows: self.cost(beside, start, rows, others))
 
     def described(self) -> dict[str, Any]:
         """The measured costs, JSON-ready, in milliseconds."""
@@ -107,13 +110,13 @@ def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, 
     alone = time(Load(1))
     decode = [(1, alone)]
     while decode[-1][0] < limits.decodes and decode[-1][1] < STEEP * alone:
-        more = min(decode[-1][0] * GROWTH, limits.decodes)
+        more = min(decode[-1][0] * MORE_DECODES, limits.decodes)
         decode.append((more, time(Load(more))))
     few = min(ROWS, limits.rows)
     target = [(tree, alone), (tree + few, time(Load(1, rows=few)))]
     rows = few
     while rows < limits.rows and (target[-1][1] < STEEP * alone or len(target) == 2):
-        rows = min(rows * GROWTH, limits.rows)
+        rows = min(rows * MORE_ROWS, limits.rows)
         target.append((tree + rows, time(Load(1, rows=rows))))
     first, last = target[1][1], target[-1][1]
 
@@ -130,7 +133,7 @@ def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, 
         more_rows = max(more_few, max(0.0, time(Load(1, rows=rows, start=deep)) - last) / deep)
         pair = (more_rows - more_few) / (rows - few) if rows > few else more_few / few
         prefix = max(0.0, more_few - few * pair)
-    return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd)
+    return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> Curve:
