@@ -16,8 +16,7 @@ from cluster.engine.pace import DEEP, Limits, Load, Pace, fit
 from cluster.kv.cache import KVCache, Lease
 
 MOST_ROWS = 4096  # no step is made longer than that to find out what it takes
-ROUNDS, ENOUGH_S = 4, 0.5  # at most so many rounds, and from the third on none once they have taken that long
-SLOW_S = 5.0  # a model whose first round takes that long is measured once
+ROUNDS, ENOUGH_S = 3, 3.0  # so many rounds, unless those before have taken that long
 STRIDE = 7919  # between token ids, so that not all rows choose the same experts
 
 
@@ -37,11 +36,10 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
     trial.run(Load(1, rows=1))  # whatever is made on first use
     given = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
     pace = fit(trial.time, *given)
-    rounds = 1
-    while rounds < ROUNDS and trial.spent < (SLOW_S if rounds == 1 else ENOUGH_S):
-        rounds += 1
-        trial.again()
-        pace = fit(trial.time, *given)
+    for _ in range(ROUNDS - 1):
+        if trial.spent < ENOUGH_S:
+            trial.again()
+            pace = fit(trial.time, *given)
     if trial.lease is not None:
         cache.close(trial.lease, tokens, 0)
     lockstep.mesh.world.clock.take()
