@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord, settings_of
@@ -25,7 +25,8 @@ class Stall:
     for both sides. *prefill*: from the submission of the long prompt to its first token. `median_ratio` is median over
     median, `tail_ratio` p99 over p99, `ratio` p99 during prefill over the median while busy. On a machine that does
     other things as well the last two are mostly their doing: `cpu_ratio` compares the CPU seconds of the slower rank's
-    steps, median over median.
+    steps, median over median. `first_ratio` is the prompt's first token over that alone, `first_cpu_ratio` the same of
+    those CPU seconds.
     """
 
     ratio: float
@@ -39,20 +40,29 @@ class Stall:
     first_token_s: float
     prompt_steps: int
     first_ratio: float = 0.0
+    first_cpu_ratio: float = 0.0
+
+
+class First(NamedTuple):
+    """What the long prompt's first token took: seconds, and CPU seconds of the slower rank's steps."""
+
+    seconds: float
+    cpu: float
 
 
 Stalls = dict[str, Stall]
 """Of one repeat, by the name of the case."""
 
 
-def stall_of(lives: Sequence[Life], alone_s: float = 0.0, long: str = LONG) -> Stall:
+def stall_of(lives: Sequence[Life], alone: First) -> Stall:
     """The stall in one life of a gang: its first rank decodes, its last one, which may be the same, takes the prompt.
-    `alone_s` is the prompt's first token with nobody beside it.
+    `alone` is the prompt with nobody beside it.
     """
     a, b = lives[0], lives[-1]
-    submitted, first = b.submitted[long], b.times[long][0]
-    early = [b.times[name] for name, at in b.submitted.items() if name != long and at < submitted]
-    late = [b.times[name] for name, at in b.submitted.items() if name != long and at >= first]
+    submitted, first = b.submitted[LONG], b.times[LONG][0]
+    took = first_of(lives)
+    early = [b.times[name] for name, at in b.submitted.items() if name != LONG and at < submitted]
+    late = [b.times[name] for name, at in b.submitted.items() if name != LONG and at >= first]
     windows = [(max(times[0] for times in early), min(submitted, *(times[-1] for times in early)))]
     if late and len(lives) > 1:
         windows.append((max(times[0] for times in late), min(times[-1] for times in late)))
@@ -71,9 +81,10 @@ def stall_of(lives: Sequence[Life], alone_s: float = 0.0, long: str = LONG) -> S
         busy_p99_ms=1000 * p99(busy),
         prefill_median_ms=1000 * median(prefill),
         prefill_p99_ms=1000 * p99(prefill),
-        first_token_s=first - submitted,
+        first_token_s=took.seconds,
         prompt_steps=sum(s.prompt_rows > 0 for s in b.steps if submitted <= s.began < first),
-        first_ratio=ratio(first - submitted, alone_s),
+        first_ratio=ratio(took.seconds, alone.seconds),
+        first_cpu_ratio=ratio(took.cpu, alone.cpu),
     )
 
 
@@ -96,15 +107,17 @@ def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = Fal
     """One repeat: on two ranks and on one, the prompt alone and beside decoding requests with each share."""
     stalls: Stalls = {}
     for world in (2, 1):
-        alone = first_token(ranks.run(alone_case(pair, size, world)))
+        alone = first_of(ranks.run(alone_case(pair, size, world)))
         for share in SHARES[:: -1 if backwards else 1]:
             stalls[_name(world, share)] = stall_of(ranks.run(stall_case(pair, size, world, share)), alone)
     return stalls
 
 
-def first_token(lives: Sequence[Life]) -> float:
-    """Seconds from the long prompt's submission to its first token."""
-    return lives[-1].times[LONG][0] - lives[-1].submitted[LONG]
+def first_of(lives: Sequence[Life]) -> First:
+    """The long prompt, from its submission to its first token."""
+    submitted, first = lives[-1].submitted[LONG], lives[-1].times[LONG][0]
+    steps = zip(*(life.steps for life in lives), strict=True)
+    return First(first - submitted, sum(max(s.cpu for s in at) for at in steps if submitted <= at[-1].began < first))
 
 
 def alone_case(pair: Pair, size: Size, world: int) -> Case:
@@ -153,12 +166,12 @@ def show_stalls(stalls: Mapping[str, Mapping[str, Any]], tokens: int) -> str:
             (
                 name, s["median_ratio"], goals[0], s["first_ratio"], goals[1], s["first_token_s"],
                 round(s["prompt_steps"]), s["busy_median_ms"], s["prefill_median_ms"], s["busy_p99_ms"],
-                s["prefill_p99_ms"], s["ratio"], s["cpu_ratio"],
+                s["prefill_p99_ms"], s["ratio"], s["cpu_ratio"], s["first_cpu_ratio"],
             )
         )  # fmt: skip
     headers = (
         "prefill_share", "step / usual", "goal", "first token / alone", "goal", "first token, s", "steps",
-        "usual, ms", "beside", "usual p99", "beside p99", "p99 / usual", "step, CPU",
+        "usual, ms", "beside", "usual p99", "beside p99", "p99 / usual", "step, CPU", "first, CPU",
     )  # fmt: skip
     return "\n".join(
         [

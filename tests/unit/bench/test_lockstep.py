@@ -5,9 +5,11 @@ from cluster.bench.lockstep import Figures, figures, report, show
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord
 from cluster.bench.routing import Row
-from cluster.bench.stall import SHARES, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
+from cluster.bench.stall import SHARES, First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
 from cluster.config import EngineConfig
 from tests.tiny import draft_folder, target_folder
+
+ALONE = First(0.5, 0.25)
 
 
 def step(began: float, seconds: float = 0.1, decodes: int = 2, prompt_rows: int = 0, agree: float = 0.01) -> StepRecord:
@@ -33,7 +35,7 @@ def two_lives() -> list[Life]:
 
 
 def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one() -> None:
-    stall = stall_of(two_lives(), alone_s=0.5)
+    stall = stall_of(two_lives(), ALONE)
     assert stall.busy_median_ms == pytest.approx(100.0)
     assert stall.prefill_p99_ms == pytest.approx(500.0)
     assert stall.ratio == pytest.approx(5.0)
@@ -41,7 +43,7 @@ def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one(
     assert stall.tail_ratio == pytest.approx(5.0)
     assert stall.cpu_ratio == pytest.approx(3.0)
     assert (stall.first_token_s, stall.prompt_steps) == (pytest.approx(1.7), 5)
-    assert stall.first_ratio == pytest.approx(3.4)
+    assert (stall.first_ratio, stall.first_cpu_ratio) == (pytest.approx(3.4), pytest.approx(3.4))
 
 
 def test_busy_is_before_the_long_prompt_and_after_it() -> None:
@@ -53,7 +55,7 @@ def test_busy_is_before_the_long_prompt_and_after_it() -> None:
     began = [2.7, *after[:-1]]
     a.steps += [step(at, 0.3) for at in began]
     b.steps += [step(at, 0.3, decodes=1, prompt_rows=int(at == 2.7)) for at in began]
-    stall = stall_of([a, b])
+    stall = stall_of([a, b], ALONE)
     assert stall.busy_median_ms == pytest.approx(300.0), "11 gaps of 0.3 s against 8 of 0.1 s, of each request"
     assert stall.prompt_steps == 5, "the later request's prompt is not the long one's"
 
@@ -66,7 +68,7 @@ def test_on_one_rank_usual_is_before_the_long_prompt() -> None:
         submitted={"a0": 0.0, "a1": 0.0, "long": 0.8, "a0#2": 0.8},
     )
     life.steps = [step(before, after - before) for before, after in zip([0.0, *ends], ends, strict=False)]
-    stall = stall_of([life], alone_s=0.2)
+    stall = stall_of([life], First(0.2, 0.2))
     assert stall.busy_median_ms == pytest.approx(100.0)
     assert stall.prefill_median_ms == pytest.approx(200.0)
     assert (stall.median_ratio, stall.first_ratio) == (pytest.approx(2.0), pytest.approx(4.0))
@@ -116,7 +118,7 @@ def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.
     runs = {name: [Figures(s, s / 5, 0.04, 10 / s, 0.25)] * 3 for name, s in steps.items()}
     texts = {name: {"a0": [1, 2]} for name in steps}
     texts[lockstep.IDLE] = {"a0": [1, 3]}
-    stalls = {"other rank, 0.25": stall_of(two_lives()), "other rank, 0.5": stall_of(two_lives(), 0.5)}
+    stalls = {"other rank, 0.25": stall_of(two_lives(), ALONE), "other rank, 0.5": stall_of(two_lives(), ALONE)}
     result = report(Pair(), Size(), runs, texts, [stalls])
     assert result["stall"]["other rank, 0.5"]["median_ratio"] == pytest.approx(3.0)
     assert result["idle_rank_step_ratio"] == pytest.approx(1.5)
