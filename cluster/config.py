@@ -99,7 +99,13 @@ class EngineConfig(Settings):
     mixed_prefill_size: int | None = Field(
         default=None,
         ge=1,
-        description="the same while a request of any rank decodes; unset: what lengthens its steps by at most half",
+        description="a fixed number of them while a request of any rank decodes, in place of prefill_share",
+    )
+    prefill_share: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="part of a step that prompt rows may take while a request of any rank decodes; 0.5 is half",
     )
     max_queued_tokens: int = Field(default=65536, ge=1)
     disable_radix_cache: bool = False
@@ -165,6 +171,10 @@ class EngineConfig(Settings):
             return cls.model_validate(flat)
         except ValidationError as error:
             raise as_config_error(error) from None
+
+    def levels_at(self, decodes: int, deepest: int) -> int:
+        """The levels, at most `deepest`, that `speculative_batch_tiers` allow with so many decoding requests."""
+        return min([deepest, *(most for count, most in self.speculative_batch_tiers.items() if decodes >= count)])
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.bench import routing
-from cluster.bench.pair import DEFAULT, Pair
-from cluster.bench.ranks import Case, Job, Life, RankProcesses
+from cluster.bench.pair import Pair
+from cluster.bench.ranks import QUICK, Case, Job, Life, RankProcesses, Size, settings_of
 from cluster.bench.report import machine, median, ratio, table
-from cluster.bench.stall import LONG, Stall, stall_of
+from cluster.bench.stall import Stalls, measured, show_stalls, stalled
 
-CHUNK_ROWS = 512
-GOAL_STALL = 2.0
-OPENING_TOKENS = 8
+__all__ = ["QUICK", "Size", "measure", "show"]
+
 PADDED, EXACT = {"dp_padding": "padded"}, {"dp_padding": "exact"}
 ALONE, ALL_ALONE, IDLE, BUSY, REPLICATED, UNEVEN, UNEVEN_PADDED = (
     "dp1",
@@ -31,21 +30,6 @@ ALONE, ALL_ALONE, IDLE, BUSY, REPLICATED, UNEVEN, UNEVEN_PADDED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How much is measured: `requests` per rank, and the prompt that a rank takes while the other decodes."""
-
-    requests: int = 4
-    prompt_tokens: int = 64
-    new_tokens: int = 96
-    long_tokens: int = 8192
-    steady_tokens: int = 384
-    repeats: int = 3
-
-
-QUICK = Size(new_tokens=32, long_tokens=1024, steady_tokens=96, repeats=1)
-
-
-@dataclass(frozen=True, slots=True)
 class Figures:
     """One life of a gang in numbers; times are medians over the steps in which only trees were verified."""
 
@@ -56,25 +40,21 @@ class Figures:
     padded_share: float
 
 
-def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print) -> dict[str, Any]:
+def measure(pair: Pair, size: Size, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Run everything and return the figures, JSON-ready."""
     cases = _cases(pair, size)
     runs: dict[str, list[Figures]] = {name: [] for name in cases}
     texts: dict[str, dict[str, list[int]]] = {}
-    paced, unpaced = _stall_case(pair, size), _stall_case(pair, size, CHUNK_ROWS)
-    bounded: list[Stall] = []
-    free: list[Stall] = []
+    stalls: list[Stalls] = []
     with RankProcesses(2) as ranks:
         for repeat in range(size.repeats):
-            say(f"lockstep: repeat {repeat + 1} of {size.repeats}, {len(cases) + 1} gangs")
-            bounded.append(stall_of(ranks.run(paced)))
-            if not repeat:  # that it is many times longer needs no median
-                free.append(stall_of(ranks.run(unpaced)))
+            say(f"lockstep: repeat {repeat + 1} of {size.repeats}, {len(cases)} gangs, and those with a long prompt")
+            stalls.append(measured(ranks, pair, size, bool(repeat % 2)))
             for name in list(cases)[:: -1 if repeat % 2 else 1]:
                 lives = ranks.run(cases[name])
                 runs[name].append(figures(lives))
                 texts[name] = {job: tokens for life in lives for job, tokens in life.tokens.items()}
-    return report(pair, size, runs, texts, bounded, free)
+    return report(pair, size, runs, texts, stalls)
 
 
 def figures(lives: Sequence[Life]) -> Figures:
@@ -100,8 +80,7 @@ def report(
     size: Size,
     runs: dict[str, list[Figures]],
     texts: dict[str, dict[str, list[int]]],
-    bounded: Sequence[Stall],
-    free: Sequence[Stall],
+    stalls: Sequence[Stalls],
 ) -> dict[str, Any]:
     """All comparisons, ratios within a repeat."""
 
@@ -117,9 +96,7 @@ def report(
         "repeats": size.repeats,
         "requests_per_rank": size.requests,
         "long_tokens": size.long_tokens,
-        "stall_ratio": median([s.ratio for s in bounded]),
-        "stall_ratio_unbounded": median([s.ratio for s in free]),
-        "stall": {"bounded": _stall_figures(bounded), "unbounded": _stall_figures(free)},
+        "stall": stalled(stalls),
         "idle_rank_step_ratio": over(IDLE, ALONE),
         "both_busy_throughput_ratio": over(BUSY, ALL_ALONE, "tokens_per_s"),
         "both_busy_step_ratio": over(BUSY, ALL_ALONE),
@@ -143,7 +120,7 @@ def report(
 
 def show(result: dict[str, Any]) -> str:
     """The figures as tables, ratios first."""
-    gangs, stall, padding, draft = (result[key] for key in ("gangs", "stall", "padding", "replicated_draft"))
+    gangs, padding, draft = (result[key] for key in ("gangs", "padding", "replicated_draft"))
 
     def ms(name: str, key: str = "step_ms") -> str:
         return f"{gangs[name][key]:.2f}"
@@ -165,34 +142,11 @@ def show(result: dict[str, Any]) -> str:
             "ms",
         ),
     ]
-    stalls = [
-        (
-            name,
-            s["ratio"],
-            GOAL_STALL,
-            s["median_ratio"],
-            s["tail_ratio"],
-            s["cpu_ratio"],
-            s["prefill_p99_ms"],
-            s["busy_median_ms"],
-            s["busy_p99_ms"],
-            s["first_token_s"],
-            round(s["prompt_steps"]),
-        )
-        for name, s in (("bounded (default)", stall["bounded"]), (f"{CHUNK_ROWS} rows a step", stall["unbounded"]))
-    ]
-    headers = (
-        "rank B's prompt", "p99 / busy median", "goal", "median / median", "p99 / p99", "median, CPU",
-        "A's p99, ms", "busy median", "busy p99", "B's first token, s", "steps",
-    )  # fmt: skip
     return "\n".join(
         [
             f"lockstep: two ranks over gloo on one machine, one torch thread each, {result['requests_per_rank']} "
             f"requests a rank, medians of {result['repeats']} repeats",
-            f"stall: rank A decodes while rank B takes a prompt of {result['long_tokens']} tokens, over A's median "
-            "while B decodes as well",
-            table(headers, stalls),
-            "between two outputs of a request; an output is what one step committed, a token or several",
+            show_stalls(result["stall"], result["long_tokens"]),
             "",
             table(("comparison", "ratio", "this", "against", "unit"), ratios),
             f"agreement: {result['agreement_share']:.1%} of a step with both ranks busy",
@@ -208,22 +162,6 @@ def _uneven(result: dict[str, Any]) -> str:
     return f"{result['requests_per_rank']} and 1"
 
 
-def _stall_figures(stalls: Sequence[Stall]) -> dict[str, float]:
-    return {key: median([float(getattr(s, key)) for s in stalls]) for key in Stall.__slots__}
-
-
-def _settings(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:
-    settings = pair.config(DEFAULT, requests).model_dump(exclude_none=True)
-    return {
-        **settings,
-        "num_threads": pair.num_threads or 1,
-        "chunked_prefill_size": CHUNK_ROWS,
-        "tp_size": world,
-        "attn_dp_size": world,
-        **more,
-    }
-
-
 def _cases(pair: Pair, size: Size) -> dict[str, Case]:
     """Every gang but the stalling ones; request i is the same text in all of them."""
     prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
@@ -236,36 +174,14 @@ def _cases(pair: Pair, size: Size) -> dict[str, Case]:
     own, total = size.requests, 2 * size.requests
 
     def two(**more: object) -> dict[str, Any]:
-        return _settings(pair, total, 2, **more)
+        return settings_of(pair, total, 2, **more)
 
     return {
-        ALONE: Case(_settings(pair, total, 1), jobs(own, ranks=1)),
-        ALL_ALONE: Case(_settings(pair, total, 1), jobs(own, own, ranks=1)),
+        ALONE: Case(settings_of(pair, total, 1), jobs(own, ranks=1)),
+        ALL_ALONE: Case(settings_of(pair, total, 1), jobs(own, own, ranks=1)),
         IDLE: Case(two(), jobs(own)),
         BUSY: Case(two(), jobs(own, own)),
         REPLICATED: Case(two(speculative_draft_parallel="replicated"), jobs(own, own)),
         UNEVEN: Case(two(**EXACT), jobs(own, 1)),
         UNEVEN_PADDED: Case(two(**PADDED), jobs(own, 1)),
     }
-
-
-def _stall_case(pair: Pair, size: Size, rows: int | None = None) -> Case:
-    """Rank A (0) decodes all the time; rank B (1) decodes as well, then takes the long prompt, then decodes again. A's
-    requests start anew when they end, from so short a prompt that it is decoding that is measured.
-    """
-    prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
-    [long] = pair.prompts(1, size.long_tokens)
-    more: dict[str, object] = {"max_total_tokens": size.long_tokens + size.requests * 1024}
-    if rows is not None:
-        more["mixed_prefill_size"] = rows
-
-    def steady(name: str, dp_rank: int, again: bool = False, after: bool = False) -> list[Job]:
-        mine = prompts[size.requests * dp_rank :]
-        return [
-            Job(f"{name}{i}", dp_rank, mine[i], size.steady_tokens, again, alone=after and not i)
-            for i in range(size.requests)
-        ]
-
-    jobs = steady("a", 0, again=True) + steady("b", 1)
-    jobs += [Job(LONG, 1, long, 2, alone=True), *steady("c", 1, after=True)]
-    return Case(_settings(pair, 2 * size.requests, 2, **more), jobs, until=f"c{size.requests - 1}")

@@ -13,6 +13,7 @@ from cluster.train.corpus import heldout_prompts
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 KV_TOKENS_PER_REQUEST = 512
+ANY_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,9 @@ class Pair:
         return AutoTokenizer.from_pretrained(self.target, local_files_only=True)
 
     def config(self, shape: Shape, requests: int) -> EngineConfig:
-        """An engine for `requests` at once, without prefix reuse: a repeat must do all of the work again."""
+        """An engine for `requests` at once, without prefix reuse, since a repeat must do all of the work again, and
+        with whole prompts in a step, so that what runs together does not follow from measured costs.
+        """
         settings: dict[str, object] = {
             "model_path": self.target,
             "dtype": self.dtype,
@@ -86,6 +89,7 @@ class Pair:
             "max_running_requests": requests,
             "max_total_tokens": requests * KV_TOKENS_PER_REQUEST,
             "chunked_prefill_size": -1,
+            "mixed_prefill_size": ANY_ROWS,
             "disable_radix_cache": True,
         }
         if shape.num_steps:

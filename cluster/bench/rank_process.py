@@ -44,11 +44,13 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
     """Step until the gang leaves, which the rank of the awaited request asks for, or every rank when all is done."""
     waiting = [job for job in (Job(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info()["dp_rank"]]
     running: dict[str, Job] = {}
-    life, lives = Life(), 0
+    life, lives, over = Life(), 0, set[str]()
     while not engine.left:
         for job in list(waiting):
             if job.alone and running:
                 break
+            if job.after and job.after not in over:
+                continue
             waiting.remove(job)
             name = f"{job.name}#{lives}" if job.name in life.submitted else job.name
             running[name], lives = job, lives + 1
@@ -65,6 +67,7 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
             if output.finish_reason is None:
                 continue
             job = running.pop(name)
+            over.add(name)
             if job.again:
                 waiting.append(job)
             if name == case["until"]:

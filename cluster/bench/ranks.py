@@ -15,11 +15,41 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from cluster.bench.pair import DEFAULT, Pair
 from cluster.mesh import open_store
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 CASE_TIMEOUT_S = 300.0
+CHUNK_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured: `requests` per rank, and the prompt that a rank takes while others decode."""
+
+    requests: int = 4
+    prompt_tokens: int = 64
+    new_tokens: int = 96
+    long_tokens: int = 8192
+    steady_tokens: int = 384
+    repeats: int = 3
+
+
+QUICK = Size(new_tokens=32, long_tokens=1024, steady_tokens=96, repeats=1)
+
+
+def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:
+    """The settings of a gang of `world` data-parallel ranks."""
+    settings = pair.config(DEFAULT, requests).model_dump(exclude_none=True)
+    return {
+        **settings,
+        "num_threads": pair.num_threads or 1,
+        "chunked_prefill_size": CHUNK_ROWS,
+        "tp_size": world,
+        "attn_dp_size": world,
+        **more,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +57,7 @@ class Job:
     """A greedy request of a data-parallel rank; EOS is ignored.
 
     `again`: when it has ended it starts anew, as `name#1`, `name#2` and so on. `alone`: it waits until the rank has no
-    other request, and those behind it wait for it.
+    other request, and those behind it wait for it. `after`: it waits until the request of that name has ended.
     """
 
     name: str
@@ -36,6 +66,7 @@ class Job:
     new_tokens: int
     again: bool = False
     alone: bool = False
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True)

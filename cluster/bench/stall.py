@@ -1,25 +1,32 @@
-"""How long one rank's prompt holds up another's decoding, from what both ranks saw."""
+"""How long a prompt holds up those who decode, and how long it takes itself, by `prefill_share`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
-from cluster.bench.ranks import Life, StepRecord
-from cluster.bench.report import median, ratio
+from cluster.bench.pair import Pair
+from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord, settings_of
+from cluster.bench.report import median, ratio, table
 
 LONG = "long"
+SHARES = (0.25, 0.5, 0.75)
+DEFAULT_SHARE = 0.5
+GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at the default share: median step over the usual one, first token over that alone
+OPENING_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Rank A's inter-token latency: the time between two outputs of a request, as its user sees it. An output is what
-    a step committed for it, one token or several.
+    """Inter-token latency of those who decode: the time between two outputs of a request, as its user sees it. An
+    output is what a step committed for it, one token or several.
 
-    *busy*: all of rank B's own requests decode as well, before the long prompt and after it, so that a machine whose
-    pace drifts drifts for both sides. *prefill*: from the submission of B's long prompt to its first token. `ratio` is
-    A's p99 during prefill over A's median while busy. On a machine that does other things as well this is mostly their
-    doing: `median_ratio` is median over median, `tail_ratio` p99 over p99, and `cpu_ratio` compares the CPU seconds of
-    the slower rank's steps, median over median.
+    *busy*: without the long prompt, before it and where it can be after it, so that a machine whose pace drifts drifts
+    for both sides. *prefill*: from the submission of the long prompt to its first token. `median_ratio` is median over
+    median, `tail_ratio` p99 over p99, `ratio` p99 during prefill over the median while busy. On a machine that does
+    other things as well the last two are mostly their doing: `cpu_ratio` compares the CPU seconds of the slower rank's
+    steps, median over median. `first_ratio` is the prompt's first token over that alone, `first_cpu_ratio` the same of
+    those CPU seconds.
     """
 
     ratio: float
@@ -32,17 +39,33 @@ class Stall:
     prefill_p99_ms: float
     first_token_s: float
     prompt_steps: int
+    first_ratio: float = 0.0
+    first_cpu_ratio: float = 0.0
 
 
-def stall_of(lives: Sequence[Life], long: str = LONG) -> Stall:
-    """The stall in one life of ranks A and B."""
-    a, b = lives
-    submitted, first = b.submitted[long], b.times[long][0]
-    windows = [
-        (max(times[0] for times in group), min(times[-1] for times in group))
-        for late in (False, True)
-        if (group := [b.times[n] for n, at in b.submitted.items() if n != long and (at > submitted) is late])
-    ]
+class First(NamedTuple):
+    """What the long prompt's first token took: seconds, and CPU seconds of the slower rank's steps."""
+
+    seconds: float
+    cpu: float
+
+
+Stalls = dict[str, Stall]
+"""Of one repeat, by the name of the case."""
+
+
+def stall_of(lives: Sequence[Life], alone: First) -> Stall:
+    """The stall in one life of a gang: its first rank decodes, its last one, which may be the same, takes the prompt.
+    `alone` is the prompt with nobody beside it.
+    """
+    a, b = lives[0], lives[-1]
+    submitted, first = b.submitted[LONG], b.times[LONG][0]
+    took = first_of(lives)
+    early = [b.times[name] for name, at in b.submitted.items() if name != LONG and at < submitted]
+    late = [b.times[name] for name, at in b.submitted.items() if name != LONG and at >= first]
+    windows = [(max(times[0] for times in early), min(submitted, *(times[-1] for times in early)))]
+    if late and len(lives) > 1:
+        windows.append((max(times[0] for times in late), min(times[-1] for times in late)))
     busy = [gap for window in windows for gap in gaps(a, *window)]
     prefill, middle = gaps(a, submitted, first), median(busy)
     steps = list(zip(a.steps, b.steps, strict=True))
@@ -58,8 +81,10 @@ def stall_of(lives: Sequence[Life], long: str = LONG) -> Stall:
         busy_p99_ms=1000 * p99(busy),
         prefill_median_ms=1000 * median(prefill),
         prefill_p99_ms=1000 * p99(prefill),
-        first_token_s=first - submitted,
+        first_token_s=took.seconds,
         prompt_steps=sum(s.prompt_rows > 0 for s in b.steps if submitted <= s.began < first),
+        first_ratio=ratio(took.seconds, alone.seconds),
+        first_cpu_ratio=ratio(took.cpu, alone.cpu),
     )
 
 
@@ -76,6 +101,95 @@ def gaps(life: Life, start: float, stop: float) -> list[float]:
 def p99(values: Sequence[float]) -> float:
     """The least value that 99% do not exceed; 0.0 of none."""
     return sorted(values)[-(-99 * len(values) // 100) - 1] if values else 0.0
+
+
+def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = False) -> Stalls:
+    """One repeat: on two ranks and on one, the prompt alone and beside decoding requests with each share."""
+    stalls: Stalls = {}
+    for world in (2, 1):
+        alone = first_of(ranks.run(alone_case(pair, size, world)))
+        for share in SHARES[:: -1 if backwards else 1]:
+            stalls[_name(world, share)] = stall_of(ranks.run(stall_case(pair, size, world, share)), alone)
+    return stalls
+
+
+def first_of(lives: Sequence[Life]) -> First:
+    """The long prompt, from its submission to its first token."""
+    submitted, first = lives[-1].submitted[LONG], lives[-1].times[LONG][0]
+    steps = zip(*(life.steps for life in lives), strict=True)
+    return First(first - submitted, sum(max(s.cpu for s in at) for at in steps if submitted <= at[-1].began < first))
+
+
+def alone_case(pair: Pair, size: Size, world: int) -> Case:
+    """The long prompt on the last rank, in whole chunks, with nobody beside it."""
+    [long] = pair.prompts(1, size.long_tokens)
+    return Case(_settings(pair, size, world), [Job(LONG, world - 1, long, 2)])
+
+
+def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
+    """Rank A (0) decodes all the time; with two of them rank B (1) decodes as well, then takes the long prompt, then
+    decodes again; a rank alone takes it beside its own. A's requests start anew when they end, from so short a prompt
+    that it is decoding that is measured.
+    """
+    prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
+    [long] = pair.prompts(1, size.long_tokens)
+
+    def steady(name: str, dp_rank: int, again: bool = False, after: bool = False) -> list[Job]:
+        mine = prompts[size.requests * dp_rank :]
+        return [
+            Job(f"{name}{i}", dp_rank, mine[i], size.steady_tokens, again, alone=after and not i)
+            for i in range(size.requests)
+        ]
+
+    settings, jobs = _settings(pair, size, world, prefill_share=share), steady("a", 0, again=True)
+    if world == 1:
+        return Case(settings, [*jobs, Job(LONG, 0, long, 2, after="a0")], until=LONG)
+    jobs += [*steady("b", 1), Job(LONG, 1, long, 2, alone=True), *steady("c", 1, after=True)]
+    return Case(settings, jobs, until=f"c{size.requests - 1}")
+
+
+def stalled(repeats: Sequence[Stalls]) -> dict[str, dict[str, float]]:
+    """Medians over the repeats, JSON-ready, by case."""
+    return {
+        name: {key: median([float(getattr(stalls[name], key)) for stalls in repeats]) for key in Stall.__slots__}
+        for name in repeats[0]
+    }
+
+
+def show_stalls(stalls: Mapping[str, Mapping[str, Any]], tokens: int) -> str:
+    """The figures as a table, with the goals of the default share."""
+    rows = []
+    for name, s in stalls.items():
+        usual = name.endswith(f" {DEFAULT_SHARE}")
+        goals = (GOAL_STEP, GOAL_FIRST) if usual else (None, None)
+        rows.append(
+            (
+                name, s["median_ratio"], goals[0], s["first_ratio"], goals[1], s["first_token_s"],
+                round(s["prompt_steps"]), s["busy_median_ms"], s["prefill_median_ms"], s["busy_p99_ms"],
+                s["prefill_p99_ms"], s["ratio"], s["cpu_ratio"], s["first_cpu_ratio"],
+            )
+        )  # fmt: skip
+    headers = (
+        "prefill_share", "step / usual", "goal", "first token / alone", "goal", "first token, s", "steps",
+        "usual, ms", "beside", "usual p99", "beside p99", "p99 / usual", "step, CPU", "first, CPU",
+    )  # fmt: skip
+    return "\n".join(
+        [
+            f"stall: requests decode while a prompt of {tokens} tokens is taken, on the other rank or beside them on "
+            "theirs; usual is without it, alone is the prompt with nobody decoding",
+            table(headers, rows),
+            "step: median time between two outputs of a request, as its user sees it",
+        ]
+    )
+
+
+def _name(world: int, share: float) -> str:
+    return f"{'other rank' if world > 1 else 'same rank'}, {share}"
+
+
+def _settings(pair: Pair, size: Size, world: int, **more: object) -> dict[str, Any]:
+    room = {"max_total_tokens": size.long_tokens + size.requests * 1024, "mixed_prefill_size": None}
+    return settings_of(pair, 2 * size.requests, world, **room, **more)
 
 
 def _cpu(steps: Sequence[tuple[StepRecord, StepRecord]]) -> float:

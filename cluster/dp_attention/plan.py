@@ -21,7 +21,8 @@ class Facts(NamedTuple):
     agree on `order` and `results`, checksums of what the rank ran last and of the tokens that it gave. Sizes:
     `decodes` requests decode, `prompt_rows` prompt rows ride along, `finals` prompts finish, `order_words` integers
     describe the batch to the group's followers, `num_steps` is the deepest tree that the rank votes for, `requests`
-    are its waiting and running ones, `leaving` says that the gang is to end.
+    are its waiting and running ones, `leaving` says that the gang is to end, `decode_us` is what its decoding alone
+    takes, by its measured costs.
     """
 
     epoch: int
@@ -38,6 +39,7 @@ class Facts(NamedTuple):
     rule: int = 0
     order: int = 0
     results: int = 0
+    decode_us: int = 0
 
 
 HEADER = ("epoch", "step", "digest", "calls", "rule")
@@ -45,7 +47,8 @@ GROUP_HEADER = ("order", "results")
 
 
 class StepPlan(NamedTuple):
-    """What every rank runs. `decodes[g]`, `prompt_rows[g]`, `finals[g]` belong to group g; `order_words[g]` too.
+    """What every rank runs. `decodes[g]`, `prompt_rows[g]`, `finals[g]` belong to group g; `order_words[g]`,
+    `decode_us[g]` too.
 
     When `padded`, every group runs the rows of the largest one (equal parts in the exchange, and one shape per graph
     bucket); otherwise each runs its own and the exchange sends exact counts. `num_steps` is the tier, the minimum of
@@ -61,6 +64,7 @@ class StepPlan(NamedTuple):
     num_steps: int
     quiet: bool
     leaving: bool
+    decode_us: tuple[int, ...]
 
     @property
     def digest(self) -> int:
@@ -109,6 +113,7 @@ class PlanRule:
             num_steps=min(f.num_steps for f in groups),
             quiet=not any(f.requests for f in table),
             leaving=any(f.leaving for f in table),
+            decode_us=tuple(f.decode_us for f in groups),
         )
 
 

@@ -18,9 +18,9 @@ from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Ops, PlanRule
 from cluster.engine.assemble import Assembler
+from cluster.engine.calibrate import measure_pace
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.pace import pace_of
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.sample import check_sample
 from cluster.engine.scheduler import Scheduler
@@ -170,11 +170,15 @@ def assemble(
     )
     if sample is not None and folder is not None:
         check_sample(sample, folder, lockstep, cache, context, config.speculative_token_map is not None)
+    pace = None
+    if config.mixed_prefill_size is None and rows * mesh.attn_dp > 1:  # else no prompt meets a request that decodes
+        pace = measure_pace(lockstep, cache, config, context, arch.vocab_size)
+    watch.take()
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
     info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
+    info["step_costs"] = None if pace is None else pace.described()
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
-    pace = pace_of(arch.layer, shape.num_draft_tokens, device.type, mesh.attn_dp)
     return Engine(
         Parts(
             config=config,

@@ -57,7 +57,7 @@ class Engine(Rank):
         self._seeds = random.Random(parts.config.random_seed)
         self._over: list[RequestOutput] = []
         self._trees = self._tree_tokens = 0
-        self._busiest = 0
+        self._busiest = self._prefilling = 0
 
     @property
     def has_work(self) -> bool:
@@ -125,13 +125,15 @@ class Engine(Rank):
             GangError: a peer is gone, or ranks are out of step.
         """
         p, started = self._p, time.perf_counter()
-        schedule = p.scheduler.schedule(self._busiest)
+        schedule = p.scheduler.schedule(self._busiest, self._prefilling)
         order = schedule.order(p.cache.table.unsent)
         scheduled = time.perf_counter()
-        ran = p.lockstep.run(order, len(self._sequences), self._vote(len(schedule.decodes)))
+        vote = p.config.levels_at(len(schedule.decodes), p.shape.num_steps)
+        ran = p.lockstep.run(order, len(self._sequences), vote, schedule.decode_us)
         done = time.perf_counter()
         own = self._ran(ran, done - started)
-        self._busiest = max(ran.plan.decodes)
+        self._busiest = max(ran.plan.decode_us)
+        self._prefilling = sum(rows > 0 for rows in ran.plan.prompt_rows) - bool(schedule.prompt_rows)
         outputs, seconds = self._over, {"schedule": scheduled - started, "agree": ran.agreed}
         lens: list[int] = []
         self._over = []
@@ -143,12 +145,6 @@ class Engine(Rank):
         stats = self._stats(schedule, ran, own, lens, seconds, outputs)
         self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats, p.watch.take())
-
-    def _vote(self, decodes: int) -> int:
-        """The deepest tree that the settings allow with so many decoding requests."""
-        deepest = self._p.shape.num_steps
-        limits = [most for count, most in self._p.config.speculative_batch_tiers.items() if decodes >= count]
-        return min([deepest, *limits])
 
     def status(self) -> EngineStatus:
         """Load and progress now."""

@@ -50,9 +50,9 @@ class Lockstep:
     left: bool = False
     leaving: bool = False
 
-    def run(self, order: Order, requests: int, num_steps: int) -> Ran:
+    def run(self, order: Order, requests: int, num_steps: int, decode_us: int = 0) -> Ran:
         """One step of the gang. `order` is this group's work as its leader has it, empty on a follower; `requests` are
-        this rank's waiting and running ones, `num_steps` its vote for the tier.
+        this rank's waiting and running ones, `num_steps` its vote for the tier, `decode_us` what its decoding takes.
 
         Raises:
             OutOfStepError: ranks disagree, or this rank was about to leave the script.
@@ -68,6 +68,7 @@ class Lockstep:
             num_steps=num_steps,
             requests=requests,
             leaving=int(self.leaving),
+            decode_us=decode_us,
         )
         try:
             plan = self.coordinator.agree(facts)

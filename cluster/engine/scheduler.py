@@ -44,7 +44,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work, and what it took to make room for it; `fresh` are those `admitted` for the first time."""
+    """One step's work, and what it took to make room for it; `fresh` are those `admitted` for the first time.
+
+    `decode_us` is what the decoding alone takes by the measured pace, and how many decode where none was measured.
+    """
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -52,6 +55,7 @@ class Schedule:
     admitted: list[Sequence] = field(default_factory=list)
     fresh: list[Sequence] = field(default_factory=list)
     copies: tuple[PageCopy, ...] = ()
+    decode_us: int = 0
 
     @property
     def prompt_rows(self) -> int:
@@ -76,24 +80,35 @@ class Schedule:
 
 @dataclass(slots=True)
 class Room:
-    """What prompt chunks may still take of a step: `rows`, and where a `pace` is kept, no more than `allowance`."""
+    """What prompt chunks may still take of a step: `rows`, and where a `pace` is kept, microseconds of `allowance`.
+
+    `beside` are the rows of the step so far, `prefilling` how many other groups take prompts. The first chunk has at
+    least so many rows that reading its prefix is not most of its work; what it overdraws, later steps go without.
+    """
 
     rows: int
     allowance: float = 0.0
     pace: Pace | None = None
+    beside: int = 0
+    prefilling: int = 0
+    first: bool = True
 
     @property
     def left(self) -> bool:
         """Whether a row more may ride."""
-        return self.rows > 0 and (self.pace is None or self.allowance >= 1.0)
+        return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
     def take(self, start: int, stop: int) -> int:
-        """How many of the prompt rows `start` to `stop - 1` ride."""
+        """How many of the prompt rows `start` to `stop - 1` ride; none where not one is paid for."""
         count = min(stop - start, self.rows)
         if self.pace is not None:
-            count = min(count, self.pace.rows(start, self.allowance))
-            self.allowance -= self.pace.cost(start, start + count)
+            paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
+            least = self.pace.least(self.beside, start, count, self.prefilling) if self.first else 0
+            count = min(count, max(paid, least))
+            self.allowance -= self.pace.cost(self.beside, start, count, self.prefilling)
         self.rows -= count
+        self.beside += count
+        self.first = False
         return count
 
 
@@ -112,6 +127,7 @@ class Scheduler:
         self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
         self._pace = None if config.mixed_prefill_size else pace
+        self._overdrawn = 0.0
 
     @property
     def queued_tokens(self) -> int:
@@ -119,21 +135,22 @@ class Scheduler:
         running = sum(len(s.tokens) - s.committed for s in self.running if s.prefilling)
         return running + sum(len(s.tokens) for s in self.waiting)
 
-    def schedule(self, busiest: int = 0) -> Schedule:
-        """The next step's work; leases are grown to hold it. `busiest`: as many requests decode on the busiest rank,
-        and wait for the prompt rows of this step.
+    def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
+        """The next step's work; leases are grown to hold it. `busiest` is the `decode_us` of the busiest rank, whose
+        requests wait for the prompt rows of this step; `prefilling` other groups take prompts as well.
         """
         plan = Schedule()
         self._publish()
         plan.retracted = self._make_room()
         plan.decodes = [s for s in self.running if not s.prefilling]
-        room = self._room(len(plan.decodes), busiest)
+        room = self._room(plan, busiest, prefilling)
         for sequence in self.running:
             if sequence.prefilling and room.left:
                 self._ride(plan, sequence, room)
         if not plan.retracted:
             self._admit_waiting(plan, room)
         plan.copies = self._cache.take_copies()
+        self._overdrawn = min(0.0, room.allowance)
         return plan
 
     def release(self, sequence: Sequence) -> None:
@@ -150,17 +167,21 @@ class Scheduler:
         sequence.committed = 0
         self.release(sequence)
 
-    def _room(self, decodes: int, busiest: int) -> Room:
-        if not decodes and not busiest:
+    def _room(self, plan: Schedule, busiest: int, prefilling: int) -> Room:
+        committed, pace = [s.committed for s in plan.decodes], self._pace
+        plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
+        if not committed and not busiest:
             return Room(self._budget)
-        if self._pace is None:
+        if pace is None:
             return Room(self._mixed_budget)
-        return Room(self._mixed_budget, self._pace.allowance(decodes, busiest), self._pace)
+        allowance = pace.allowance(committed, busiest) + self._overdrawn
+        return Room(self._mixed_budget, allowance, pace, len(committed) * pace.tree, prefilling)
 
     def _ride(self, plan: Schedule, sequence: Sequence, room: Room) -> None:
         start = sequence.committed
         stop = start + room.take(start, len(sequence.tokens))
-        plan.chunks.append(Chunk(sequence, start, stop))
+        if stop > start:
+            plan.chunks.append(Chunk(sequence, start, stop))
 
     def _make_room(self) -> int:
         """Grow the window of every decoding request, retracting from the end of the running list if need be."""

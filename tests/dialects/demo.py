@@ -43,6 +43,7 @@ def accept_lens(
         "context_length": 256,
         "max_running_requests": 8,
         "num_threads": 1,
+        "mixed_prefill_size": 512,
     }
     engine = build_engine(EngineConfig.from_kwargs(given | settings))
     if change is not None:

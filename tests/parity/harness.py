@@ -52,7 +52,9 @@ def tiny_pair(num_aux: int = 3, layers: int = 1) -> tuple[str, str]:
 def config_of(
     target: str, draft: str | None = None, topk: int = 1, num_steps: int = 3, **settings: object
 ) -> EngineConfig:
-    """A float64 CPU engine of at most 8 requests; speculative when a draft is given."""
+    """A float64 CPU engine of at most 8 requests; speculative when a draft is given. Prompt rows beside decoding
+    requests are a number, so that a test takes the same steps every time.
+    """
     given: dict[str, object] = {
         "model_path": target,
         "dtype": "float64",
@@ -61,6 +63,7 @@ def config_of(
         "max_running_requests": 8,
         "max_total_tokens": 2048,
         "page_size": 4,
+        "mixed_prefill_size": 24,
     }
     if draft is not None:
         given |= {

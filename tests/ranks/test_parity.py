@@ -44,6 +44,7 @@ def config(target: str, draft: str | None, topk: int = 2, num_steps: int = 3, **
         "max_running_requests": 6,
         "max_total_tokens": 4096,
         "page_size": 4,
+        "mixed_prefill_size": 24,
     }
     if draft is not None:
         given |= {
@@ -68,9 +69,8 @@ def option_case(turn: int, tp: int, dp: int) -> tuple[Case, bool]:
     picked = crossed(turn, (tp, dp))
     chunk, mixed = picked.pop("chunks")
     tree, memory, idle = picked.pop("tree"), picked.pop("memory"), picked.pop("idle")
-    settings = picked | tree | {"tp_size": tp, "attn_dp_size": dp, "chunked_prefill_size": chunk}
-    if mixed is not None:
-        settings["mixed_prefill_size"] = mixed
+    chunks = {"chunked_prefill_size": chunk, "mixed_prefill_size": mixed}
+    settings = picked | tree | chunks | {"tp_size": tp, "attn_dp_size": dp}
     if memory == "scarce":  # the longest request and its window fit, hardly more
         settings["max_total_tokens"] = 80
     actions = workload(

@@ -131,6 +131,8 @@ def test_speculative_config_is_checked_like_the_rest(given: dict[str, Any], mess
         ({"model_path": "m", "random_seed": -1}, ["random_seed"]),
         ({"model_path": "m", "chunked_prefill_size": 0}, ["chunked_prefill_size", "-1 for no limit"]),
         ({"model_path": "m", "chunked_prefill_size": -2}, ["chunked_prefill_size"]),
+        ({"model_path": "m", "prefill_share": 0}, ["prefill_share", "greater than 0"]),
+        ({"model_path": "m", "prefill_share": 1.0}, ["prefill_share", "less than 1"]),
         ({"model_path": "m", "tp_size": 3, "attn_dp_size": 2}, ["attn_dp_size 2", "tp_size 3"]),
         ({"model_path": "m", "speculative_num_steps": 2}, ["speculative_num_steps", "speculative_algorithm: EAGLE3"]),
         ({"model_path": "m", "speculative_eagle_topk": 2}, ["speculative_eagle_topk", "speculative_algorithm"]),

@@ -3,10 +3,13 @@ import pytest
 from cluster.bench import lockstep
 from cluster.bench.lockstep import Figures, figures, report, show
 from cluster.bench.pair import Pair
-from cluster.bench.ranks import Case, Job, Life, RankProcesses, StepRecord
+from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord
 from cluster.bench.routing import Row
-from cluster.bench.stall import gaps, p99, stall_of
+from cluster.bench.stall import SHARES, First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
+from cluster.config import EngineConfig
 from tests.tiny import draft_folder, target_folder
+
+ALONE = First(0.5, 0.25)
 
 
 def step(began: float, seconds: float = 0.1, decodes: int = 2, prompt_rows: int = 0, agree: float = 0.01) -> StepRecord:
@@ -32,7 +35,7 @@ def two_lives() -> list[Life]:
 
 
 def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one() -> None:
-    stall = stall_of(two_lives())
+    stall = stall_of(two_lives(), ALONE)
     assert stall.busy_median_ms == pytest.approx(100.0)
     assert stall.prefill_p99_ms == pytest.approx(500.0)
     assert stall.ratio == pytest.approx(5.0)
@@ -40,6 +43,7 @@ def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one(
     assert stall.tail_ratio == pytest.approx(5.0)
     assert stall.cpu_ratio == pytest.approx(3.0)
     assert (stall.first_token_s, stall.prompt_steps) == (pytest.approx(1.7), 5)
+    assert (stall.first_ratio, stall.first_cpu_ratio) == (pytest.approx(3.4), pytest.approx(3.4))
 
 
 def test_busy_is_before_the_long_prompt_and_after_it() -> None:
@@ -51,9 +55,38 @@ def test_busy_is_before_the_long_prompt_and_after_it() -> None:
     began = [2.7, *after[:-1]]
     a.steps += [step(at, 0.3) for at in began]
     b.steps += [step(at, 0.3, decodes=1, prompt_rows=int(at == 2.7)) for at in began]
-    stall = stall_of([a, b])
+    stall = stall_of([a, b], ALONE)
     assert stall.busy_median_ms == pytest.approx(300.0), "11 gaps of 0.3 s against 8 of 0.1 s, of each request"
     assert stall.prompt_steps == 5, "the later request's prompt is not the long one's"
+
+
+def test_on_one_rank_usual_is_before_the_long_prompt() -> None:
+    """Those that decode meanwhile, and start anew while the prompt is taken, are no measure of what is usual."""
+    ends = [0.1 * i for i in range(1, 9)] + [1.0, 1.2, 1.4, 1.6]
+    life = Life(
+        times={"a0": ends[:8], "a1": ends, "a0#2": ends[9:], "long": [1.6]},
+        submitted={"a0": 0.0, "a1": 0.0, "long": 0.8, "a0#2": 0.8},
+    )
+    life.steps = [step(before, after - before) for before, after in zip([0.0, *ends], ends, strict=False)]
+    stall = stall_of([life], First(0.2, 0.2))
+    assert stall.busy_median_ms == pytest.approx(100.0)
+    assert stall.prefill_median_ms == pytest.approx(200.0)
+    assert (stall.median_ratio, stall.first_ratio) == (pytest.approx(2.0), pytest.approx(4.0))
+
+
+def test_the_stalling_cases_are_paced_by_their_share() -> None:
+    size = Size(requests=2, long_tokens=100, steady_tokens=9)
+    for world in (2, 1):
+        alone = alone_case(Pair(), size, world)
+        assert [(job.name, job.dp_rank) for job in alone.jobs] == [("long", world - 1)]
+        for share in SHARES:
+            case = stall_case(Pair(), size, world, share)
+            config = EngineConfig.from_kwargs(case.settings)
+            assert (config.prefill_share, config.mixed_prefill_size) == (share, None)
+            [long] = [job for job in case.jobs if job.name == "long"]
+            assert long.dp_rank == world - 1
+            assert bool(long.after) is (world == 1), "a rank alone goes on decoding"
+            assert {job.dp_rank for job in case.jobs if job.again} == {0}
 
 
 def test_gaps_belong_to_one_request_and_lie_inside_the_window() -> None:
@@ -85,14 +118,17 @@ def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.
     runs = {name: [Figures(s, s / 5, 0.04, 10 / s, 0.25)] * 3 for name, s in steps.items()}
     texts = {name: {"a0": [1, 2]} for name in steps}
     texts[lockstep.IDLE] = {"a0": [1, 3]}
-    stalls = [stall_of(two_lives())]
-    result = report(Pair(), lockstep.Size(), runs, texts, stalls, stalls)
-    assert result["stall_ratio"] == pytest.approx(5.0)
+    stalls = {"other rank, 0.25": stall_of(two_lives(), ALONE), "other rank, 0.5": stall_of(two_lives(), ALONE)}
+    result = report(Pair(), Size(), runs, texts, [stalls])
+    assert result["stall"]["other rank, 0.5"]["median_ratio"] == pytest.approx(3.0)
     assert result["idle_rank_step_ratio"] == pytest.approx(1.5)
     assert result["both_busy_throughput_ratio"] == pytest.approx(2 / 3)
     assert result["padding"] == {"idle_rows_share": 0.25, "step_ratio": pytest.approx(1.25)}
     assert result["replicated_draft"]["step_ratio"] == pytest.approx(1.1)
     assert (result["same_texts"], result["texts"]) == (6, 7)
+    goals = {line[:16].strip(): line.split()[4:7:2] for line in show_stalls(stalled([stalls]), 100).splitlines()}
+    assert goals["other rank, 0.5"] == ["2.20", "2.50"]
+    assert goals["other rank, 0.25"] == ["-", "-"]
     text = show(result)
     assert "6 of 7 texts" in text
     assert "agreement: 4.0% of a step" in text
@@ -113,6 +149,7 @@ def test_ranks_run_a_case_to_its_end(world: int) -> None:
         Job("b", world - 1, [6, 7], 9),
         Job("long", world - 1, list(range(1, 60)), 30, alone=world > 1),
         Job("after", world - 1, [8, 9], 50),
+        Job("last", world - 1, [8, 9], 5, after="b"),
     ]
     with RankProcesses(world) as ranks:
         lives = ranks.run(Case(settings, jobs, until="long"))
@@ -125,6 +162,9 @@ def test_ranks_run_a_case_to_its_end(world: int) -> None:
     assert (len(tokens["b"]), len(tokens["long"])) == (9, 30)
     alone = {name: got for life in again for name, got in life.tokens.items()}
     assert (alone["b"], alone["long"]) == (tokens["b"], tokens["long"])
+    for name in ("b", "last"):
+        assert name in lives[world - 1].times
+    assert lives[world - 1].submitted["last"] >= lives[world - 1].times["b"][-1], "it waits until that one has ended"
     if world > 1:
         assert lives[1].submitted["long"] >= lives[1].times["b"][-1], "it waits until nothing else runs"
         assert lives[1].submitted["after"] > lives[1].submitted["long"], "it waits behind the one that waits"

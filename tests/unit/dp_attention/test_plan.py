@@ -48,6 +48,14 @@ def test_a_group_counts_once_whatever_its_followers_say() -> None:
     assert plan.decodes == (3, 1) and plan.prompt_rows == (4, 0) and plan.finals == (1, 0) and plan.num_steps == 3
 
 
+def test_every_rank_learns_what_each_groups_decoding_takes() -> None:
+    table = [facts(3)._replace(decode_us=700), facts(), facts(1)._replace(decode_us=300), facts()]
+    plan = rule("exact", attn_tp=2).plan(table, SHAPE)
+    assert plan.decode_us == (700, 300)
+    table[2] = table[2]._replace(decode_us=301)
+    assert rule("exact", attn_tp=2).plan(table, SHAPE).digest != plan.digest
+
+
 def test_quiet_and_leaving_are_for_everybody() -> None:
     nobody = [facts(), facts()]
     assert rule().plan(nobody, SHAPE).quiet and not rule().plan(nobody, SHAPE).leaving

@@ -1,0 +1,102 @@
+"""What steps take on this gang, measured once at start: a few of them with made-up rows, before the first request.
+
+They go through the step itself, on every rank at once. A time is the slowest rank's, and the best of a few rounds, so
+that a machine which is busy for a moment does not set the pace for ever.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from cluster.batch import Order, PromptChunk, Sampling
+from cluster.config import EngineConfig
+from cluster.engine.lockstep import Lockstep
+from cluster.engine.pace import DEEP, Limits, Load, Pace, fit
+from cluster.kv.cache import KVCache, Lease
+
+MOST_ROWS = 4096  # no step is made longer than that to find out what it takes
+ROUNDS, ENOUGH_S = 3, 3.0  # so many rounds, unless those before have taken that long
+STRIDE = 7919  # between token ids, so that not all rows choose the same experts
+
+
+def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, context: int, vocab_size: int) -> Pace:
+    """The pace of this gang, the same on every rank; every rank of it calls this, with an empty cache."""
+    shape = lockstep.shapes[-1]
+    length = min(context, cache.total * cache.page_size - shape.window)
+    budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else MOST_ROWS
+    limits = Limits(config.max_running_requests, max(1, min(budget, MOST_ROWS, length // 2)), length)
+    length = min(length, DEEP + limits.rows)
+    tokens = tuple(STRIDE * index % vocab_size for index in range(length + 1))
+    trial = _Trial(lockstep, config, tokens)
+    if lockstep.mesh.leads:
+        lease = cache.open(tokens, length + shape.window)
+        assert lease is not None, "an empty cache holds a request"
+        trial.begin(cache, lease)
+    trial.run(Load(1, rows=1))  # whatever is made on first use
+    given = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
+    pace = fit(trial.time, *given)
+    for _ in range(ROUNDS - 1):
+        if trial.spent < ENOUGH_S:
+            trial.again()
+            pace = fit(trial.time, *given)
+    if trial.lease is not None:
+        cache.close(trial.lease, tokens, 0)
+    lockstep.mesh.world.clock.take()
+    return pace
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Steps with made-up rows, and the best time of each. All rows belong to one request of each group, as often as a
+    step needs it.
+    """
+
+    lockstep: Lockstep
+    config: EngineConfig
+    tokens: tuple[int, ...]
+    lease: Lease | None = None
+    spent: float = 0.0
+    best: dict[Load, float] = field(default_factory=dict)
+    _first: Order = field(default=Order())
+
+    def begin(self, cache: KVCache, lease: Lease) -> None:
+        """Use `lease`; the first order tells followers of it."""
+        self.lease = lease
+        greedy = Sampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
+        self._first = Order(samplings=(greedy,), writes=cache.table.unsent)
+        cache.table.sent()
+
+    def time(self, load: Load) -> float:
+        """Microseconds of a step with this load at its best so far, the same on every rank."""
+        if load not in self.best:
+            self.best[load] = self._everyones(self.run(load))
+        return self.best[load]
+
+    def again(self) -> None:
+        """Another round of all loads that were timed."""
+        for load, best in self.best.items():
+            self.best[load] = min(best, self._everyones(self.run(load)))
+
+    def _everyones(self, seconds: float) -> float:
+        """The slowest rank's microseconds."""
+        slowest = max(us for (us,) in self.lockstep.mesh.all_gather_row((int(1e6 * seconds),)))
+        self.spent += slowest / 1e6
+        return max(1.0, slowest)
+
+    def run(self, load: Load) -> float:
+        """Take a step with this load; its seconds on this rank."""
+        order, deepest = Order(), len(self.lockstep.shapes) - 1
+        if self.lease is not None:
+            order, self._first = self._first, Order()
+            order = order._replace(decodes=((self.lease.row, load.committed),) * load.decodes)
+            if load.rows and (load.crowd or self.lockstep.mesh.dp_rank == 0):
+                stop = load.start + load.rows
+                chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])
+                order = order._replace(chunks=(chunk,))
+        began = time.perf_counter()
+        self.lockstep.run(order, int(self.lease is not None), self.config.levels_at(load.decodes, deepest))
+        device = self.lockstep.step.carried.bonus.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began

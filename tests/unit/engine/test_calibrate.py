@@ -1,0 +1,71 @@
+"""Measuring what steps take at start leaves no trace, and is short."""
+
+import pytest
+
+from cluster.engine import Engine, build_engine, calibrate
+from cluster.engine.pace import Load
+from tests.parity.harness import GREEDY, config_of, request, run, tiny_pair
+
+ASKED = [request(f"{i}", [t % 23 for t in range(1, 40 + i)], GREEDY, max_tokens=20) for i in range(3)]
+
+
+def engine_of(**settings: object) -> Engine:
+    return build_engine(config_of(*tiny_pair(), 4, 3, **settings))
+
+
+def test_costs_are_measured_and_shown() -> None:
+    engine = engine_of(mixed_prefill_size=None)
+    costs = engine.info()["step_costs"]
+    assert costs["decode_ms"]["1"] > 0
+    assert list(costs["target_rows_ms"].values()) == sorted(costs["target_rows_ms"].values())
+    assert len(costs["target_rows_ms"]) > 2
+    assert engine_of().info()["step_costs"] is None, "a number of rows was given"
+    assert engine_of(mixed_prefill_size=None, max_running_requests=1).info()["step_costs"] is None, "nobody to wait"
+
+
+def test_measuring_leaves_nothing_behind() -> None:
+    engine, fixed = engine_of(mixed_prefill_size=None), engine_of()
+    status = engine.status()
+    assert (status.steps, status.pages_used, status.pages_cached, status.own_seconds) == (0, 0, 0, 0.0)
+    engine.check_pages()
+    assert not engine.has_work
+    assert run(engine, ASKED).tokens == run(fixed, ASKED).tokens
+    engine.check_pages()
+
+
+@pytest.mark.parametrize(
+    "small",
+    [
+        {"max_total_tokens": 24, "page_size": 4},
+        {"max_total_tokens": 4096, "context_length": 12},
+        {"chunked_prefill_size": 1},
+        {"chunked_prefill_size": -1},
+        {"page_size": 1, "max_running_requests": 2},
+        {"speculative_batch_tiers": {2: 1, 3: 0}},
+    ],
+)
+def test_measuring_fits_whatever_there_is_room_for(small: dict[str, object]) -> None:
+    engine = engine_of(mixed_prefill_size=None, **small)
+    assert engine.info()["step_costs"]["decode_ms"]
+    engine.check_pages()
+
+
+def test_a_slow_model_is_measured_once_and_a_fast_one_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are made up: every step takes as long as the first ones were said to, and one of them ten times that."""
+    loads: list[Load] = []
+
+    def measured(seconds: float) -> float:
+        loads.clear()
+
+        def taken(trial: calibrate._Trial, load: Load) -> float:
+            loads.append(load)
+            return seconds * (10 if len(loads) == 3 else 1)
+
+        monkeypatch.setattr(calibrate._Trial, "run", taken)
+        return float(engine_of(mixed_prefill_size=None).info()["step_costs"]["decode_ms"]["4"])
+
+    slow = measured(3.0), list(loads)
+    assert len(slow[1]) == 1 + len(set(slow[1][1:])) <= 12
+    fast = measured(0.001), list(loads)
+    assert fast[0] == pytest.approx(1.0)
+    assert max(map(fast[1].count, fast[1])) <= calibrate.ROUNDS
