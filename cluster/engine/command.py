@@ -43,8 +43,12 @@ def complete(engine: Engine, requests: list[Request]) -> list[Completion]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie generate`."""
-    parser.add_argument("dir", nargs="?", metavar="DIR", help="folder of the target")
-    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the text to go on with")
+    words = (
+        parser.add_argument("dir", metavar="DIR", help="folder of the target"),
+        parser.add_argument("text", metavar="PROMPT", help="the text to go on with"),
+    )
+    for word in words:  # not nargs="?": argparse would end the second one at the first flag that follows the first one
+        word.required = False
     parser.add_argument("--model", metavar="DIR", help="in place of DIR")
     parser.add_argument("--prompt", metavar="TEXT", help="in place of PROMPT")
     parser.add_argument(

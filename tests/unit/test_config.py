@@ -28,6 +28,7 @@ VALUES: dict[str, Any] = {
     "max_running_requests": 3,
     "chunked_prefill_size": 64,
     "random_seed": 7,
+    "mem_fraction_static": 0.5,
     "speculative_draft_model_path": "d",
 }
 
@@ -132,10 +133,17 @@ def test_speculative_config_is_checked_like_the_rest(given: dict[str, Any], mess
         ({"model_path": "m", "chunked_prefill_size": 0}, ["chunked_prefill_size", "-1 for no limit"]),
         ({"model_path": "m", "chunked_prefill_size": -2}, ["chunked_prefill_size"]),
         ({"model_path": "m", "tp_size": 3, "attn_dp_size": 2}, ["attn_dp_size 2", "tp_size 3"]),
-        ({"model_path": "m", "speculative_num_steps": 2}, ["speculative_num_steps", "speculative_algorithm: EAGLE3"]),
-        ({"model_path": "m", "speculative_eagle_topk": 2}, ["speculative_eagle_topk", "speculative_algorithm"]),
+        ({"model_path": "m", "speculative_num_steps": 2}, ["speculative_num_steps", "speculative_draft_model_path"]),
+        ({"model_path": "m", "speculative_eagle_topk": 2}, ["speculative_eagle_topk", "speculative_draft_model_path"]),
+        ({"model_path": "m", "speculative_batch_tiers": {4: 1}}, ["speculative_batch_tiers needs speculative_draft"]),
+        (
+            {"model_path": "m", "speculative_draft_overrides": {"recurrent": "pre"}},
+            ["speculative_draft_overrides needs speculative_draft_model_path"],
+        ),
+        ({"model_path": "m", "mem_fraction_static": 0}, ["mem_fraction_static"]),
+        ({"model_path": "m", "gpu_memory_utilization": 1.2}, ["mem_fraction_static"]),
+        ({"model_path": "m", "max_total_tokens": 9, "kv_cache_gb": 1}, ["max_total_tokens and kv_cache_gb", "one"]),
         ({"model_path": "m", "speculative_num_draft_tokens": 4}, ["speculative_num_draft_tokens"]),
-        ({"model_path": "m", "speculative_draft_model_path": "d"}, ["speculative_draft_model_path"]),
         ({"model_path": "m", "speculative_algorithm": "EAGLE3"}, ["speculative_draft_model_path"]),
         ({"model_path": "m", "speculative_algorithm": "NGRAM"}, ["speculative_algorithm"]),
         ({**EAGLE, "speculative_num_steps": 17}, ["speculative_num_steps"]),
