@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench import acceptance, faults, levels, lockstep, offline, serving
-from cluster.bench.pair import Pair
+from cluster.bench.pair import Pair, named
 from cluster.bench.report import json_line, write_json
 
 PARTS = ("offline", "serving", "acceptance", "levels", "lockstep", "faults")
@@ -21,14 +21,11 @@ DIFFERENT = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie bench`."""
-    pair = Pair()
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)} (default: {' '.join(DEFAULT_PARTS)})"
     )
-    parser.add_argument(
-        "--model", default=pair.target, metavar="DIR", help="folder of the target (default: the demo's)"
-    )
-    parser.add_argument("--draft", default=pair.draft, metavar="DIR", help="folder of its draft")
+    parser.add_argument("--model", metavar="DIR", help="folder of the target (default: the demo's)")
+    parser.add_argument("--draft", metavar="DIR", help="folder of its draft")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16"])
     parser.add_argument("--num-threads", type=int, metavar="N", help="torch threads (default: all cores)")
     parser.add_argument("--repeats", type=int, metavar="N", help="how often contenders take turns (default: 5)")
@@ -62,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """One part's figures, and the same as text."""
-    pair = Pair(args.model, args.draft, args.dtype, args.num_threads)
+    pair = Pair(*named(args.model, args.draft), args.dtype, args.num_threads)
     say: Callable[[str], None] = _progress
     if part == "offline":
         size = offline.QUICK if args.quick else offline.Size()

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -63,7 +62,9 @@ def test_a_folder_and_a_prompt_in_every_order_and_spelling(with_words: str, caps
         (["/no/such/folder", "a"], "'/no/such/folder' does not exist"),
     ],
 )
-def test_what_is_missing_or_given_twice_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_or_given_twice_is_said(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", *words]) == 2
     assert said in capsys.readouterr().err
 
