@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cluster.arch.draft.overrides import add_override_argument, overrides_of
 from cluster.arch.draft.sample import FILE, Sample
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
-from cluster.engine.overrides import add_override_argument, overrides_of
 
 TOKENS = 24
 TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
