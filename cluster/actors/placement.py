@@ -151,7 +151,7 @@ def device_of(
     if asked == "cpu":
         return "cpu", "device: cpu"
     if bundles is not None:
-        reserves = "reserves GPUs" if with_gpu else "reserves no GPU for some rank"
+        reserves = "reserves GPUs" if with_gpu else "does not reserve a GPU for each rank"
         return "cuda" if with_gpu else "cpu", f"device: auto; placement_group_config {reserves}"
     if accelerator_type is not None:
         return "cuda", f"device: auto; accelerator_type is {accelerator_type}"
