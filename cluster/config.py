@@ -54,8 +54,10 @@ after the final norm, whether layer 0's residual is the normed hidden, and how r
 
 
 def spelled(sub: str, value: Any) -> Any:
-    """A value of `speculative_config` as our setting spells it: methods are upper case here."""
-    return value.upper() if sub == "method" and isinstance(value, str) else value
+    """A value of `speculative_config` as our setting spells it: methods in upper case, vLLM's `*mtp` as NEXTN."""
+    if sub != "method" or not isinstance(value, str):
+        return value
+    return "NEXTN" if value.lower().endswith("mtp") else value.upper()
 
 
 class ConfigError(ValueError):

@@ -4,6 +4,7 @@ import argparse
 
 from cluster.api.overlay import Override
 from cluster.api.plan import here
+from cluster.config import ConfigError
 
 FLAGS: dict[str, str] = {
     "host": "http_host",
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="DIR", help="folder of the target; without it and --config, the demo pair"
     )
+    parser.add_argument("--model-path", "--model", metavar="DIR", help="in place of DIR")
     parser.add_argument("--draft", metavar="DIR", help="folder of a draft for it: EAGLE, EAGLE-3 or MTP layers")
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call the model (default: the folder's name)"
@@ -55,6 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="override one setting: an engine setting (mem_fraction_static=0.5), http_host, http_port, or a dotted key "
         "(deployment_config.num_replicas=2); speculative_algorithm=null turns speculation off; may be repeated",
     )
+
+
+def model_of(args: argparse.Namespace) -> str | None:
+    """The folder of the target, in either spelling; None for the config's.
+
+    Raises:
+        ConfigError: it is given twice.
+    """
+    if args.model is not None and args.model_path is not None:
+        raise ConfigError("the model is given twice, as DIR and as --model-path; give it once")
+    model: str | None = args.model if args.model is not None else args.model_path
+    return model
 
 
 def overrides_of(args: argparse.Namespace) -> list[Override]:

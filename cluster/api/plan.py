@@ -157,7 +157,11 @@ def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:
     draft = (given.get("speculative_config") or {}).get("model") or next(
         (v for k, v in given.items() if ALIASES.get(k, k) == "speculative_draft_model_path"), None
     )
-    if draft is None or engine.speculative_draft_model_path is not None or resolve_path(str(source)) == engine.model_path:
+    if (
+        draft is None
+        or engine.speculative_draft_model_path is not None
+        or resolve_path(str(source)) == engine.model_path
+    ):
         return ""
     return f"the config's draft {draft!r} is that of {source!r} and is left out; --draft names another"
 

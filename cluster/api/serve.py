@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. 0 after a clean stop, 1 when the application failed to start."""
     phases = Phases()
-    plan = make_plan(args.config, flags.overrides_of(args), args.model)
+    plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
     if plan.left_behind:
         _say(plan.left_behind)
     address = args.address or os.environ.get("RAY_ADDRESS")

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for word in words:  # not nargs="?": argparse would end the second one at the first flag that follows the first one
         word.required = False
-    parser.add_argument("--model", metavar="DIR", help="in place of DIR")
+    parser.add_argument("--model", "--model-path", metavar="DIR", help="in place of DIR")
     parser.add_argument("--prompt", metavar="TEXT", help="in place of PROMPT")
     parser.add_argument(
         "--prompt-token-ids", metavar="1,2,3", help="in place of a prompt, for a model without tokenizer"

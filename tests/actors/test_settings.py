@@ -161,7 +161,7 @@ def served(*words: str):
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     args = parser.parse_args(words)
-    return make_plan(args.config, flags.overrides_of(args), args.model)
+    return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
 
 
 def test_a_folder_is_enough(tmp_path, monkeypatch):
@@ -184,6 +184,9 @@ def test_a_folder_is_enough(tmp_path, monkeypatch):
         context_length=99,
         max_running_requests=3,
     )
+    assert served("--model-path", target).engine.model_path == served("--model", target).engine.model_path == target
+    with pytest.raises(ConfigError, match="given twice"):
+        served(target, "--model", target)
     monkeypatch.chdir(Path(target).parent)
     monkeypatch.setenv("AERIE_HOME", str(tmp_path))
     assert served(Path(target).name).engine.model_path == target, "as typed: from here"
