@@ -154,9 +154,9 @@ def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:
     llm = llm_entry(lay_over(data, []))
     source = (llm.get("model_loading_config") or {}).get("model_source")
     given = llm.get("engine_kwargs") or {}
-    draft = (given.get("speculative_config") or {}).get("model") or next(
-        (v for k, v in given.items() if ALIASES.get(k, k) == "speculative_draft_model_path"), None
-    )
+    nested = given.get("speculative_config")
+    flat = (v for k, v in given.items() if ALIASES.get(k, k) == "speculative_draft_model_path")
+    draft = nested.get("model") if isinstance(nested, Mapping) else next(flat, None)
     if (
         draft is None
         or engine.speculative_draft_model_path is not None

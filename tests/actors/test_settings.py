@@ -199,6 +199,18 @@ def test_a_folder_in_place_of_a_config_file_s_model():
     assert plan.engine.speculative_draft_model_path is None and plan.left_behind
 
 
+@pytest.mark.parametrize(
+    ("nested", "said"), [({"method": "eagle3", "model": "/d"}, "'/d'"), ("eagle3", ""), (None, "")]
+)
+def test_a_draft_that_is_left_behind_is_named_in_every_spelling(tmp_path, nested, said):
+    file = tmp_path / "serve.yaml"
+    application = {"args": args(engine_kwargs={"speculative_config": nested})}
+    file.write_text(yaml.safe_dump({"applications": [application]}))
+    plan = served(target_folder(), "--config", str(file))
+    assert plan.engine.speculative_draft_model_path is None
+    assert said in plan.left_behind and bool(plan.left_behind) == bool(said)
+
+
 def test_what_is_served_without_a_config_stops_as_the_demo_does():
     local = yaml.safe_load((CHECKOUT / "deploy" / "local.yaml").read_text())
     assert local["applications"][0]["args"]["llm_configs"][0]["deployment_config"] == LOCAL_DEPLOYMENT
