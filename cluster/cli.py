@@ -14,7 +14,7 @@ from cluster import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("cluster.engine.command", "generate text with the engine alone, without Ray"),
     "serve": ("cluster.api.serve", "serve a model over REST on a local or running Ray cluster"),
-    "inspect": ("cluster.engine.inspect", "say what a checkpoint is and whether it would serve, from its headers"),
+    "inspect": ("cluster.tools.inspect", "say what a checkpoint is and whether it would serve, from its headers"),
     "export-draft": ("cluster.engine.export", "write a draft in another dialect"),
     "probe-draft": ("cluster.engine.probe", "find out which reading of a draft is accepted most"),
     "sample-draft": ("cluster.engine.record", "note what a draft gives, for later loads to check"),

@@ -22,6 +22,7 @@ ALIASES: dict[str, str] = {
     "max_num_seqs": "max_running_requests",
     "max_num_batched_tokens": "chunked_prefill_size",
     "seed": "random_seed",
+    "gpu_memory_utilization": "mem_fraction_static",
     "speculative_draft_model": "speculative_draft_model_path",
 }
 SPECULATIVE_CONFIG: dict[str, str] = {
@@ -32,7 +33,15 @@ SPECULATIVE_CONFIG: dict[str, str] = {
     "draft_overrides": "speculative_draft_overrides",
     "token_map": "speculative_token_map",
 }
-
+NEED_A_DRAFT = (
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_batch_tiers",
+    "speculative_draft_overrides",
+    "speculative_token_map",
+)
+KV_SIZES = ("max_total_tokens", "kv_cache_gb", "mem_fraction_static")
 
 DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
     "aux_numbering": ("outputs", "boundaries"),
@@ -42,6 +51,13 @@ DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
 }
 """Values of `speculative_draft_overrides`: how aux layer ids count, whether the next level reads the output before or
 after the final norm, whether layer 0's residual is the normed hidden, and how rotary pairs lie."""
+
+
+def spelled(sub: str, value: Any) -> Any:
+    """A value of `speculative_config` as our setting spells it: methods in upper case, vLLM's `*mtp` as NEXTN."""
+    if sub != "method" or not isinstance(value, str):
+        return value
+    return "NEXTN" if value.lower().endswith("mtp") else value.upper()
 
 
 class ConfigError(ValueError):
@@ -93,7 +109,14 @@ class EngineConfig(Settings):
     context_length: int | None = Field(default=None, ge=8)
     page_size: int = Field(default=16, ge=1, le=1024)
     max_total_tokens: int | None = Field(default=None, ge=1, description="KV capacity of one rank, in tokens")
-    kv_cache_gb: float = Field(default=0.5, gt=0, description="KV budget per rank when max_total_tokens is unset")
+    kv_cache_gb: float | None = Field(default=None, gt=0, description="the same in GB")
+    mem_fraction_static: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="unless one of these is set: on CUDA the part of the device for weights and KV together; on a CPU "
+        "the part for KV of the memory that is free after loading, shared by the ranks of a node; unset: 0.85 and 0.3",
+    )
     max_running_requests: int = Field(default=64, ge=1, le=4096)
     chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1 is no limit")
     mixed_prefill_size: int | None = Field(
@@ -109,8 +132,10 @@ class EngineConfig(Settings):
     )
     max_queued_tokens: int = Field(default=65536, ge=1)
     disable_radix_cache: bool = False
-    speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = None
-    speculative_draft_model_path: str | None = None
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = Field(
+        default=None, description="unset: what the draft's folder holds"
+    )
+    speculative_draft_model_path: str | None = Field(default=None, description="folder of the draft; unset: none")
     speculative_num_steps: int | None = Field(default=None, ge=1, le=16)
     speculative_eagle_topk: int | None = Field(default=None, ge=1, le=32)
     speculative_num_draft_tokens: int | None = Field(default=None, ge=2, le=512)
@@ -160,8 +185,7 @@ class EngineConfig(Settings):
                     if sub not in SPECULATIVE_CONFIG:
                         hint = nearest(sub, list(SPECULATIVE_CONFIG))
                         raise ConfigError(f"unknown setting 'speculative_config.{sub}'{hint}")
-                    upper = sub_value.upper() if sub == "method" and isinstance(sub_value, str) else sub_value
-                    put(f"speculative_config.{sub}", SPECULATIVE_CONFIG[sub], upper)
+                    put(f"speculative_config.{sub}", SPECULATIVE_CONFIG[sub], spelled(sub, sub_value))
                 continue
             name = ALIASES.get(key, key)
             if name not in cls.model_fields:
@@ -178,24 +202,15 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        speculative = {
-            name: getattr(self, name)
-            for name in (
-                "speculative_draft_model_path",
-                "speculative_num_steps",
-                "speculative_eagle_topk",
-                "speculative_num_draft_tokens",
-                "speculative_token_map",
-            )
-        }
-        if self.speculative_algorithm is None:
-            if self.speculative_batch_tiers:
-                raise ConfigError("speculative_batch_tiers needs speculative_algorithm: EAGLE3")
-            for name, value in speculative.items():
-                if value is not None:
-                    raise ConfigError(f"{name} needs speculative_algorithm: EAGLE3")
-        elif self.speculative_draft_model_path is None:
-            raise ConfigError("speculative_algorithm needs speculative_draft_model_path: the folder of the draft")
+        if self.speculative_draft_model_path is None:
+            if self.speculative_algorithm is not None:
+                raise ConfigError("speculative_algorithm needs speculative_draft_model_path: the folder of the draft")
+            for name in NEED_A_DRAFT:
+                if getattr(self, name) not in (None, {}):
+                    raise ConfigError(f"{name} needs speculative_draft_model_path: the folder of the draft")
+        sized = [name for name in KV_SIZES if getattr(self, name) is not None]
+        if len(sized) > 1:
+            raise ConfigError(f"{' and '.join(sized)} each size the KV cache; give one of them")
         if not (self.speculative_token_map or ".json").endswith((".json", ".safetensors")):
             raise ConfigError(
                 f"speculative_token_map {self.speculative_token_map!r} must be a .json list of token ids or a "
@@ -261,7 +276,7 @@ def tree_shape(config: EngineConfig) -> TreeShape:
     Raises:
         ConfigError: more nodes than the levels can propose, or a chain whose size is not depth + 1.
     """
-    if config.speculative_algorithm is None:
+    if config.speculative_draft_model_path is None:
         return PLAIN
     steps = config.speculative_num_steps or DEFAULT_NUM_STEPS
     topk = config.speculative_eagle_topk or DEFAULT_TOPK

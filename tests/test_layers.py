@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cluster"
 
-GROUND = ("__init__", "config", "arch", "request", "batch", "mesh", "metrics", "text")
+GROUND = ("__init__", "config", "checkout", "arch", "request", "batch", "mesh", "metrics", "text")
 LAYERS = (
     "ground",
     "kernels",
@@ -28,6 +28,7 @@ LAYERS = (
     "engine",
     "actors",
     "api",
+    "tools",
     "train",
     "bench",
     "cli",
@@ -39,6 +40,7 @@ KNOWS_RAY = frozenset({"actors", "api", "bench", "cli"})
 LATE_IMPORTS = {
     "cluster/cli.py": "a subcommand is imported only when it is chosen",
     "cluster/actors/shard.py": "the replica names the engine's factory, so that tests can put in another",
+    "cluster/tools/inspect.py": "torch is imported only where more than a summary is asked for",
     "cluster/api/app.py": "a replica imports its REST side while its shards start",
 }
 DRAWERS = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})

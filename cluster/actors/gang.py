@@ -135,7 +135,11 @@ class Gang:
 
     def facts(self) -> dict[str, Any]:
         """The lives so far, JSON-ready."""
-        return {"epoch": self.epoch, "restarts": [asdict(loss) for loss in self.losses[-LOSSES_SHOWN:]]}
+        return {
+            **self.spec.decided,
+            "epoch": self.epoch,
+            "restarts": [asdict(loss) for loss in self.losses[-LOSSES_SHOWN:]],
+        }
 
     def _verdict(self, life: Life) -> Verdict | None:
         return judge(life.signs(), self.spec.config.watchdog_timeout_s)

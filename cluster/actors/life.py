@@ -4,8 +4,8 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -38,6 +38,7 @@ class GangSpec:
     name: str
     factory: str = FACTORY
     load_timeout_s: float = 3600.0
+    decided: Mapping[str, Any] = field(default_factory=dict)  # before the start; shown by /server_info
 
     @property
     def world(self) -> int:

@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 ACCELERATOR_SHARE = 0.001  # Ray's convention: a sliver of `accelerator_type:X` pins a bundle to nodes that have it
 
@@ -117,14 +118,49 @@ def _missing(layout: Layout, waited_s: float) -> str:
         for name, amount in sorted(demand.items())
         if free.get(name, 0.0) < amount
     ]
+    without = "GPU" in demand and not total.get("GPU")
+    remedy = "set device to cpu, or add nodes with GPUs" if without else ""
     reason = "; ".join(short) or f"each is there, but not in the shape that strategy {layout.strategy} asks for"
-    return (
-        f"no room for {layout.world} rank(s) after {waited_s:g} s ({reason}); "
-        "add nodes, free resources, or change placement_group_config"
+    return f"no room for {layout.world} rank(s) after {waited_s:g} s ({reason}); " + (
+        remedy or "add nodes, free resources, or change placement_group_config"
     )
 
 
-def default_bundle(device: str, accelerator_type: str | None) -> dict[str, float]:
+def cluster_gpus() -> float:
+    """How many GPUs the connected cluster has now."""
+    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return total.get("GPU", 0.0)
+
+
+def device_of(
+    asked: Device, bundles: Sequence[Mapping[str, float]] | None, accelerator_type: str | None, gpus: float
+) -> tuple[Literal["cpu", "cuda"], str]:
+    """What every rank runs on, and why; `bundles` are those of a placement_group_config, `gpus` the cluster's.
+
+    `auto` is what was reserved by hand, else CUDA if and only if the cluster has GPUs.
+
+    Raises:
+        ValueError: device is cuda, and the bundles given reserve no GPU.
+    """
+    with_gpu = bundles is not None and all(bundle.get("GPU", 0.0) > 0 for bundle in bundles)
+    if asked == "cuda":
+        if bundles is not None and not with_gpu:
+            raise ValueError("device is cuda but placement_group_config gives a rank no GPU; add GPU: 1 to its bundle")
+        has = f"the cluster has {gpus:g} GPU(s)" if gpus else "the cluster has no GPU yet"
+        return "cuda", f"device: cuda; {has}"
+    if asked == "cpu":
+        return "cpu", "device: cpu"
+    if bundles is not None:
+        reserves = "reserves GPUs" if with_gpu else "does not reserve a GPU for each rank"
+        return "cuda" if with_gpu else "cpu", f"device: auto; placement_group_config {reserves}"
+    if accelerator_type is not None:
+        return "cuda", f"device: auto; accelerator_type is {accelerator_type}"
+    if gpus > 0:
+        return "cuda", f"device: auto; the cluster has {gpus:g} GPU(s)"
+    return "cpu", "device: auto; the cluster has no GPU"
+
+
+def default_bundle(device: Device, accelerator_type: str | None) -> dict[str, float]:
     """The bundle of one rank when placement_group_config names none."""
     if device == "cuda" or accelerator_type is not None:
         return {"CPU": 1.0, "GPU": 1.0}
@@ -137,11 +173,11 @@ def layout_of(
     bundle_per_worker: Mapping[str, float] | None = None,
     bundles: Sequence[Mapping[str, float]] | None = None,
     strategy: Strategy = "PACK",
-    device: str = "auto",
+    device: Device = "auto",
     accelerator_type: str | None = None,
     timeout_s: float = 120.0,
 ) -> Layout:
-    """The layout that a placement_group_config asks for.
+    """The layout that a placement_group_config asks for; `device` is what `device_of` decided.
 
     Raises:
         ValueError: the number of bundles is not the number of ranks.

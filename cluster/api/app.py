@@ -207,6 +207,7 @@ def _model_facts(settings: AppSettings, info: dict[str, Any]) -> dict[str, Any]:
         "model_id": settings.llm.model_loading_config.model_id,
         "context_length": info["context_length"],
         "vocab_size": info["vocab_size"],
+        "kv_room": info.get("max_request_tokens"),
     }
 
 

@@ -108,7 +108,7 @@ async def _understand(
         raise _needs_tokenizer("stop")
     if isinstance(fields, ChatRequest):
         prompts = [await _chat_ids(service, fields, fields.add_special_tokens)]
-        blamed, default_tokens, prefix = ["messages"], limits.default_chat_tokens, "chatcmpl-"
+        blamed, default_tokens, prefix = ["messages"], model.room, "chatcmpl-"
     else:
         prompts = await _prompt_ids(service, limits, fields)
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]

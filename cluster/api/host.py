@@ -9,6 +9,7 @@ from ray import serve
 from cluster.actors.gang import Gang, GangSpec
 from cluster.actors.messages import Loss
 from cluster.actors.peers import gang_name, publish
+from cluster.actors.placement import cluster_gpus
 from cluster.actors.router import Router
 from cluster.api.settings import AppSettings, resolve_engine_paths
 from cluster.metrics import ServingMetrics
@@ -25,11 +26,16 @@ class GangHost:
         """`factory` names what builds an engine."""
         context = serve.get_replica_context()
         llm = settings.llm
-        self.config = resolve_engine_paths(llm.engine_config())
+        device, why = llm.device(cluster_gpus())
+        logger.info("the ranks run on %s (%s)", device, why)
+        self.config = resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device})
         self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id)
         self.leaving = False
         name = gang_name(f"{context.app_name}/{context.deployment}", context.replica_id.unique_id)
-        self.gang = Gang(GangSpec(self.config, llm.layout(), name, factory), on_loss=self._note)
+        self.gang = Gang(
+            GangSpec(self.config, llm.layout(device), name, factory, decided={"device_chosen_by": why}),
+            on_loss=self._note,
+        )
         self.router = Router(self.gang, on_resumed=self.metrics.on_resumed)
         self._publishing: asyncio.Task[None] | None = None
 

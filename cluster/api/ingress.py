@@ -54,7 +54,7 @@ def _add_tokens(app: FastAPI, service: Service, limits: Limits) -> None:
         """Token ids of a prompt or a conversation."""
         fields, warnings = TokenizeRequest.read(await read_json(request, limits.body_bytes))
         ids = await calls.tokens_of(service, fields)
-        facts = {"count": len(ids), "max_model_len": service.model.context_length, "tokens": list(ids)}
+        facts = {"count": len(ids), "max_model_len": service.model.room, "tokens": list(ids)}
         return _json(facts, warnings)
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
@@ -120,7 +120,7 @@ def _card(service: Service) -> dict[str, Any]:
         "owned_by": "aerie",
         "root": model.model_id,
         "parent": None,
-        "max_model_len": model.context_length,
+        "max_model_len": model.room,
     }
 
 

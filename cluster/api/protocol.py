@@ -109,18 +109,22 @@ class GenerationFields(Strict):
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> SamplingParams:
-        """Sampling settings for one prompt; `prompt` is the field to blame when it fills the context by itself.
+        """Sampling settings for one prompt; `prompt` is the field to blame when it fills all room by itself. Without
+        `max_tokens` the output may have `default_tokens`, or as many as fit.
 
         Raises:
-            ApiError: 400 when prompt and output do not fit into the context together.
+            ApiError: 400 when prompt and output do not fit into the context, or the KV cache, together.
         """
-        room = model.context_length - prompt_tokens
+        room = model.room - prompt_tokens
         asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         wanted = min(default_tokens, max(room, 1)) if asked is None else asked
         if wanted > room:
             param = prompt if room < 1 else ("max_completion_tokens" if self.max_tokens is None else "max_tokens")
+            has = f"the context length of this model is {model.context_length} tokens"
+            if model.room < model.context_length:
+                has = f"the KV cache of this server has room for {model.room} tokens of one request"
             raise ApiError(
-                f"{param}: the context length of this model is {model.context_length} tokens, but the request needs "
+                f"{param}: {has}, but the request needs "
                 f"{prompt_tokens + wanted} ({prompt_tokens} in the prompt, {wanted} for the output); "
                 + ("shorten the prompt" if room < 1 else f"ask for at most {room}"),
                 param=param,

@@ -26,6 +26,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.actors.local import LocalRay, gpus_here, uses_haproxy
+from cluster.api import flags
 from cluster.api.plan import ServePlan, check_port, make_plan
 from cluster.config import ConfigError
 
@@ -58,16 +59,7 @@ class Phases:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `aerie serve`."""
-    parser.add_argument("--config", metavar="FILE", help="a Serve config (default: deploy/local.yaml, the demo pair)")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one setting: http_host, http_port, an engine setting (dtype=float64), or a dotted key "
-        "(deployment_config.num_replicas=2); speculative_algorithm=null turns speculation off; may be repeated",
-    )
+    flags.add_arguments(parser)
     parser.add_argument(
         "--address", metavar="ADDRESS", help="deploy to this running Ray cluster ('auto' finds it) (env: RAY_ADDRESS)"
     )
@@ -77,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. 0 after a clean stop, 1 when the application failed to start."""
     phases = Phases()
-    plan = make_plan(args.config, args.overrides)
+    plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
+    if plan.left_behind:
+        _say(plan.left_behind)
     address = args.address or os.environ.get("RAY_ADDRESS")
     check_port(plan.http)
     if not address:

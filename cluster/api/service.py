@@ -12,7 +12,8 @@ from cluster.metrics import ServingMetrics
 class ModelInfo:
     """The one model that is served. `aliases` are further names that requests may use; `created` is Unix seconds.
 
-    `context_length` counts prompt and output tokens together; `vocab_size` bounds the token ids of a prompt.
+    `context_length` counts prompt and output tokens together; `kv_room` is how many of them the KV cache of a rank
+    holds for one request, where that is less. `vocab_size` bounds the token ids of a prompt.
     """
 
     model_id: str
@@ -20,6 +21,12 @@ class ModelInfo:
     vocab_size: int
     created: int
     aliases: tuple[str, ...] = ()
+    kv_room: int | None = None
+
+    @property
+    def room(self) -> int:
+        """The most tokens, prompt and output together, that one request can have."""
+        return self.context_length if self.kv_room is None else min(self.context_length, self.kv_room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +40,9 @@ class Limits:
     stop_characters: int = 256
     stop_token_ids: int = 64
     logprobs: int = 20
-    default_completion_tokens: int = 16  # max_tokens of /v1/completions when it is left out, as OpenAI has it
-    default_chat_tokens: int = 4096  # the same for chat, where OpenAI has the rest of the context
+    default_completion_tokens: int = (
+        16  # max_tokens of /v1/completions when it is left out, as OpenAI has it; for chat: what fits
+    )
 
 
 class Service(Protocol):

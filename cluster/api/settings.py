@@ -1,6 +1,5 @@
 """The arguments of the Serve application, in Ray Serve LLM's words; what Aerie cannot honour is refused by name."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -8,11 +7,9 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from cluster.actors.placement import Layout, Strategy, layout_of
+from cluster.actors.placement import Device, Layout, Strategy, device_of, layout_of
+from cluster.checkout import homes
 from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, nearest
-
-HOME = "AERIE_HOME"
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 # Settings of Ray Serve LLM that are known here and not honoured: said, never dropped.
 FOREIGN: Mapping[str, str] = {
@@ -110,6 +107,7 @@ class LLMConfig(ServingSettings):
         _check_options("deployment_config", self.deployment_config)
         self.engine_config()
         self.layout()
+        self.device(0.0)
         return self
 
     def engine_config(self) -> EngineConfig:
@@ -131,9 +129,22 @@ class LLMConfig(ServingSettings):
             kwargs["tokenizer_path"] = loading.tokenizer_source
         return EngineConfig.from_kwargs(kwargs)
 
-    def layout(self) -> Layout:
-        """The bundles of the gang, one per rank. Where a redeploy has no room beside the replica that leaves, the gang
-        waits for as long as that one may take to finish its streams.
+    def device(self, gpus: float) -> tuple[Literal["cpu", "cuda"], str]:
+        """What every rank runs on in a cluster of so many GPUs, and why.
+
+        Raises:
+            ConfigError: device is cuda, and the bundles reserve no GPU.
+        """
+        placing = self.placement_group_config
+        each = None if placing is None else placing.bundles or [placing.bundle_per_worker or {}]
+        try:
+            return device_of(self.engine_config().device, each, self.accelerator_type, gpus)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def layout(self, device: Device = "auto") -> Layout:
+        """The bundles of the gang, one per rank, on the `device` that was decided on. Where a redeploy has no room
+        beside the replica that leaves, the gang waits for as long as that one may take to finish its streams.
         """
         config = self.engine_config()
         options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}
@@ -145,7 +156,7 @@ class LLMConfig(ServingSettings):
                 bundle_per_worker=placing.bundle_per_worker if placing else None,
                 bundles=placing.bundles if placing else None,
                 strategy=placing.strategy if placing else "PACK",
-                device=config.device,
+                device=config.device if device == "auto" else device,
                 accelerator_type=self.accelerator_type,
                 timeout_s=ROOM_TIMEOUT_S + leaves_s,
             )
@@ -219,8 +230,7 @@ def resolve_path(path: str) -> str:
     """
     if Path(path).is_absolute():
         return path
-    homes = [Path(os.environ[HOME])] if HOME in os.environ else []
-    for home in (*homes, Path.cwd(), CHECKOUT):
+    for home in homes():
         if (home / path).exists():
             return str((home / path).resolve())
     return path
@@ -228,7 +238,7 @@ def resolve_path(path: str) -> str:
 
 def resolve_engine_paths(config: EngineConfig) -> EngineConfig:
     """The same config with its paths resolved on this machine."""
-    names = ("model_path", "tokenizer_path", "speculative_draft_model_path")
+    names = ("model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map")
     found = {name: resolve_path(value) for name in names if (value := getattr(config, name)) is not None}
     return config.model_copy(update=found)
 

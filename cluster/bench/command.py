@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import Any
 
 from cluster.bench import acceptance, crowd, faults, levels, lockstep, offline, radix, serving, strain
-from cluster.bench.pair import Pair
+from cluster.bench.pair import Pair, named
 from cluster.bench.report import json_line, write_json
+from cluster.checkout import DEMO_TARGET, demo_path
 
 OF_A_PAIR: dict[str, ModuleType] = {
     "offline": offline,  # speed without Ray
@@ -18,6 +19,8 @@ OF_A_PAIR: dict[str, ModuleType] = {
     "acceptance": acceptance,  # how well the draft predicts
     "levels": levels,  # any draft, three levels, depth by depth
     "lockstep": lockstep,  # what it costs ranks to step together
+}
+OF_A_TARGET: dict[str, ModuleType] = {
     "strain": strain,  # steps of seconds, a busy machine, a rank that is stopped
 }
 WITH_THEIR_OWN: dict[str, ModuleType] = {
@@ -25,21 +28,18 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {
     "crowd": crowd,  # the same with a queue behind them
     "radix": radix,  # what the radix tree costs
 }
-PARTS = OF_A_PAIR | WITH_THEIR_OWN
+PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
 DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie bench`."""
-    pair = Pair()
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)} (default: {' '.join(DEFAULT_PARTS)})"
     )
-    parser.add_argument(
-        "--model", default=pair.target, metavar="DIR", help="folder of the target (default: the demo's)"
-    )
-    parser.add_argument("--draft", default=pair.draft, metavar="DIR", help="folder of its draft")
+    parser.add_argument("--model", metavar="DIR", help="folder of the target (default: the demo's)")
+    parser.add_argument("--draft", metavar="DIR", help="folder of its draft")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16"])
     parser.add_argument("--num-threads", type=int, metavar="N", help="torch threads (default: all cores)")
     parser.add_argument("--repeats", type=int, metavar="N", help="how often contenders take turns (default: 5)")
@@ -78,8 +78,11 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.repeats and hasattr(size, "repeats"):
         size = replace(size, repeats=args.repeats)
     say: Callable[[str], None] = _progress
-    if part in OF_A_PAIR:
-        result = module.measure(Pair(args.model, args.draft, args.dtype, args.num_threads), size, say)
+    if part in OF_A_TARGET:
+        target = args.model or demo_path(DEMO_TARGET, "give --model DIR")
+        result = module.measure(target, args.dtype, size, say)
+    elif part in OF_A_PAIR:
+        result = module.measure(Pair(*named(args.model, args.draft), args.dtype, args.num_threads), size, say)
     else:
         result = module.measure(size, say)
     return result, module.show(result)

@@ -16,7 +16,7 @@ from typing import Any
 from cluster.bench.live import LiveView, short
 from cluster.bench.rank_counts import RankCounts, rank_table, read_ranks, since
 from cluster.bench.report import first_difference, json_line, median, ratio, table
-from cluster.bench.server import LOCAL_CONFIG, ServerProcess
+from cluster.bench.server import ServerProcess
 from cluster.bench.streams import Prompt, Stream, accept_length, pace, run_together, served_model
 
 PLAIN = "speculative_algorithm=null"
@@ -57,7 +57,7 @@ class Side:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie demo`."""
-    parser.add_argument("--config", type=Path, default=LOCAL_CONFIG, metavar="FILE", help="the Serve config to demo")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config (default: the demo pair's)")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as for serve")
     parser.add_argument("--max-tokens", type=int, default=192, help="tokens of each stream")
     parser.add_argument("--rounds", type=int, default=3, help="how often the prompts run on each side")
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve, stream, compare, report. 0 when nothing failed and both sides gave the same tokens, else 1.
 
     Raises:
+        ConfigError: no config is given, and this installation has not the demo's.
         ServerError: the server did not start.
     """
     signal.signal(signal.SIGTERM, _interrupted)
@@ -90,8 +91,8 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def _serve_and_stream(title: str, args: argparse.Namespace, settings: list[str]) -> Side:
-    print(f"aerie serve, {title}: starting", end="", flush=True)
     server = ServerProcess([*args.settings, *settings], args.config)
+    print(f"aerie serve, {title}: starting", end="", flush=True)
     with server:
         print(f", ready after {server.ready_s:.1f} s on port {server.port}", flush=True)
         side = stream_rounds(server.port, title, args.max_tokens, args.rounds)

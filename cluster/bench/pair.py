@@ -7,11 +7,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from cluster.arch import read_draft, read_target
-from cluster.config import EngineConfig, tree_shape
+from cluster.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
+from cluster.config import ConfigError, EngineConfig, tree_shape
 from cluster.models.checkpoint import Checkpoint
 from cluster.train.corpus import heldout_prompts
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 KV_TOKENS_PER_REQUEST = 512
 ANY_ROWS = 1 << 20
 
@@ -44,6 +44,18 @@ def shipped() -> Shape:
     return Shape(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 
+def named(target: str | None, draft: str | None) -> tuple[str, str]:
+    """The folders of the pair that is asked for; what is left out is the demo's.
+
+    Raises:
+        ConfigError: a target without its draft, or no demo in this installation.
+    """
+    if target is not None and draft is None:
+        raise ConfigError("--model needs --draft as well: the demo's draft fits the demo's target only")
+    instead = "give --model DIR and --draft DIR"
+    return target or demo_path(DEMO_TARGET, instead), draft or demo_path(DEMO_DRAFT, instead)
+
+
 PLAIN = Shape(0)
 DEFAULT = shipped()
 
@@ -52,8 +64,8 @@ DEFAULT = shipped()
 class Pair:
     """A target and its draft, and how their engines compute."""
 
-    target: str = str(DEMO / "target")
-    draft: str = str(DEMO / "draft")
+    target: str = str(CHECKOUT / DEMO_TARGET)
+    draft: str = str(CHECKOUT / DEMO_DRAFT)
     dtype: str = "auto"
     num_threads: int | None = None
 

@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from cluster.bench.pair import DEFAULT, Pair
+from cluster.checkout import CHECKOUT
 from cluster.mesh import open_store
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 CASE_TIMEOUT_S = 300.0
 CHUNK_ROWS = 512
@@ -127,7 +126,7 @@ class RankProcesses:
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "cluster.bench.rank_process", str(rank)],
-                    cwd=CHECKOUT,
+                    cwd=CHECKOUT,  # where the package is found, installed or not
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -14,9 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from cluster.bench.processes import Process, end, tree_of
+from cluster.checkout import DEMO_CONFIG, demo_path
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-LOCAL_CONFIG = CHECKOUT / "deploy" / "local.yaml"
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 KEPT_LINES = 40
@@ -33,13 +32,18 @@ class ServerProcess:
     `ready_s` is how long the start took. `left` names processes that outlived the server and had to be killed.
     """
 
-    def __init__(self, settings: Sequence[str], config: Path = LOCAL_CONFIG) -> None:
-        """`settings` are `key=value` as for `aerie serve --set`; the port is chosen here."""
+    def __init__(self, settings: Sequence[str], config: Path | None = None) -> None:
+        """`settings` are `key=value` as for `aerie serve --set`; the port is chosen here. Without a `config` it is the
+        demo's.
+
+        Raises:
+            ConfigError: the demo's is not there.
+        """
         self.port = _unused_port()
         self.ready_s = 0.0
         self.left: list[Process] = []
         self._settings = [f"http_port={self.port}", *settings]
-        self._config = config
+        self._config = config or Path(demo_path(DEMO_CONFIG, "give --config FILE"))
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._ready = threading.Event()
         self._process: subprocess.Popen[str] | None = None

@@ -59,11 +59,12 @@ class Round:
         return self.answered < self.asked or self.losses != expected
 
 
-def measure(pair: Pair, size: Size, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run every round against one server of `pair.target`, without a draft; see `Round` for what is noted."""
+def measure(target: str, dtype: str, size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run every round against one server of the model in folder `target`, without a draft; see `Round`."""
+    pair = Pair(target)
     short = pair.texts(size.streams, size.prompt_tokens)
     (long,) = pair.texts(1, size.long_prompt_tokens)
-    settings = [*NO_DRAFT, f"model_path={pair.target}", "model_id=strained", f"dtype={pair.dtype}"]
+    settings = [*NO_DRAFT, f"model_path={target}", "model_id=strained", f"dtype={dtype}"]
     rounds = []
     with ServerProcess(settings) as server, busy_loops(size.busy):
         say(f"strain: ready after {server.ready_s:.1f} s")

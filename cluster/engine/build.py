@@ -1,6 +1,7 @@
 """Putting one rank's engine together from its config: models, pools, tables, in the order that memory wants."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,9 @@ from typing import Any
 
 import torch
 
-from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.arch import DraftSpec, TargetArch, read_target
 from cluster.arch.draft.sample import read_sample
-from cluster.arch.split import check_models
-from cluster.arch.stored import stored_shapes
+from cluster.arch.split import check_models, draft_of, settle
 from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
@@ -26,7 +26,7 @@ from cluster.engine.sample import check_sample
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.forward.sampler import SamplingTable
-from cluster.kv.budget import page_count
+from cluster.kv.budget import Capacity, kv_capacity, page_count
 from cluster.kv.cache import KVCache
 from cluster.kv.pool import Pools, SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
@@ -40,6 +40,8 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.step import Step
 from cluster.text import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 GPU_WASTE = 0.5  # share of idle rows that a GPU pads with before it sends exact counts
 DTYPES = {
@@ -97,8 +99,9 @@ def assemble(
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
     """
-    shape = tree_shape(config)
     arch = read_target(config.model_path)
+    config = settle(config, arch)
+    shape = tree_shape(config)
     dtype = _dtype(config, arch.dtype, device)
     _same_everywhere(config, mesh, arch)
     _threads(config, device)
@@ -119,7 +122,6 @@ def assemble(
     if folder is not None:
         given = (folder, target, dtype, device, drafts, parts, positions, overrides, shape.num_steps)
         models = load_draft_list(*given, config.speculative_token_map)
-        check_algorithm(config, models[0].spec)
     spec = models[0].spec if models else None
     if spec is not None and shape.topk > spec.draft_vocab_size:
         raise ConfigError(
@@ -134,7 +136,8 @@ def assemble(
     token_bytes = sum(pool_bytes(each, dtype) for each in layers)
     if spec is not None and len(models) > 1:
         token_bytes += len(models) * spec.hidden * dtype.itemsize + torch.int64.itemsize
-    pages = page_count(config, token_bytes, context, shape.window)
+    capacity = kv_capacity(config, mesh, device, token_bytes, context, shape.window)
+    pages = page_count(config, capacity, shape.window)
     rows = config.max_running_requests
     cache = KVCache(pages, config.page_size, rows, context + shape.window, not config.disable_radix_cache, device)
     cache.table.journal = [] if mesh.attn.size > 1 and mesh.leads else None
@@ -175,7 +178,9 @@ def assemble(
         pace = measure_pace(lockstep, cache, config, context, arch.vocab_size)
     watch.take()
     metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
-    info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
+    info = _info(config, mesh, shape, spec, context, str(dtype), str(device), arch.vocab_size)
+    info |= _kv_info(config, capacity, pages, token_bytes, context, shape.window)
+    logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info["kv_tokens"], info["kv_sized_by"])
     info["step_costs"] = None if pace is None else pace.described()
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
@@ -196,28 +201,13 @@ def assemble(
     )
 
 
-def check_algorithm(config: EngineConfig, spec: DraftSpec) -> None:
-    """Refuse a `speculative_algorithm` that is not the draft's.
-
-    Raises:
-        ConfigError: naming the right one.
-    """
-    fits = ("EAGLE3",) if spec.kind == "eagle3" else ("NEXTN", "EAGLE") if spec.kind == "mtp" else ("EAGLE",)
-    if config.speculative_algorithm not in fits:
-        raise ConfigError(
-            f"speculative_algorithm {config.speculative_algorithm} does not fit the draft, which is {spec.dialect}; "
-            f"set it to {fits[0]}"
-        )
-
-
 def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None:
     """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
     places = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
     own = config.model_dump(exclude={"num_threads", *places})
     own["target"], draft = repr(arch), config.speculative_draft_model_path
-    given = (config.speculative_draft_overrides, config.speculative_token_map)
     if draft is not None:
-        spec = read_draft(draft, stored_shapes(draft), arch, *given)
+        spec = draft_of(config, draft, arch)
         own["draft"] = repr((spec, read_sample(draft, spec.vocab_size, spec.hidden)))
     said = json.dumps(own, sort_keys=True)
     own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
@@ -234,7 +224,9 @@ def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None
 def _device(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        raise ConfigError("device is cuda but torch sees no CUDA device; set device to cpu or auto")
+        raise ConfigError(
+            "device is cuda but torch sees no CUDA device; install a CUDA build of torch, or set device to cpu"
+        )
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
@@ -272,7 +264,6 @@ def _info(
     context: int,
     dtype: str,
     device: str,
-    pages: int,
     vocab_size: int,
 ) -> dict[str, Any]:
     return {
@@ -283,8 +274,6 @@ def _info(
         "device": device,
         "context_length": context,
         "vocab_size": vocab_size,
-        "page_size": config.page_size,
-        "kv_pages": pages,
         "attention_backend": "torch",
         "num_threads": torch.get_num_threads(),
         "speculative_num_steps": shape.num_steps,
@@ -292,4 +281,19 @@ def _info(
         "speculative_num_draft_tokens": shape.num_draft_tokens,
         "speculative_batch_tiers": dict(config.speculative_batch_tiers),
         "draft": None if spec is None else spec.described(),
+    }
+
+
+def _kv_info(
+    config: EngineConfig, capacity: Capacity, pages: int, token_bytes: int, context: int, window: int
+) -> dict[str, Any]:
+    """The KV cache of a rank; `max_request_tokens` is the longest prompt and output together that it can hold."""
+    tokens = pages * config.page_size
+    return {
+        "page_size": config.page_size,
+        "kv_pages": pages,
+        "kv_tokens": tokens,
+        "kv_gb": round(tokens * token_bytes / 1e9, 3),
+        "kv_sized_by": capacity.sized_by,
+        "max_request_tokens": min(context, tokens - window),
     }

@@ -85,7 +85,7 @@ class Engine(Rank):
         if p.cache.pages_for(prompt + params.max_tokens + p.shape.window) > p.cache.total:
             raise ValueError(
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} does not fit the KV cache of "
-                f"{p.cache.total * p.cache.page_size} tokens; lower max_tokens or raise max_total_tokens"
+                f"{p.cache.total * p.cache.page_size} tokens; lower max_tokens or give the KV cache more memory"
             )
         if params.stop and p.tokenizer is None:
             raise ValueError("stop needs a tokenizer, and the model folder has none; use stop_token_ids")

@@ -1,13 +1,10 @@
-"""`aerie inspect`: what a checkpoint is and how it would be served, from its headers alone; no weight is read.
+"""What a checkpoint is and how it would be served, tensor by tensor, from its headers alone; no weight is read.
 
 The models are built on the meta device by the same code that loads them, so what is said here is what loading does.
 """
 
-import argparse
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +12,10 @@ from torch import Tensor
 
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
+from cluster.arch.summary import Report, computed_in, described, features_of
 from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.engine.build import DTYPES
-from cluster.engine.overrides import add_override_argument, overrides_of
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint, Span
 from cluster.models.exchange import NoExchange
@@ -85,17 +82,6 @@ class Recorder(Checkpoint):
             self.problems.append(str(error))
 
 
-@dataclass(slots=True)
-class Report:
-    """What was found; `problems` empty means that it would serve."""
-
-    target: dict[str, Any] = field(default_factory=dict)
-    draft: dict[str, Any] | None = None
-    memory: dict[str, Any] = field(default_factory=dict)
-    features: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-
 def inspect(
     path: str,
     draft: str | None,
@@ -132,13 +118,7 @@ def inspect(
         "draft_bytes_per_rank": 0,
         "kv_bytes_per_token": token,
     }
-    report.features = {
-        "speculation": None,
-        "attention": "latent" if arch.layer.latent else "grouped",
-        "experts": any(g.moe for g in arch.layers),
-        "windows": sorted({g.window for g in arch.layers if g.window}),
-        "tied": arch.tied,
-    }
+    report.features = features_of(arch)
     if draft is not None:
         try:
             _draft(report, draft, arch, sharding, compute, (overrides, token_map))
@@ -148,7 +128,7 @@ def inspect(
 
 
 def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
-    return DTYPES.get(arch.dtype if dtype == "auto" else dtype, torch.bfloat16)
+    return DTYPES[computed_in(arch, dtype)]
 
 
 def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings) -> None:
@@ -170,15 +150,7 @@ def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> 
     """Note the target; how many numbers one rank holds of it."""
     recorder = Recorder(path, arch.stored_name, arch.ignored)
     DecoderTarget(arch, recorder, torch.float32, META, NoExchange(), sharding, 1)
-    report.target = {
-        "folder": path,
-        "family": arch.family,
-        "layers": arch.num_layers,
-        "hidden": arch.hidden,
-        "vocab_size": arch.vocab_size,
-        "stored_dtype": arch.dtype,
-        "tensors": [asdict(placed) for placed in recorder.placed],
-    }
+    report.target = {**described(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
     report.problems += recorder.problems
     return sum(placed.numbers for placed in recorder.placed)
 
@@ -204,46 +176,3 @@ def _draft(
     report.features["speculation"] = spec.algorithm
     if sharding != WHOLE and spec.runners > 1:
         report.features["draft_runners"] = spec.runners
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `aerie inspect`."""
-    parser.add_argument("path", metavar="PATH", help="folder of the target")
-    parser.add_argument("--draft", metavar="PATH", help="folder of the draft")
-    parser.add_argument("--tp", type=int, default=1, help="ranks")
-    parser.add_argument("--dp", type=int, default=1, help="attention groups")
-    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES])
-    add_override_argument(parser)
-    parser.add_argument("--token-map", metavar="FILE", help="token ids that the draft ranks; .json or .safetensors")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print what was found; 1 when it would not serve."""
-    overrides = overrides_of(args.draft_override)
-    report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, overrides, args.token_map)
-    if args.json:
-        print(json.dumps(asdict(report)))
-    else:
-        _print(report)
-    return 1 if report.problems else 0
-
-
-def _print(report: Report) -> None:
-    for title, found in (("target", report.target), ("draft", report.draft or {})):
-        if not found:
-            continue
-        facts = [f"{k} {v}" for k, v in found.items() if k not in ("tensors", "spec", "choices", "folder")]
-        print(f"{title} {found['folder']}: {', '.join(facts)}")
-        for fact, choice in found.get("choices", {}).items():
-            print(f"  {fact} = {choice['value']}  ({choice['source']})")
-        for tensor in found["tensors"]:
-            held = f"{tensor['numbers']:,} numbers per rank"
-            lies = f"{tensor['name']} {tensor['shape']} {tensor['dtype']} in {tensor['file']}"
-            print(f"  {lies} -> {tensor['goes_to']}, {held}")
-    for key, value in (report.memory | report.features).items():
-        print(f"{key}: {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{key}: {value}")
-    for problem in report.problems:
-        print(f"problem: {problem}")
-    verdict = "would serve" if not report.problems else f"would not serve: {len(report.problems)} problem(s)"
-    print(f"{Path(str(report.target.get('folder', 'this'))).name}: {verdict}")

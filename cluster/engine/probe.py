@@ -40,7 +40,7 @@ class Reading(NamedTuple):
     error: str = ""
 
 
-def probe_draft(draft: str, target: str, algorithm: str, say: Callable[[Reading], None]) -> dict[str, Any]:
+def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[Reading], None]) -> dict[str, Any]:
     """The facts of the draft in which another value than that of its config or format is accepted more, by at least
     `MARGIN`; fact by fact, each from the best reading so far. Every reading goes to `say`.
 
@@ -64,7 +64,7 @@ def probe_draft(draft: str, target: str, algorithm: str, say: Callable[[Reading]
     return best.overrides
 
 
-def _read(draft: str, target: str, algorithm: str, overrides: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
+def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
     """One reading, and the values of its facts."""
     settings = settings_of(draft, target, algorithm) | {
         "max_running_requests": len(PROMPTS),
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie probe-draft`."""
     parser.add_argument("draft", metavar="DRAFT", help="folder of the draft")
     parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
-    parser.add_argument("--algorithm", default="EAGLE3", help="its speculative_algorithm (default: EAGLE3)")
+    parser.add_argument("--algorithm", help="its speculative_algorithm (default: what its folder holds)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -5,22 +5,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cluster.arch.draft.overrides import add_override_argument, overrides_of
 from cluster.arch.draft.sample import FILE, Sample
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
-from cluster.engine.overrides import add_override_argument, overrides_of
 
 TOKENS = 24
 TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
 
 
-def settings_of(draft: str, target: str, algorithm: str) -> dict[str, object]:
+def settings_of(draft: str, target: str, algorithm: str | None) -> dict[str, object]:
     """The settings that name a pair."""
     return {"model_path": target, "speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
 
 
 def sample_draft(
-    draft: str, target: str, algorithm: str, dtype: str = "float32", overrides: dict[str, Any] | None = None
+    draft: str, target: str, algorithm: str | None, dtype: str = "float32", overrides: dict[str, Any] | None = None
 ) -> list[int]:
     """Write `draft_sample.json` into the folder of `draft`, which is known to be right with `target` and
     `overrides`; its tokens.
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie sample-draft`."""
     parser.add_argument("draft", metavar="DRAFT", help="folder of a draft that is known to be right")
     parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
-    parser.add_argument("--algorithm", default="EAGLE3", help="its speculative_algorithm (default: EAGLE3)")
+    parser.add_argument("--algorithm", help="its speculative_algorithm (default: what its folder holds)")
     parser.add_argument("--dtype", default="float32", help="of the computation (default: float32)")
     add_override_argument(parser)
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ class SlotMemory(Protocol):
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` onto `destination[i]`; all sources are read before any is written."""
         ...
+
+
+ALIGNMENT = 64  # bytes, torch's own on a CPU
 
 
 class KVPool:
@@ -35,7 +40,7 @@ class KVPool:
         parts: int = 2,
     ) -> None:
         """`slots` counts the sink page too. Zeroed, so that a masked read is always finite."""
-        self.kv = torch.zeros(layers, slots, parts, kv_heads, head_dim, dtype=dtype, device=device)
+        self.kv = _zeros((layers, slots, parts, kv_heads, head_dim), dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` onto `destination[i]` in every layer; all sources are read before any is written."""
@@ -65,3 +70,13 @@ class Pools:
 def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, parts: int = 2) -> int:
     """Bytes that one token costs in a pool."""
     return layers * parts * kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that, on a CPU, take memory only where they are written: calloc's, which torch.zeros would fill at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = prod(shape) * dtype.itemsize
+    raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)

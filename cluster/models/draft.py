@@ -207,7 +207,7 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
     if spec.token_map:
         checkpoint.drop("t2d")
         return torch.tensor(spec.token_map, device=device)
-    identity = torch.arange(spec.draft_vocab_size, device=device)
+    identity = torch.arange(spec.draft_vocab_size).to(device)
     if not spec.vocab_map:
         if spec.draft_vocab_size != spec.vocab_size:
             raise ConfigError(

@@ -9,6 +9,7 @@ from torch import Tensor
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.split import check_heads
 from cluster.mesh import Part
+from cluster.models.arithmetic import joined
 from cluster.models.checkpoint import Checkpoint, Span, placed
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
 from cluster.models.mlp import ACTIVATIONS, Router
@@ -45,7 +46,10 @@ class Loader:
 
     def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
         """A norm's weight; with `unit_offset` 1 + weight, which half precision would round away."""
-        return 1 + self.wide(name, size) if unit_offset else self.take(name, size)
+        if not unit_offset:
+            return self.take(name, size)
+        weight = self.wide(name, size)
+        return weight if weight.device.type == "meta" else 1 + weight  # see `joined`
 
     def projection(self, name: str, rows: int, columns: int) -> Tensor:
         """One weight of `rows` outputs, turned input-major: `[columns, rows]`."""
@@ -56,9 +60,9 @@ class Loader:
     ) -> tuple[Tensor, Tensor | None]:
         """Projections side by side, each with the outputs of its span, `[columns, sum]`, and their biases."""
         each = list(zip(names, rows, spans, strict=True))
-        weight = torch.cat([self.take(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
+        weight = joined([self.take(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
         biases = [self.take(f"{name}.bias", r, rows=span) for name, r, span in each] if bias else []
-        return weight.t().contiguous(), torch.cat(biases) if bias else None
+        return weight.t().contiguous(), joined(biases) if bias else None
 
     def inputs(
         self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Part
@@ -202,11 +206,11 @@ class Loader:
             else:
                 first = self.take(f"{prefix}.gate_up_proj", e, h, 2 * i, columns=both, expert=at)
                 last = self.take(f"{prefix}.down_proj", e, i, h, rows=span, expert=at)
-            gate_up[at] = torch.cat([first[:, 0::2], first[:, 1::2]], 1)
+            gate_up[at] = joined([first[:, 0::2], first[:, 1::2]], 1)
             down[at] = last
         bias = self.take(f"{prefix}.gate_up_proj_bias", e, 2 * i)[:, slice(*both)]
         added = self.take(f"{prefix}.down_proj_bias", e, h)
-        turned = torch.cat([bias[:, 0::2], bias[:, 1::2]], 1)
+        turned = joined([bias[:, 0::2], bias[:, 1::2]], 1)
         return turned, added if self.sharding.mlp.rank == 0 else None
 
     def layer(self, prefix: str, g: LayerGeometry) -> DecoderLayer:
@@ -231,7 +235,7 @@ class Loader:
 def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
     """Outputs `[.., 2 n d + more]` that begin with a query and a gate for each head, the gates moved to the end."""
     both = packed[..., : 2 * heads * d].reshape(*packed.shape[:-1], heads, 2, d)
-    return torch.cat([both[..., 0, :].flatten(-2), packed[..., 2 * heads * d :], both[..., 1, :].flatten(-2)], -1)
+    return joined([both[..., 0, :].flatten(-2), packed[..., 2 * heads * d :], both[..., 1, :].flatten(-2)], -1)
 
 
 def local_heads(g: LayerGeometry, part: Part) -> LayerGeometry:

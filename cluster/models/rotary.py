@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import Rope
+from cluster.models.arithmetic import joined
 
 
 def frequencies(rope: Rope, dim: int) -> Tensor:
@@ -70,4 +71,4 @@ def half_split(weight: Tensor, heads: int, rotated: int | None = None) -> Tensor
     split = weight.view(heads, -1, *weight.shape[1:])
     keep = 0 if rotated is None else split.shape[1] - rotated
     turned = split[:, keep:]
-    return torch.cat([split[:, :keep], turned[:, 0::2], turned[:, 1::2]], 1).reshape(weight.shape)
+    return joined([split[:, :keep], turned[:, 0::2], turned[:, 1::2]], 1).reshape(weight.shape)

@@ -5,12 +5,11 @@ A vocabulary of V ids over n ranks is cut into n equal parts of v = ceil(V / n) 
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.mesh import Part
-from cluster.models.arithmetic import project
+from cluster.models.arithmetic import joined, project
 from cluster.models.exchange import TokenExchange
 from cluster.models.load import Loader
 
@@ -64,7 +63,7 @@ def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embeddin
     start, stop = min(vocab, part.rank * each), min(vocab, (part.rank + 1) * each)
     weight = load.take(name, vocab, hidden, rows=None if part.size == 1 else (start, stop))
     if stop - start < each:
-        weight = torch.cat([weight, weight.new_zeros(each - (stop - start), hidden)])
+        weight = joined([weight, weight.new_zeros(each - (stop - start), hidden)])
     return Embedding(weight, start, part)
 
 
@@ -83,5 +82,5 @@ def chosen_head(whole: Head, ids: Tensor, part: Part) -> Head:
     each = -(-ids.shape[0] // part.size)
     weight = whole.weight[:, ids[part.rank * each : (part.rank + 1) * each]]
     if weight.shape[1] < each:
-        weight = torch.cat([weight, weight.new_zeros(weight.shape[0], each - weight.shape[1])], 1)
+        weight = joined([weight, weight.new_zeros(weight.shape[0], each - weight.shape[1])], 1)
     return Head(weight.contiguous(), ids.shape[0])

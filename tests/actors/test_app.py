@@ -82,6 +82,7 @@ def test_one_hop_from_http_to_the_gang_and_back(url):
     assert answer.json()["usage"]["completion_tokens"] == 8
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "counting"
     info = httpx.get(f"{url}/server_info").json()
+    assert info["device_chosen_by"] == "device: auto; placement_group_config does not reserve a GPU for each rank"
     assert info["internal_states"]
 
 

@@ -1,12 +1,18 @@
+import argparse
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from cluster.actors.placement import layout_of, rank_order
-from cluster.api.plan import lay_over, make_plan
-from cluster.api.settings import CHECKOUT, parse, resolve_path
-from cluster.config import ConfigError
+from cluster.actors.placement import device_of, layout_of, rank_order
+from cluster.api import flags
+from cluster.api.overlay import lay_over
+from cluster.api.plan import LOCAL_DEPLOYMENT, make_plan
+from cluster.api.settings import parse, resolve_engine_paths, resolve_path
+from cluster.checkout import CHECKOUT
+from cluster.config import ConfigError, EngineConfig
+from tests.tiny import draft_folder, target_folder
 
 
 def args(**llm):
@@ -124,6 +130,145 @@ def test_speculation_is_switched_off_with_one_word():
     assert llm["engine_kwargs"] == {"block_size": 4, "speculative_algorithm": None}
 
 
+@pytest.mark.parametrize("word", ["speculative_config.method=null", "speculative_draft_model_path=null"])
+def test_so_do_its_other_spellings(word):
+    llm = set_all("speculative_eagle_topk=4", word)["applications"][0]["args"]["llm_configs"][0]
+    (name,) = set(llm["engine_kwargs"]) - {"block_size"}
+    assert llm["engine_kwargs"][name] is None
+
+
+def test_another_model_leaves_the_draft_of_the_file_behind(tmp_path):
+    target, draft = target_folder(), draft_folder(target_folder())
+    assert make_plan(None, []).engine.speculative_draft_model_path is not None
+    plan = make_plan(None, [f"model_path={target}"])
+    assert plan.engine.model_path == target
+    assert plan.engine.speculative_draft_model_path is None
+    assert plan.settings.llm.model_loading_config.model_id == Path(target).name
+    assert "models/demo/draft" in plan.left_behind and "--draft" in plan.left_behind
+    # whatever the order, what is set stays
+    for words in (
+        [f"model_path={target}", f"speculative_draft_model_path={draft}", "model_id=mine"],
+        ["model_id=mine", f"speculative_draft_model_path={draft}", f"model_path={target}"],
+    ):
+        plan = make_plan(None, words)
+        assert (plan.engine.speculative_draft_model_path, plan.left_behind) == (draft, "")
+        assert plan.settings.llm.model_loading_config.model_id == "mine"
+    same = make_plan(None, ["model_path=models/demo/target"])
+    assert same.engine.speculative_draft_model_path is not None and not same.left_behind
+
+
+def served(*words: str):
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    args = parser.parse_args(words)
+    return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
+
+
+def test_a_folder_is_enough(tmp_path, monkeypatch):
+    target, draft = target_folder(), draft_folder(target_folder())
+    plan = served(target)
+    assert plan.engine == EngineConfig(model_path=target)
+    assert plan.settings.llm.model_loading_config.model_id == Path(target).name
+    assert plan.settings.llm.deployment_config == LOCAL_DEPLOYMENT
+    plan = served(
+        target, "--draft", draft, "--served-model-name", "null", "--port", "8123", "--host", "::1", "--tp", "2",
+        "--dp", "2", "--max-model-len", "99", "--set", "http_port=8124", "--set", "max_running_requests=3",
+    )  # fmt: skip
+    assert plan.url == "http://[::1]:8124", "--set has the last word"
+    assert plan.settings.llm.model_loading_config.model_id == "null"
+    assert plan.engine == EngineConfig(
+        model_path=target,
+        speculative_draft_model_path=draft,
+        tp_size=2,
+        attn_dp_size=2,
+        context_length=99,
+        max_running_requests=3,
+    )
+    assert served("--model-path", target).engine.model_path == served("--model", target).engine.model_path == target
+    with pytest.raises(ConfigError, match="given twice"):
+        served(target, "--model", target)
+    monkeypatch.chdir(Path(target).parent)
+    monkeypatch.setenv("AERIE_HOME", str(tmp_path))
+    assert served(Path(target).name).engine.model_path == target, "as typed: from here"
+
+
+def test_a_folder_in_place_of_a_config_file_s_model():
+    target = target_folder()
+    plan = served(target, "--config", str(CHECKOUT / "deploy" / "local.yaml"))
+    assert (plan.engine.model_path, plan.engine.tp_size) == (target, 2)
+    assert plan.engine.speculative_draft_model_path is None and plan.left_behind
+
+
+@pytest.mark.parametrize(
+    ("nested", "said"), [({"method": "eagle3", "model": "/d"}, "'/d'"), ("eagle3", ""), (None, "")]
+)
+def test_a_draft_that_is_left_behind_is_named_in_every_spelling(tmp_path, nested, said):
+    file = tmp_path / "serve.yaml"
+    application = {"args": args(engine_kwargs={"speculative_config": nested})}
+    file.write_text(yaml.safe_dump({"applications": [application]}))
+    plan = served(target_folder(), "--config", str(file))
+    assert plan.engine.speculative_draft_model_path is None
+    assert said in plan.left_behind and bool(plan.left_behind) == bool(said)
+
+
+def test_what_is_served_without_a_config_stops_as_the_demo_does():
+    local = yaml.safe_load((CHECKOUT / "deploy" / "local.yaml").read_text())
+    assert local["applications"][0]["args"]["llm_configs"][0]["deployment_config"] == LOCAL_DEPLOYMENT
+
+
+def test_the_kind_of_a_draft_is_read_from_its_folder_and_a_wrong_one_is_refused_before_anything_starts():
+    target, draft = target_folder(), draft_folder(target_folder())
+    served(target, "--draft", draft, "--set", "speculative_algorithm=EAGLE3")
+    with pytest.raises(ConfigError, match=r"speculative_algorithm NEXTN does not fit.*EAGLE3 or leave it out"):
+        served(target, "--draft", draft, "--set", "speculative_algorithm=NEXTN")
+
+
+def test_llm_configs_may_be_a_file_under_settings(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text(yaml.safe_dump(args(engine_kwargs={"page_size": 4})["llm_configs"][0]))
+    for entry in (str(file), [str(file)]):
+        made = lay_over({"applications": [{"args": {"llm_configs": entry}}]}, ["dtype=float64"])
+        (llm,) = made["applications"][0]["args"]["llm_configs"]
+        assert llm["engine_kwargs"] == {"page_size": 4, "dtype": "float64"}
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ({"applications": []}, "applications must be a list with one entry"),
+        ({"applications": None}, "applications must be a list with one entry"),
+        ({"applications": ["x"]}, "applications must be a list with one entry"),
+        ({"applications": [{"args": 3}]}, "applications.args must be a mapping, got 3"),
+        ({"applications": [{"args": {"llm_configs": 3}}]}, "llm_configs must be a list"),
+        ({"applications": [{"args": {"llm_configs": [3]}}]}, "llm_configs must hold a mapping"),
+        ({"applications": [{"args": args(engine_kwargs=3)}]}, "engine_kwargs must be a mapping, got 3"),
+        (
+            {"applications": [{"args": args(engine_kwargs={"speculative_config": "eagle3"})}]},
+            "engine_kwargs.speculative_config must be a mapping, got 'eagle3'",
+        ),
+    ],
+)
+def test_a_file_of_the_wrong_form_is_refused_by_name(base, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        lay_over(base, ["dtype=float64"])
+
+
+def test_parts_of_a_file_may_be_empty():
+    empty = {"applications": [{"args": {"llm_configs": [{"engine_kwargs": None, "deployment_config": None}]}}]}
+    made = lay_over({**empty, "http_options": None}, ["dtype=float64", "http_port=1", "num_replicas=2"])
+    assert made["http_options"] == {"port": 1}
+    assert made["applications"][0]["args"]["llm_configs"][0]["deployment_config"] == {"num_replicas": 2}
+
+
+def test_every_path_of_an_engine_is_resolved(tmp_path, monkeypatch):
+    names = ("model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map")
+    for name in names:
+        (tmp_path / f"{name}.json").touch()
+    monkeypatch.setenv("AERIE_HOME", str(tmp_path))
+    found = resolve_engine_paths(EngineConfig(**{name: f"{name}.json" for name in names}))
+    assert [getattr(found, name) for name in names] == [str(tmp_path / f"{name}.json") for name in names]
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -136,6 +281,8 @@ def test_speculation_is_switched_off_with_one_word():
         ("model_path=/no/such/model", "/no/such/model"),
         ("speculative_num_draft_tokens=99", "speculative_num_draft_tokens"),
         ("speculative_draft_model_path=/no/draft", "speculative_draft_model_path"),
+        ("mem_fraction_static=1.5", "mem_fraction_static"),
+        ("speculative_token_map=/no/map.json", "speculative_token_map"),
         ("deployment_config.replicas=2", "deployment_config.replicas"),
         ("http_options.prot=1", "unknown setting 'prot'; did you mean 'port'"),
     ],
@@ -176,6 +323,49 @@ def test_ranks_follow_nodes_own_node_first():
     nodes = {0: "far", 1: "own", 2: "far", 3: "own", 4: "third"}
     assert rank_order(nodes, own_node="own") == (1, 3, 0, 2, 4)
     assert rank_order(nodes, own_node="elsewhere") == (0, 2, 1, 3, 4)
+
+
+GPU, CPU = {"GPU": 1.0}, {"CPU": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "bundles", "accelerator", "gpus", "device", "why"),
+    [
+        ("auto", None, None, 0, "cpu", "no GPU"),
+        ("auto", None, None, 2, "cuda", "the cluster has 2 GPU(s)"),
+        ("auto", None, "H100", 0, "cuda", "accelerator_type is H100"),
+        ("auto", [CPU], None, 2, "cpu", "does not reserve a GPU"),
+        ("auto", [GPU, CPU], None, 2, "cpu", "does not reserve a GPU for each rank"),
+        ("auto", [GPU, GPU], None, 0, "cuda", "placement_group_config reserves GPUs"),
+        ("cpu", None, None, 2, "cpu", "device: cpu"),
+        ("cuda", None, None, 0, "cuda", "no GPU yet"),
+    ],
+)
+def test_what_ranks_run_on_follows_from_what_is_reserved_and_what_there_is(
+    asked, bundles, accelerator, gpus, device, why
+):
+    decided, words = device_of(asked, bundles, accelerator, gpus)
+    assert decided == device
+    assert why in words
+
+
+def test_ranks_on_cuda_reserve_a_gpu_each_and_those_on_a_cpu_none():
+    llm = parse(args(engine_kwargs={"tp_size": 2})).llm
+    assert llm.layout(llm.device(2.0)[0]).bundles == ({"CPU": 1.0, "GPU": 1.0},) * 2
+    assert llm.layout(llm.device(0.0)[0]).bundles == ({"CPU": 1.0},) * 2
+    with pytest.raises(ConfigError, match="device is cuda but placement_group_config gives a rank no GPU"):
+        parse(args(engine_kwargs={"device": "cuda"}, placement_group_config={"bundle_per_worker": {"CPU": 1}}))
+
+
+def test_a_machine_without_the_gpus_that_are_asked_for_is_said_so():
+    plan = served(target_folder(), "--tp", "2")
+    plan.check_room({"GPU": 0.0})
+    plan.check_room({"GPU": 2.0})
+    with pytest.raises(ConfigError, match="need 2 GPU, and this machine has 1; lower tp_size"):
+        plan.check_room({"GPU": 1.0})
+    with pytest.raises(ConfigError, match="need 1 GPU, and this machine has 0; set device to cpu"):
+        served(target_folder(), "--set", "device=cuda").check_room({"GPU": 0.0})
+    make_plan(None, []).check_room({"GPU": 1.0})  # the demo is served on the CPU wherever it is
 
 
 def test_default_bundles():

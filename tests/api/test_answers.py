@@ -1,6 +1,7 @@
 """What the two generation endpoints answer when all is well, whole and streamed."""
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,23 @@ def test_chat_without_max_tokens_may_fill_the_context(client: Client, service: S
     client.chat()
     [request] = service.engine.requests
     assert request.params.max_tokens == service.model.context_length - len(request.prompt_token_ids)
+
+
+def test_without_max_tokens_what_fits_the_kv_cache_is_asked_for(client: Client, service: ScriptedService) -> None:
+    service.model = replace(service.model, kv_room=40)
+    service.engine.script = b"ok"
+    client.chat()
+    client.complete(prompt="x" * 30)
+    chat, completion = service.engine.requests
+    assert chat.params.max_tokens == 40 - len(chat.prompt_token_ids)
+    assert completion.params.max_tokens == 10, "of OpenAI's 16"
+    answer = client.complete(prompt="x" * 30, max_tokens=11)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "the KV cache of this server has room for 40 tokens" in error["message"]
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    assert "ask for at most 10" in error["message"]
+    assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 40
 
 
 def test_template_arguments_and_text_parts(client: Client, service: ScriptedService) -> None:

@@ -28,7 +28,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype nobody has": ({"dtype": "int3"}, "dtype"),
     "chunked_prefill_size is zero": ({"chunked_prefill_size": 0}, "chunked_prefill_size must be positive"),
     "a negative queue": ({"max_queued_tokens": -1}, "max_queued_tokens"),
-    "depth without a draft": ({"speculative_num_steps": 3}, "needs speculative_algorithm: EAGLE3"),
+    "depth without a draft": ({"speculative_num_steps": 3}, "needs speculative_draft_model_path"),
     "an algorithm without a draft": ({"speculative_algorithm": "EAGLE3"}, "needs speculative_draft_model_path"),
     "an unknown algorithm": ({"speculative_algorithm": "MEDUSA"}, "speculative_algorithm"),
     "a chain of the wrong size": (

@@ -28,6 +28,7 @@ VALUES: dict[str, Any] = {
     "max_running_requests": 3,
     "chunked_prefill_size": 64,
     "random_seed": 7,
+    "mem_fraction_static": 0.5,
     "speculative_draft_model_path": "d",
 }
 
@@ -90,6 +91,11 @@ def test_speculative_config_maps_onto_our_names() -> None:
     assert made.speculative_num_steps == 5
     assert tree_shape(made) == TreeShape(num_steps=5, topk=1, num_draft_tokens=6)
     assert set(SPECULATIVE_CONFIG.values()) <= set(EngineConfig.model_fields)
+    for method, algorithm in (("eagle", "EAGLE"), ("deepseek_mtp", "NEXTN"), ("mtp", "NEXTN"), (None, None)):
+        made = config(speculative_config={"method": method, "model": "draft"})
+        assert made.speculative_algorithm == algorithm
+    with pytest.raises(ConfigError, match="speculative_algorithm"):
+        config(speculative_config={"method": 3, "model": "draft"})
 
 
 @pytest.mark.parametrize(
@@ -134,10 +140,17 @@ def test_speculative_config_is_checked_like_the_rest(given: dict[str, Any], mess
         ({"model_path": "m", "prefill_share": 0}, ["prefill_share", "greater than 0"]),
         ({"model_path": "m", "prefill_share": 1.0}, ["prefill_share", "less than 1"]),
         ({"model_path": "m", "tp_size": 3, "attn_dp_size": 2}, ["attn_dp_size 2", "tp_size 3"]),
-        ({"model_path": "m", "speculative_num_steps": 2}, ["speculative_num_steps", "speculative_algorithm: EAGLE3"]),
-        ({"model_path": "m", "speculative_eagle_topk": 2}, ["speculative_eagle_topk", "speculative_algorithm"]),
+        ({"model_path": "m", "speculative_num_steps": 2}, ["speculative_num_steps", "speculative_draft_model_path"]),
+        ({"model_path": "m", "speculative_eagle_topk": 2}, ["speculative_eagle_topk", "speculative_draft_model_path"]),
+        ({"model_path": "m", "speculative_batch_tiers": {4: 1}}, ["speculative_batch_tiers needs speculative_draft"]),
+        (
+            {"model_path": "m", "speculative_draft_overrides": {"recurrent": "pre"}},
+            ["speculative_draft_overrides needs speculative_draft_model_path"],
+        ),
+        ({"model_path": "m", "mem_fraction_static": 0}, ["mem_fraction_static"]),
+        ({"model_path": "m", "gpu_memory_utilization": 1.2}, ["mem_fraction_static"]),
+        ({"model_path": "m", "max_total_tokens": 9, "kv_cache_gb": 1}, ["max_total_tokens and kv_cache_gb", "one"]),
         ({"model_path": "m", "speculative_num_draft_tokens": 4}, ["speculative_num_draft_tokens"]),
-        ({"model_path": "m", "speculative_draft_model_path": "d"}, ["speculative_draft_model_path"]),
         ({"model_path": "m", "speculative_algorithm": "EAGLE3"}, ["speculative_draft_model_path"]),
         ({"model_path": "m", "speculative_algorithm": "NGRAM"}, ["speculative_algorithm"]),
         ({**EAGLE, "speculative_num_steps": 17}, ["speculative_num_steps"]),

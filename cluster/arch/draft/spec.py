@@ -138,6 +138,7 @@ class DraftSpec:
         return {
             "kind": self.kind,
             "dialect": self.dialect,
+            "algorithm": self.algorithm,
             "aux_boundaries": list(self.aux_boundaries),
             "num_aux": self.num_aux,
             "runners": self.runners,

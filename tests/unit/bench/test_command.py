@@ -55,6 +55,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'onlin'"):
         command.run(parsed("onlin"))
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        command.run(parsed("acceptance", "--model", str(tmp_path), "--draft", str(tmp_path)))
+    with pytest.raises(ValueError, match="--model needs --draft"):
         command.run(parsed("acceptance", "--model", str(tmp_path)))
 
 
@@ -63,5 +65,5 @@ def test_demo_has_its_flags() -> None:
     demo.add_arguments(parser)
     args = parser.parse_args(["--set", "dtype=float64", "--rounds", "1"])
     assert (args.settings, args.rounds) == (["dtype=float64"], 1)
-    assert args.config.name == "local.yaml"
+    assert args.config is None
     assert len(demo.PROMPTS) == 8

@@ -1,14 +1,18 @@
 """`aerie inspect` says what loading would do, without reading a weight."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cluster.arch.summary import summary
 from cluster.cli import main
 from cluster.engine.inspect import inspect
+from tests.families import made
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
 from tests.unit.models.mtp_layers import qwen_next
@@ -65,6 +69,61 @@ def test_what_would_not_serve_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["inspect", target_folder(), "--draft", write.write({}, {"dflash_config": {}})]) == 1
     assert "DFlash" in capsys.readouterr().out
     assert main(["inspect", target_folder(), "--draft-override", "aux_numbering=sideways"]) == 2
+    assert main(["inspect", target_folder(), "--draft-override", "recurrent=pre"]) == 2
+    assert "give --draft" in capsys.readouterr().err
+
+
+def test_tensors_are_listed_on_demand_and_last(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", target_folder(), "--draft", draft_folder(target_folder())]
+    assert main(words) == 0
+    brief = capsys.readouterr().out
+    assert "numbers per rank" not in brief
+    assert brief.splitlines()[-1].endswith("would serve")
+    assert main([*words, "--tensors"]) == 0
+    whole = capsys.readouterr().out
+    assert whole.startswith(brief)
+    assert "lm_head.weight, 2,048 numbers per rank" in whole
+    assert "midlayer.hidden_norm.weight" in whole
+
+
+SOME = [("llama", "one head each, tied"), ("gemma3", "three local, one global"), ("gpt_oss", "yarn")]
+SOME += [("deepseek_v3", "low-rank queries"), ("mistral_native", "yarn")]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_the_summary_of_a_target_says_what_building_it_says(case: tuple[str, str]) -> None:
+    folder = made(*case).folder
+    brief, whole = summary(folder), inspect(folder, None)
+    assert brief is not None
+    del whole.target["tensors"]
+    assert brief == whole
+
+
+def imported(code: str, *words: str) -> set[str]:
+    """The modules that a fresh Python has imported at the end of `code`, which may use `words`."""
+    code += "; import json; print(json.dumps(sorted(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", f"import sys; {code}", *words], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return set(json.loads(ran.stdout.splitlines()[-1]))
+
+
+def test_a_target_is_told_without_torch_and_ray() -> None:
+    modules = imported("from cluster.cli import main; assert main(['inspect', sys.argv[1]]) == 0", target_folder())
+    assert not {"torch", "transformers", "ray", "tokenizers"} & modules
+
+
+def test_a_check_of_headers_does_not_import_torch_s_compiler() -> None:
+    """Some of torch's functions on the meta device do, which took most of the time of a check and of a start."""
+    targets = [made(*case).folder for case in SOME]
+    drafts = [draft_folder(target_folder()), write.eagle1(), write.mtp("mimo", 2)]
+    code = """
+from cluster.engine.inspect import inspect
+first = sys.argv[1]
+assert all(inspect(first, draft).problems == [] for draft in sys.argv[2:5])
+assert all(inspect(target, None).problems == [] for target in sys.argv[5:])"""
+    modules = imported(code, target_folder(), *drafts, *targets)
+    assert "torch" in modules
+    assert not {"torch._dynamo", "sympy"} & modules
 
 
 def test_an_override_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def engine() -> Engine:
         (request("r", [5, 64], GREEDY), "token id 64, outside the vocabulary of 64"),
         (request("r", [-1], GREEDY), "token id -1"),
         (request("r", [5] * 50, GREEDY, max_tokens=11), "context length of 60"),
-        (request("r", [5] * 30, GREEDY, max_tokens=11), "KV cache of 40 tokens; lower max_tokens or raise max_total"),
+        (request("r", [5] * 30, GREEDY, max_tokens=11), "KV cache of 40 tokens; lower max_tokens or give"),
         (request("r", [5], GREEDY, stop=("x",)), "stop needs a tokenizer"),
     ],
 )
@@ -35,6 +35,18 @@ def test_what_cannot_be_served_is_refused_by_name(asked: Request, message: str, 
         with pytest.raises(ValueError, match=message):
             refuse(asked)
     assert not engine.has_work
+
+
+def test_what_is_told_to_fit_is_what_is_admitted(engine: Engine) -> None:
+    most = engine.info()["max_request_tokens"]
+    assert most == 40 - 1, "all but the window"
+    engine.check(request("r", [5] * 20, GREEDY, max_tokens=most - 20))
+    with pytest.raises(ValueError, match="KV cache of 40 tokens"):
+        engine.check(request("r", [5] * 20, GREEDY, max_tokens=most - 19))
+    target = target_folder()
+    roomy = build_engine(config_of(target, draft_folder(target), 4, 3, context_length=60))
+    assert roomy.info()["max_request_tokens"] == 60
+    assert roomy.info()["kv_sized_by"] == "max_total_tokens"
 
 
 def test_a_request_id_is_used_once_at_a_time(engine: Engine) -> None:

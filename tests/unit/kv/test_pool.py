@@ -1,9 +1,9 @@
-import pytest
+import resource
+from pathlib import Path
+
 import torch
 
 from cluster.batch import PageCopy
-from cluster.config import ConfigError, EngineConfig
-from cluster.kv.budget import page_count
 from cluster.kv.pool import KVPool, Pools, slot_bytes
 
 CPU = torch.device("cpu")
@@ -21,23 +21,17 @@ def test_bytes_of_a_slot_are_those_of_the_tensor() -> None:
     assert pool.kv.numel() * 2 == 8 * slot_bytes(3, 2, 4, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"max_total_tokens": 100, "page_size": 16}, 6),
-        ({"kv_cache_gb": 0.001, "page_size": 10}, 100),
-        ({"max_running_requests": 2, "page_size": 1}, 2 * (64 + 5)),
-    ],
-)
-def test_page_count(settings: dict[str, object], expected: int) -> None:
-    config = EngineConfig(model_path="", **settings)
-    assert page_count(config, token_bytes=1000, context_length=64, window=5) == expected
+def test_a_pool_is_zero_and_takes_memory_only_where_it_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-
-def test_too_little_memory_is_refused_by_name() -> None:
-    config = EngineConfig(model_path="", max_total_tokens=16, page_size=16)
-    with pytest.raises(ConfigError, match="raise max_total_tokens"):
-        page_count(config, token_bytes=1, context_length=64, window=20)
+    before = resident()
+    pool = KVPool(1, 1 << 20, 4, 64, torch.float32, CPU)
+    assert pool.kv.data_ptr() % 64 == 0
+    assert pool.kv[0, 12345].count_nonzero() == 0
+    pool.kv[0, 12345] = 1.0
+    assert pool.kv.numel() * 4 == 1 << 31
+    assert resident() - before < 1 << 27, "of 2 GiB"
 
 
 def test_cells_of_a_page_are_copied_in_every_pool_before_any_is_overwritten() -> None:

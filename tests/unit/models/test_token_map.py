@@ -156,7 +156,7 @@ def test_a_draft_with_a_head_or_a_map_of_its_own_takes_none(draft: object, has: 
 def test_the_setting_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pickle \(.pt\) is not read"):
         config_of(tiny_pair()[0], tiny_pair()[1], speculative_token_map="hot.pt")
-    with pytest.raises(ConfigError, match="speculative_token_map needs speculative_algorithm"):
+    with pytest.raises(ConfigError, match="speculative_token_map needs speculative_draft_model_path"):
         config_of(tiny_pair()[0], speculative_token_map="hot.json")
     with pytest.raises(ConfigError, match="topk 3 is more than the draft's vocabulary of 2"):
         build_engine(settings(tmp_path, 3, [1, 2]))

@@ -1,0 +1,87 @@
+"""What a target is and what it takes, from its config and the headers of its files; without torch."""
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from cluster.arch.header import SIZES
+from cluster.arch.read import read_target
+from cluster.arch.stored import stored_tensors
+from cluster.arch.target import TargetArch
+from cluster.arch.tensors import check_tensors, target_tensors
+from cluster.config import ConfigError
+
+PLAIN = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Numbers that are stored as they are computed with: nothing beside them has to be looked at."""
+BYTES = {dtype: SIZES[name] for name, dtype in PLAIN.items()}
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found; `problems` empty means that it would serve."""
+
+    target: dict[str, Any] = field(default_factory=dict)
+    draft: dict[str, Any] | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def computed_in(arch: TargetArch, dtype: str) -> str:
+    """The dtype that `dtype` means for this target: `auto` is the stored one, bfloat16 where that is none to
+    compute in.
+    """
+    asked = arch.dtype if dtype == "auto" else dtype
+    return asked if asked in BYTES else "bfloat16"
+
+
+def described(folder: str, arch: TargetArch) -> dict[str, Any]:
+    """The facts of a target, JSON-ready."""
+    held = stored_tensors(folder)
+    return {
+        "folder": folder,
+        "family": arch.family,
+        "layers": arch.num_layers,
+        "hidden": arch.hidden,
+        "vocab_size": arch.vocab_size,
+        "context_length": arch.max_position,
+        "stored_dtype": arch.dtype,
+        "parameters": sum(prod(shape) for _, shape in target_tensors(arch)),
+        "stored_bytes": sum(stored.stop - stored.start for _, _, stored in held.values()),
+        "files": len({path for path, _, _ in held.values()}),
+    }
+
+
+def features_of(arch: TargetArch) -> dict[str, Any]:
+    """What kind of layers a target has, JSON-ready."""
+    return {
+        "speculation": None,
+        "attention": "latent" if arch.layer.latent else "grouped",
+        "experts": any(layer.moe for layer in arch.layers),
+        "windows": sorted({layer.window for layer in arch.layers if layer.window}),
+        "tied": arch.tied,
+    }
+
+
+def summary(folder: str, dtype: str = "auto") -> Report | None:
+    """A good target served by one rank. None where more has to be looked at: a problem, or quantised weights."""
+    try:
+        arch = read_target(folder)
+        check_tensors(folder, arch)
+        held = stored_tensors(folder)
+    except ConfigError:
+        return None
+    if any(stored.dtype not in PLAIN for _, _, stored in held.values()):
+        return None
+    compute = computed_in(arch, dtype)
+    parts, kv_heads, head_dim = arch.layer.cell
+    target = described(folder, arch)
+    memory = {
+        "tp": 1,
+        "dp": 1,
+        "dtype": compute,
+        "target_bytes_per_rank": target["parameters"] * BYTES[compute],
+        "draft_bytes_per_rank": 0,
+        "kv_bytes_per_token": arch.num_layers * parts * kv_heads * head_dim * BYTES[compute],
+    }
+    return Report(target, None, memory, features_of(arch))

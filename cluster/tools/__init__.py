@@ -1,0 +1,1 @@
+"""Commands that look at checkpoints and say what they are."""

@@ -1,0 +1,115 @@
+"""`aerie generate`: a folder and a prompt, whatever the draft; its text is what a REST client would get."""
+
+import json
+import shutil
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+
+from cluster.cli import main
+from cluster.engine import build_engine
+from tests.parity.harness import config_of
+from tests.tiny import draft_folder, target_folder
+from tests.unit.models import draft_folders as write
+
+VOCAB = 64
+IDS = ["--prompt-token-ids", "5,6,7"]
+
+
+@pytest.fixture(scope="module")
+def with_words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target whose tokens are words of three letters with a space before each, as SentencePiece has them."""
+    folder = tmp_path_factory.mktemp("words") / "target"
+    shutil.copytree(target_folder(), folder)
+    words = {f"\u2581{chr(97 + i // 26)}{chr(97 + i % 26)}x": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(vocab=words, unk_token="\u2581aax"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(), MetaspaceDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def generate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main(["generate", *words, "--dtype", "float64", "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_folder_and_a_prompt_in_every_order_and_spelling(with_words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--max-tokens", "3"]
+    first = generate(capsys, with_words, "abx acx", *few)
+    assert len(str(first["text"]).split()) == 3
+    for words in (
+        [with_words, *few, "abx acx"],
+        [*few, with_words, "abx acx"],
+        ["--model", with_words, "--prompt", "abx acx", *few],
+        ["--model", with_words, *few, "abx acx"],
+        [with_words, *few, "--prompt", "abx acx"],
+    ):
+        assert generate(capsys, *words)["token_ids"] == first["token_ids"], words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which model?"),
+        (["DIR"], "give one prompt"),
+        (["DIR", "a", "--prompt", "b"], "give one prompt"),
+        (["DIR", "a", *IDS], "give one prompt"),
+        (["DIR", "a", "--model", "D"], "the model is given twice"),
+        (["/no/such/folder", "a"], "'/no/such/folder' does not exist"),
+    ],
+)
+def test_what_is_missing_or_given_twice_is_said(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_stop_string_that_begins_with_the_space_before_a_word(
+    with_words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Decoded alone the output loses that space, so the stop string is not in it."""
+    words = [with_words, "abx acx", "--max-tokens", "9"]
+    text = str(generate(capsys, *words)["text"])
+    assert text.startswith(" ")
+    first, second = text.split()[:2]
+    assert generate(capsys, *words, "--stop", f" {first}")["text"] == ""
+    assert generate(capsys, *words, "--stop", f" {second}")["text"] == f" {first}"
+
+
+def test_without_max_tokens_it_is_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = generate(capsys, target_folder(), *IDS, "--ignore-eos")
+    assert len(whole["token_ids"]) == 128  # type: ignore[arg-type]
+    small = target_folder(max_position=20)
+    cut = generate(capsys, small, *IDS, "--ignore-eos")
+    assert (len(cut["token_ids"]), cut["finish_reason"]) == (17, "length")  # type: ignore[arg-type]
+    assert main(["generate", small, *IDS, "--max-tokens", "18"]) == 2
+
+
+DRAFTS = {
+    "EAGLE": lambda: write.eagle1(vocab=VOCAB),
+    "EAGLE3": lambda: draft_folder(target_folder()),
+    "NEXTN": lambda: write.mtp("mimo", vocab=VOCAB),
+    "NEXTN of two layers": lambda: write.mtp("mimo", 2, vocab=VOCAB),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_draft_of_any_kind_is_recognised(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = generate(capsys, target_folder(), *IDS)
+    given = generate(capsys, target_folder(), *IDS, "--draft", DRAFTS[kind]())
+    assert given["token_ids"] == plain["token_ids"]
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("EAGLE", 3), ("EAGLE3", 3), ("NEXTN", 3), ("NEXTN of two layers", 2)])
+def test_the_resolved_settings_tell_the_kind_and_a_depth_that_fits(kind: str, steps: int) -> None:
+    config = config_of(target_folder(), max_total_tokens=512).model_copy(
+        update={"speculative_draft_model_path": DRAFTS[kind]()}
+    )
+    info = build_engine(config).info()
+    assert info["config"]["speculative_algorithm"] == info["draft"]["algorithm"] == kind.split()[0]
+    assert info["speculative_num_steps"] == steps

@@ -1,0 +1,185 @@
+"""How much KV a rank gets, and what is said about it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Barrier, Thread, current_thread
+
+import pytest
+import torch
+
+from cluster.config import ConfigError, EngineConfig
+from cluster.kv import budget
+from cluster.kv.budget import Capacity, kv_capacity, page_count
+from cluster.kv.memory import free_memory
+from cluster.mesh import Mesh
+
+CPU = torch.device("cpu")
+TOKEN = 1000  # bytes
+GB = 10**9
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda given: monkeypatch.setattr(budget, "free_memory", lambda: given)
+
+
+def capacity(context: int = 10**6, window: int = 5, mesh: Mesh | None = None, **settings: object) -> Capacity:
+    config = EngineConfig(model_path="", **settings)
+    return kv_capacity(config, mesh or Mesh(), CPU, TOKEN, context, window)
+
+
+def test_explicit_sizes_are_taken_as_they_are() -> None:
+    assert capacity(max_total_tokens=100) == Capacity(100, "max_total_tokens")
+    assert capacity(kv_cache_gb=0.001) == Capacity(1000, "kv_cache_gb 0.001")
+
+
+def test_a_cpu_gives_a_share_of_what_is_free(free: Callable[[int], None]) -> None:
+    free(10 * GB)
+    found = capacity()
+    assert found.tokens == 3_000_000
+    for words in ("mem_fraction_static 0.3, the default, of the 10.0 GB free", "3.00 GB", "7.0 GB stay"):
+        assert words in found.sized_by
+    assert capacity(mem_fraction_static=0.5).tokens == 5_000_000
+    assert "default" not in capacity(mem_fraction_static=0.5).sized_by
+
+
+def test_never_more_than_all_running_requests_can_use(free: Callable[[int], None]) -> None:
+    free(10 * GB)
+    for settings in ({}, {"kv_cache_gb": 1.0}):
+        found = capacity(context=64, max_running_requests=2, **settings)
+        assert found.tokens == 2 * (64 + 5)
+        assert "2 requests at the full context of 64 tokens" in found.sized_by
+
+
+class Gang:
+    """`all_gather_row` of ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.rows: list[tuple[int, ...]] = [()] * size
+        self.all = Barrier(size)
+
+    def mesh(self, rank: int) -> Mesh:
+        gang = self
+
+        class Rank(Mesh):
+            def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
+                gang.rows[rank] = row
+                gang.all.wait(10)
+                every = list(gang.rows)
+                gang.all.wait(10)
+                return every
+
+        return Rank(rank)
+
+
+def of_gang(places: list[int], free: list[int], monkeypatch: pytest.MonkeyPatch) -> list[Capacity]:
+    """What ranks on these machines find that see so much free memory each."""
+    gang, found = Gang(len(places)), [Capacity(0, "")] * len(places)
+    of_thread: dict[str, int] = {}
+
+    def rank(at: int) -> None:
+        found[at] = capacity(mesh=gang.mesh(at))
+
+    def own() -> int:
+        return of_thread[current_thread().name]
+
+    monkeypatch.setattr(budget, "free_memory", lambda: free[own()])
+    monkeypatch.setattr(budget, "_place", lambda device: places[own()])
+    threads = [Thread(target=rank, args=(at,), name=f"rank-{at}") for at in range(len(places))]
+    of_thread |= {thread.name: at for at, thread in enumerate(threads)}
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return found
+
+
+def test_ranks_share_a_machine_and_agree_on_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of_gang([7, 7, 8], [10 * GB, 10 * GB, 4 * GB], monkeypatch)
+    assert [one.tokens for one in found] == [1_200_000] * 3, "0.3 of 4 GB on the third, half of 0.3 of 10 on the others"
+    assert "for each of 2 ranks" in found[0].sized_by
+    assert "the rank with the least room" in found[0].sized_by
+    assert "the rank with the least room" not in found[2].sized_by
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(None, 65), (0.5, 30)])
+def test_cuda_leaves_the_rest_of_the_device_to_workspaces(
+    monkeypatch: pytest.MonkeyPatch, fraction: float | None, expected: int
+) -> None:
+    """80 GB of 100 are free after loading: SGLang's rule, free - (1 - fraction) * total."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GB, 100 * GB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(budget, "_place", lambda device: 1)
+    config = EngineConfig(model_path="", mem_fraction_static=fraction)
+    found = kv_capacity(config, Mesh(), torch.device("cuda", 0), TOKEN, 10**8, 5)
+    assert found.tokens == pytest.approx(expected * 10**6, abs=1)
+    assert "20.0 GB in use after loading" in found.sized_by
+    assert "stay for workspaces" in found.sized_by
+
+
+def test_models_that_leave_nothing_are_refused(free: Callable[[int], None]) -> None:
+    free(0)
+    with pytest.raises(ConfigError, match=r"mem_fraction_static 0.3.*too few.*free memory"):
+        page_count(EngineConfig(model_path=""), capacity(), 5)
+
+
+@pytest.mark.parametrize(("tokens", "size", "pages"), [(100, 16, 6), (1000, 10, 100), (138, 1, 138)])
+def test_page_count(tokens: int, size: int, pages: int) -> None:
+    config = EngineConfig(model_path="", page_size=size)
+    assert page_count(config, Capacity(tokens, ""), 5) == pages
+
+
+def test_too_little_for_a_window_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="raise max_total_tokens"):
+        page_count(EngineConfig(model_path="", page_size=16), Capacity(16, "max_total_tokens"), 20)
+
+
+KB = 1024
+MEMINFO = "MemTotal: 100 kB\nMemFree: 10 kB\nMemAvailable: 50 kB\n"
+
+
+def machine(root: Path, files: dict[str, str]) -> int:
+    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return free_memory(root)
+
+
+def test_without_cgroups_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
+    assert machine(tmp_path, {}) == 50 * KB
+
+
+def test_cgroup_v2_limits_count_at_every_level(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/pods/one"
+    files = {
+        "proc/self/cgroup": "0::/pods/one\n",
+        f"{group}/memory.max": "max\n",
+        f"{group}/memory.current": "9000\n",
+        f"{group}/memory.stat": "anon 1\n",
+        "sys/fs/cgroup/pods/memory.max": "20000\n",
+        "sys/fs/cgroup/pods/memory.current": "9000\n",
+        "sys/fs/cgroup/pods/memory.stat": "anon 1\nactive_file 1000\ninactive_file 500\n",
+    }
+    assert machine(tmp_path, files) == 20000 - 9000 + 1500, "file cache can be taken back"
+
+
+def test_cgroup_v1_in_a_container_whose_path_is_the_host_s(tmp_path: Path) -> None:
+    top = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": "12:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n",
+        f"{top}/memory.limit_in_bytes": "30000\n",
+        f"{top}/memory.usage_in_bytes": "29000\n",
+        f"{top}/memory.stat": "total_inactive_file 200\n",
+    }
+    assert machine(tmp_path, files) == 1200
+    assert machine(tmp_path, {f"{top}/memory.limit_in_bytes": f"{2**63 - 4096}\n"}) == 50 * KB
+    assert machine(tmp_path, {f"{top}/memory.limit_in_bytes": "100\n"}) == 0
+
+
+def test_a_system_that_does_not_say_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set max_total_tokens"):
+        free_memory(tmp_path)
+
+
+def test_this_machine_says() -> None:
+    assert 0 < free_memory() < 2**50
