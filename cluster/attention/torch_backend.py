@@ -34,7 +34,7 @@ def kept_out(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
     A row that overflowed says so in its own output, while its cell, which attention multiplies by 0 for all rows that
     do not see it, stays harmless: a node of a tree cannot spoil its siblings, nor a draft its own later steps.
     """
-    if kv.device.type == "cpu" and math.isfinite(kv.sum()):  # on a GPU asking would wait for the device
+    if kv.is_cpu and math.isfinite(kv.sum().item()):  # on a GPU asking would wait for the device
         return q, kv
     bad = ~kv.isfinite().flatten(1).all(1)
     return q.masked_fill(bad[:, None, None], math.nan), kv.masked_fill(bad[:, None, None, None], 0)

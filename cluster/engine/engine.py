@@ -4,7 +4,8 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import isfinite
 from typing import Any
 
 from cluster.arch import TargetArch
@@ -177,15 +178,17 @@ class Engine(Rank):
         """What the step gave each request, and how many tokens each verified tree gave (its accept length)."""
         width, nodes = stepped.tokens.shape[1], shape.num_draft_tokens - 1
         tokens, first = stepped.tokens.tolist(), stepped.first.tolist()
-        accepted, sound = stepped.accept_len.tolist(), stepped.sound_len.tolist()
+        accepted, scores = stepped.accept_len.tolist(), stepped.scores.tolist()
         outputs, lens = [], []
         for i, sequence in enumerate(schedule.decodes):
-            sequence.committed += accepted[i]
-            output = self._extend(sequence, tokens[i][: sound[i]], stepped, i * width)
+            count = accepted[i]
+            sound = next((j for j in range(count) if not isfinite(scores[i][j])), count)
+            sequence.committed += count
+            output = self._extend(sequence, tokens[i][:sound], stepped, i * width)
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)
                 lens.append(len(output.token_ids))
-            outputs += self._settled(sequence, output, sound[i] == accepted[i])
+            outputs += self._settled(sequence, output, sound == count)
         finals = 0
         for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, stepped), strict=True):
             sequence, run = chunk.sequence, []
@@ -202,11 +205,10 @@ class Engine(Rank):
     @staticmethod
     def _sound_chunks(schedule: Schedule, stepped: Stepped) -> list[bool]:
         """Whether all rows of each chunk are finite; idle rows come before them."""
-        if bool(stepped.sound_rows.all()):
-            return [True] * len(schedule.chunks)
-        rows = stepped.sound_rows.tolist()[-schedule.prompt_rows :]
-        ends = list(accumulate(chunk.stop - chunk.start for chunk in schedule.chunks))
-        return [all(rows[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        rows = stepped.sound.tolist()
+        idle = len(rows) - schedule.prompt_rows
+        ends = list(accumulate((chunk.stop - chunk.start for chunk in schedule.chunks), initial=idle))
+        return [all(rows[start:end]) for start, end in pairwise(ends)]
 
     def _extend(self, sequence: Sequence, run: list[int], stepped: Stepped, row: int) -> RequestOutput:
         """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""

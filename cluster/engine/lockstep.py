@@ -106,5 +106,5 @@ class Lockstep:
 
 def _results(stepped: Stepped, real: int) -> int:
     """A checksum of what a step decided for the first `real` decoding requests, idle ones left out, and for prompts."""
-    decided = (stepped.tokens[:real], stepped.accept_len[:real], stepped.sound_len[:real], stepped.first)
+    decided = (stepped.tokens[:real], stepped.accept_len[:real], stepped.first)
     return zlib.crc32(array("q", [number for each in decided for number in each.flatten().tolist()]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.plan import bias_of, window_group
-from cluster.batch import AttentionPlan, Batch
+from cluster.batch import AttentionPlan, Batch, PromptRows, SamplingBatch
 from cluster.config import TreeShape
 from cluster.forward.runner import TargetRunner
 from cluster.forward.sampler import at_least_float32, gumbel, scores
@@ -19,7 +19,7 @@ from cluster.spec.draft import Draft
 from cluster.spec.extend import shifted
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree
-from cluster.spec.verify import accept, best, choose, sound_len
+from cluster.spec.verify import accept, best, choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,15 @@ class Stepped:
     """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
     prompts; `logprobs` `[R * (S + 1) + F, V]` of the target for those, when the batch asked; seconds by phase.
 
-    `sound_len` `[R]` of the accepted tokens come of finite logits, `sound_rows` `[c]` says the same of prompt rows.
+    `scores` `[R, S + 1]` are those of `tokens`: not finite where the logits were not. `sound` `[c]` says of each prompt
+    row whether all was finite.
     """
 
     tokens: Tensor
     accept_len: Tensor
     first: Tensor
-    sound_len: Tensor
-    sound_rows: Tensor
+    scores: Tensor
+    sound: Tensor
     logprobs: Tensor | None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -58,12 +59,9 @@ class Step:
         clock.append(time.perf_counter())
 
         hidden, aux, logits = self._forward(batch, tree)
-        chosen, finite = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
-        first_noise = None if final_noise is None else final_noise[:, :1]
-        first, first_finite = best(scores(logits[r * n :, None], final, first_noise)[:, 0])
+        chosen, won = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
+        first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, final_noise)
         accepted = accept(tree, chosen, first, s)
-        sound_rows = hidden[r * n :].isfinite().all(-1)
-        sound_rows[batch.prompt.final_rows] &= first_finite
         if shape.topk > 1:
             compact(self._target.pool, batch.reach.window, accepted.path)
         clock.append(time.perf_counter())
@@ -81,8 +79,22 @@ class Step:
             logprobs = logits.index_select(0, wanted).log_softmax(-1, dtype=at_least_float32(logits.dtype))
         clock.append(time.perf_counter())
         seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
-        sound = sound_len(finite, accepted)
-        return Stepped(accepted.tokens, accepted.accept_len, first, sound, sound_rows, logprobs, seconds)
+        won = won.gather(1, accepted.path)
+        return Stepped(accepted.tokens, accepted.accept_len, first, won, sound, logprobs, seconds)
+
+    @staticmethod
+    def _prompts(
+        prompt: PromptRows, hidden: Tensor, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens `[F]` after finished prompts, from `logits` `[F, V]`, and which of all prompt rows `hidden`
+        `[c, H]` are finite, `[c]`; `noise` is `[F, 2, V]`.
+        """
+        first, won = best(scores(logits[:, None], sampling, None if noise is None else noise[:, :1]))
+        if not hidden.shape[0]:
+            return first[:, 0], prompt.token_ids.bool()
+        sound = hidden.isfinite().all(-1)
+        sound[prompt.final_rows] &= won[:, 0].isfinite()
+        return first[:, 0], sound
 
     def _noise(self, batch: Batch, num_steps: int) -> tuple[Tensor | None, Tensor | None]:
         """Gumbel noise for positions seq_len + 1 .. seq_len + S + 2, and for the two after each finished prompt."""

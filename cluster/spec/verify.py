@@ -28,16 +28,16 @@ class Accepted:
 
 
 def best(ranked: Tensor) -> tuple[Tensor, Tensor]:
-    """The token of the highest score in `[.., V]`, and whether that score is finite, `[..]` each.
+    """The token of the highest score in `[.., V]`, and that score, `[..]` each.
 
-    It is not where a logit was NaN or infinite, for those win; so one number per row tells of the whole vocabulary.
+    The score is not finite where a logit was NaN or infinite, for those win: one number per row tells of all.
     """
     chosen = ranked.argmax(-1)
-    return chosen, ranked.gather(-1, chosen[..., None])[..., 0].isfinite()
+    return chosen, ranked.gather(-1, chosen[..., None])[..., 0]
 
 
 def choose(logits: Tensor, depths: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's token after every node, and whether its logits were finite, `[R, N]`, from logits `[R, N, V]`.
+    """The target's token after every node and its score, `[R, N]` each, from logits `[R, N, V]`.
 
     `noise` `[R, n, V]` belongs to token positions seq_len + 1 .. seq_len + n; nodes of one depth share a position.
     """
@@ -46,14 +46,6 @@ def choose(logits: Tensor, depths: Tensor, sampling: SamplingBatch, noise: Tenso
         first = torch.arange(r, device=noise.device)[:, None] * n
         noise = noise.view(r * n, vocab).index_select(0, (first + depths).view(-1)).view(logits.shape)
     return best(scores(logits, sampling, noise))
-
-
-def sound_len(finite: Tensor, accepted: "Accepted") -> Tensor:
-    """How many of each request's committed tokens come before its first row that is not finite, `[R]`; `accept_len`
-    where all are, 0 where the root's is not. `finite` `[R, N]` is by node.
-    """
-    leading = finite.gather(1, accepted.path).cumprod(1).sum(1)
-    return torch.minimum(leading, accepted.accept_len)
 
 
 def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:

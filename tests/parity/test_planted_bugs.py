@@ -249,7 +249,9 @@ def _(patch: Patch) -> None:
 @bug("one token too few is committed")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, plan, did, lens, shape: true(self, plan, did, [max(1, n - 1) for n in lens], shape)
+        return lambda self, plan, did, shape: true(
+            self, plan, replace(did, accept_len=(did.accept_len - 1).clamp(min=1)), shape
+        )
 
     changed(patch, Engine, "_commit", make)
 
