@@ -83,13 +83,39 @@ def open_store(host: str) -> Store:
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds that this rank spent waiting in collectives, and how many it entered; `take` starts again."""
+    """What this rank does, counted as it does it; another thread may read along.
+
+    `seconds` were spent waiting in collectives, `begun` of them were entered and `calls` are over; `parts` counts the
+    parts of layers that a rank without peers has come to, where others have a collective.
+    """
 
     seconds: float = 0.0
     calls: int = 0
+    begun: int = 0
+    parts: int = 0
+
+    @property
+    def marks(self) -> int:
+        """A number that grows with everything that is done."""
+        return self.calls + self.begun + self.parts
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank is in a collective now."""
+        return self.begun > self.calls
+
+    def begin(self) -> float:
+        """A collective is entered; the time now, for `end`."""
+        self.begun += 1
+        return time.perf_counter()
+
+    def end(self, began: float) -> None:
+        """The collective entered at `began` is over."""
+        self.seconds += time.perf_counter() - began
+        self.calls += 1
 
     def take(self) -> float:
-        """The seconds so far."""
+        """The seconds so far, which start again from zero."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -118,13 +144,13 @@ class Axis:
         if self.size == 1:
             return rows
         every = rows.new_empty(sum(counts), *rows.shape[1:])
-        began = time.perf_counter()
+        began = self.clock.begin()
         if self.direct and len(set(counts)) == 1:
             dist.all_gather_into_tensor(every, rows.contiguous(), group=self.group)
         else:
             own = rows.repeat(self.size, *[1] * (rows.dim() - 1))
             dist.all_to_all_single(every, own, list(counts), [rows.shape[0]] * self.size, group=self.group)
-        self._count(began)
+        self.clock.end(began)
         return every
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -132,15 +158,15 @@ class Axis:
         if self.size == 1:
             return rows
         own = counts[self.rank]
-        began = time.perf_counter()
+        began = self.clock.begin()
         if self.direct and len(set(counts)) == 1:
             summed = rows.new_empty(own, *rows.shape[1:])
             dist.reduce_scatter_tensor(summed, rows.contiguous(), group=self.group)
-            self._count(began)
+            self.clock.end(began)
             return summed
         parts = rows.new_empty(self.size * own, *rows.shape[1:])
         dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self._count(began)
+        self.clock.end(began)
         return _added(parts.view(self.size, own, *rows.shape[1:]))
 
     def all_reduce(self, rows: Tensor) -> Tensor:
@@ -149,9 +175,9 @@ class Axis:
             return rows
         if not self.direct:
             return _added(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
-        began = time.perf_counter()
+        began = self.clock.begin()
         dist.all_reduce(rows, group=self.group)
-        self._count(began)
+        self.clock.end(began)
         return rows
 
     def swap(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -160,26 +186,22 @@ class Axis:
             return rows
         own, width = counts[self.rank], rows.shape[1]
         parts = rows.new_empty(self.size * own, width)
-        began = time.perf_counter()
+        began = self.clock.begin()
         dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self._count(began)
+        self.clock.end(began)
         return parts.view(self.size, own, width).transpose(0, 1).reshape(own, self.size * width)
 
     def broadcast(self, values: Tensor) -> Tensor:
         """The first rank's `values`, over those of all others, in place."""
         if self.size > 1:
-            began = time.perf_counter()
+            began = self.clock.begin()
             dist.broadcast(values, group=self.group, group_src=0)
-            self._count(began)
+            self.clock.end(began)
         return values
 
     def leave(self) -> None:
         """Let go of the group: gloo closes its connections only when nobody holds them, whatever is called abort."""
         self.group = None
-
-    def _count(self, began: float) -> None:
-        self.clock.seconds += time.perf_counter() - began
-        self.clock.calls += 1
 
 
 def _added(parts: Tensor) -> Tensor:
@@ -223,6 +245,10 @@ class Mesh:
     def leads(self) -> bool:
         """Whether this rank schedules for its attention group."""
         return self.attn.rank == 0
+
+    def enter(self, phase: str) -> None:
+        """This rank comes to a phase of the step that it is in."""
+        self.position = (self.position[0], phase)
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
         """One row of plain integers from every rank, in rank order."""

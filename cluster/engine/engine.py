@@ -120,6 +120,8 @@ class Engine(Rank):
         """
         p, started = self._p, time.perf_counter()
         schedule = p.scheduler.schedule(self._busiest)
+        if schedule.admitted:
+            self.on_begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
         order = schedule.order(p.cache.table.take_journal())
         scheduled = time.perf_counter()
         ran = p.lockstep.run(order, len(self._sequences), self._vote(len(schedule.decodes)))
