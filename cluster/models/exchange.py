@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.mesh import Clock
+from cluster.clock import Clock
 
 
 class TokenExchange(Protocol):
