@@ -187,18 +187,19 @@ def test_scrapes_that_are_given_up_do_no_harm_to_open_streams(url):
                     tokens += json.loads(line[6:])["choices"][0]["token_ids"]
         return tokens
 
-    async def give_up(client: httpx.AsyncClient, path: str, after_s: float) -> None:
-        task = asyncio.create_task(client.get(f"{url}/{path}"))
+    async def give_up(path: str, after_s: float) -> None:
+        at = httpx.URL(url)
+        _, writer = await asyncio.open_connection(at.host, at.port)
+        writer.write(f"GET /{path} HTTP/1.1\r\nHost: {at.host}\r\n\r\n".encode())
         await asyncio.sleep(after_s)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        writer.close()
 
     async def whole() -> list[list[int]]:
         async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
             streams = [asyncio.create_task(stream(client, i)) for i in range(4)]
-            for turn in range(60):
-                path = ("metrics", "metrics", "server_info", "health")[turn % 4]
-                await give_up(client, path, (4 + 7 * turn % 26) / 1000)
+            for turn in range(100):
+                path = "metrics" if turn % 10 else ("server_info", "health")[turn // 10 % 2]
+                await give_up(path, (4 + 7 * turn % 26) / 1000)
             return await asyncio.gather(*streams)
 
     before = httpx.get(f"{url}/server_info").json()["epoch"]

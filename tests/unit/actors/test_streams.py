@@ -86,7 +86,8 @@ class Gang:
                 running.append(queue.pop(0))
                 running[-1].begun = self.announced
             if any(s.name in self.poison for s in running):
-                return self.die()
+                steps = 0
+                break
             for s in running:
                 first = not s.fruitful
                 s.started = True
