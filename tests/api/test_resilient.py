@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actors.messages import GangStatus, Overloaded
+from cluster.actors.messages import GangStatus, Overloaded, Unavailable
 from cluster.actors.streams import RESUMES
 from cluster.api.feed import feed
 from cluster.api.resilient import GoneError, Item, Leaving, Refused, ResilientClient, Sign
@@ -244,13 +244,14 @@ FAILED = RequestOutput("r", (), finish_reason="error", error="the gang is lost")
     [
         ((OUTPUT, END), "", [SIGN, OUTPUT, END]),
         ((Overloaded("full"),), "", [Refused("full")]),
+        ((Unavailable("rank 1 died"),), "", [Leaving("rank 1 died")]),
         ((ValueError("prompt: bad"),), "", [SIGN, Refused("prompt: bad")]),
         ((OUTPUT, 0.12, END), "", [SIGN, OUTPUT, SIGN, SIGN, END]),
         ((OUTPUT, FAILED), "", [SIGN, OUTPUT, FAILED]),
         ((OUTPUT, FAILED), "lost", [SIGN, OUTPUT, Leaving("lost")]),
         ((OUTPUT,), "", [SIGN, OUTPUT, Leaving("its stream ended without a reason")]),
     ],
-    ids=["outputs", "full", "at fault", "a pause", "an error", "an error of a replica that leaves", "cut"],
+    ids=["outputs", "full", "lost", "at fault", "a pause", "an error", "an error of a replica that leaves", "cut"],
 )
 def test_feed(script: Any, leaving: str, items: list[Item]) -> None:
     engine = Scripted(*script)
