@@ -229,7 +229,7 @@ class Gang:
                 left = until - time.monotonic()
                 await asyncio.wait_for(self._begin(left, still_s), left)
             except Exception as error:
-                why = str(error) or type(error).__name__
+                why = str(error) or why or type(error).__name__  # that the time is up is no cause
                 self._restarting = f"{loss} (restarting; attempt {attempts} failed: {why})"
                 logger.error("gang %s: attempt %d to restart failed: %s", self.spec.name, attempts, why)
                 await asyncio.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))

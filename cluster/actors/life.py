@@ -99,8 +99,16 @@ class Life:
         Raises:
             ConfigError, GangError: the error that says most about why they could not, soon after the first one did.
         """
-        began = time.monotonic()
         tasks = [asyncio.ensure_future(load) for load in loads]
+        try:
+            return await self._all_of(tasks, until, still_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _all_of(self, tasks: Sequence[asyncio.Task[Any]], until: float, still_s: float) -> list[Any]:
+        """The results of loads, as `_loaded` says; those that are late are the caller's to cancel."""
+        began = time.monotonic()
         late, why = set(tasks), ""
         while late and not why and not any(task.exception() for task in tasks if task.done()):
             self.ask()
@@ -114,8 +122,6 @@ class Life:
         if errors and late:  # peers may notice sooner than the one to blame has said why
             more, late = await asyncio.wait(late, timeout=REASON_TIMEOUT_S)
             errors += [error for task in more if (error := task.exception()) is not None]
-        for task in late:
-            task.cancel()
         if errors:
             raise min(errors, key=_says_little)
         if late:
