@@ -32,6 +32,9 @@ MEMORY = 0.05  # weight of the latest ended request in the running mean
 LAST_WORDS_S = 0.5  # how long to read what shards that are ended had still to say
 
 
+Work = Callable[[Life, int], Coroutine[Any, Any, None]]
+
+
 @dataclass(slots=True)
 class Line:
     """What gathers for one leader until the next actor call."""
@@ -100,8 +103,8 @@ class Router:
         self._life = life
         self._lines = {rank: Line() for rank in life.spec.leaders}
         self._balancer.restarted(self._gang.infos[0].get("kv_pages"))
-        self._reading = [self._task(life, rank, "outputs", self._read(life, rank)) for rank in self._lines]
-        self._sending = [self._task(life, rank, "commands", self._send(life, rank)) for rank in self._lines]
+        self._reading = [self._task(life, rank, "outputs", self._read) for rank in self._lines]
+        self._sending = [self._task(life, rank, "commands", self._send) for rank in self._lines]
         for stream in self._recovery.begin([s for s in self._streams.values() if not s.ended]):
             self._submit(stream)
 
@@ -227,12 +230,12 @@ class Router:
             for following in self._recovery.settled(stream.name):
                 self._submit(following)
 
-    def _task(self, life: Life, rank: int, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _task(self, life: Life, rank: int, name: str, work: Work) -> asyncio.Task[None]:
         """A task that serves a rank's streams. However it fails, the life is over: nobody else would serve them."""
 
         async def watched() -> None:
             try:
-                await work
+                await work(life, rank)
             except RayActorError as error:
                 life.mark_dead(rank, error)
             except Exception as error:

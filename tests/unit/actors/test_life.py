@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster.actors.gang import Gang
 from cluster.actors.life import GangError, GangSpec, Life
 from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
@@ -71,3 +72,15 @@ def test_progress_does_not_lengthen_the_time_that_there_is() -> None:
 def test_a_refusal_of_the_config_comes_through_at_once() -> None:
     with pytest.raises(ConfigError, match="model_path"):
         load(life(), never, refuses, time_s=30, still_s=30)
+
+
+@pytest.mark.parametrize(
+    ("given", "start_s", "patience_s"), [(None, 0.0, 60.0), (None, 10.0, 60.0), (None, 90.0, 360.0), (6.0, 90.0, 6.0)]
+)
+def test_a_restart_may_take_as_long_as_the_first_start_made_likely_or_as_long_as_it_is_told(
+    given: float | None, start_s: float, patience_s: float
+) -> None:
+    config = EngineConfig(model_path="m", restart_timeout_s=given)
+    gang = Gang(GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand"))
+    gang._start_s = start_s
+    assert gang.patience_s == gang.facts()["restart_timeout_s"] == patience_s
