@@ -159,8 +159,14 @@ class EngineConfig(Settings):
     random_seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")
     routing_policy: Literal["expected_load", "round_robin", "total_tokens", "total_requests"] = "expected_load"
-    watchdog_timeout_s: float = Field(default=3.0, gt=0, description="no step for this long while busy is unhealthy")
-    restart_timeout_s: float = Field(default=60.0, gt=0, description="how long open streams wait for a lost gang")
+    watchdog_timeout_s: float = Field(
+        default=3.0, gt=0, description="a rank that answers nothing or, while busy, does nothing for so long is frozen"
+    )
+    restart_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="how long open streams wait for a lost gang; unset: 4 times its first start, at least 60 s",
+    )
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cluster.clock import Clock
+
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
@@ -82,19 +84,6 @@ def open_store(host: str) -> Store:
 
 
 @dataclass(slots=True)
-class Clock:
-    """Seconds that this rank spent waiting in collectives, and how many it entered; `take` starts again."""
-
-    seconds: float = 0.0
-    calls: int = 0
-
-    def take(self) -> float:
-        """The seconds so far."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-@dataclass(slots=True)
 class Axis:
     """Ranks that work on something together. `group` is None when this rank is alone; then all is the identity.
 
@@ -118,13 +107,13 @@ class Axis:
         if self.size == 1:
             return rows
         every = rows.new_empty(sum(counts), *rows.shape[1:])
-        began = time.perf_counter()
+        began = self.clock.begin()
         if self.direct and len(set(counts)) == 1:
             dist.all_gather_into_tensor(every, rows.contiguous(), group=self.group)
         else:
             own = rows.repeat(self.size, *[1] * (rows.dim() - 1))
             dist.all_to_all_single(every, own, list(counts), [rows.shape[0]] * self.size, group=self.group)
-        self._count(began)
+        self.clock.end(began)
         return every
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -132,15 +121,15 @@ class Axis:
         if self.size == 1:
             return rows
         own = counts[self.rank]
-        began = time.perf_counter()
+        began = self.clock.begin()
         if self.direct and len(set(counts)) == 1:
             summed = rows.new_empty(own, *rows.shape[1:])
             dist.reduce_scatter_tensor(summed, rows.contiguous(), group=self.group)
-            self._count(began)
+            self.clock.end(began)
             return summed
         parts = rows.new_empty(self.size * own, *rows.shape[1:])
         dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self._count(began)
+        self.clock.end(began)
         return _added(parts.view(self.size, own, *rows.shape[1:]))
 
     def all_reduce(self, rows: Tensor) -> Tensor:
@@ -149,9 +138,9 @@ class Axis:
             return rows
         if not self.direct:
             return _added(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
-        began = time.perf_counter()
+        began = self.clock.begin()
         dist.all_reduce(rows, group=self.group)
-        self._count(began)
+        self.clock.end(began)
         return rows
 
     def swap(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -160,26 +149,22 @@ class Axis:
             return rows
         own, width = counts[self.rank], rows.shape[1]
         parts = rows.new_empty(self.size * own, width)
-        began = time.perf_counter()
+        began = self.clock.begin()
         dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self._count(began)
+        self.clock.end(began)
         return parts.view(self.size, own, width).transpose(0, 1).reshape(own, self.size * width)
 
     def broadcast(self, values: Tensor) -> Tensor:
         """The first rank's `values`, over those of all others, in place."""
         if self.size > 1:
-            began = time.perf_counter()
+            began = self.clock.begin()
             dist.broadcast(values, group=self.group, group_src=0)
-            self._count(began)
+            self.clock.end(began)
         return values
 
     def leave(self) -> None:
         """Let go of the group: gloo closes its connections only when nobody holds them, whatever is called abort."""
         self.group = None
-
-    def _count(self, began: float) -> None:
-        self.clock.seconds += time.perf_counter() - began
-        self.clock.calls += 1
 
 
 def _added(parts: Tensor) -> Tensor:
@@ -223,6 +208,10 @@ class Mesh:
     def leads(self) -> bool:
         """Whether this rank schedules for its attention group."""
         return self.attn.rank == 0
+
+    def enter(self, phase: str) -> None:
+        """This rank comes to a phase of the step that it is in."""
+        self.position = (self.position[0], phase)
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
         """One row of plain integers from every rank, in rank order."""

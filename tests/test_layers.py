@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cluster"
 
-GROUND = ("__init__", "config", "checkout", "arch", "request", "batch", "mesh", "metrics", "text")
+GROUND = ("__init__", "config", "checkout", "arch", "request", "batch", "clock", "mesh", "metrics", "text")
 LAYERS = (
     "ground",
     "kernels",

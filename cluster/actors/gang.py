@@ -6,6 +6,7 @@ and the placement group (its creator is gone), so nothing is left behind either 
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +17,7 @@ from ray.exceptions import RayError
 
 from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangError, GangSpec, Life
 from cluster.actors.messages import Heartbeat, Loss
-from cluster.actors.placement import Placement, PlacementError, reserve
+from cluster.actors.placement import Placement, reserve
 from cluster.actors.verdict import Verdict, judge
 from cluster.config import ConfigError
 
@@ -27,16 +28,18 @@ logger = logging.getLogger(__name__)
 GRACE_S = 1.0  # after the first sign of a loss: how long to wait for the sign that names the guilty rank
 FRUITLESS = 6  # lives in a row that ended young and gave nothing: a further one would not either
 RETRY_S = 0.5  # between two attempts to begin a life
-ATTEMPT_SHARE = 3.0  # an attempt may take so many times as long as the first start
-ATTEMPT_FLOOR_S = 15.0
+PATIENCE_SHARE = 4.0  # unless restart_timeout_s is set: of what the first start took, for a restart as a whole
+PATIENCE_FLOOR_S = 60.0
+STILL_SHARE = 2.0  # of what the first start took: an attempt in which no rank does anything for so long is given up
+STILL_FLOOR_S = 30.0
 LOSSES_SHOWN = 32
 
 
 class Owner(Protocol):
     """Who is told how a gang fares; called on the event loop that watches it."""
 
-    def on_down(self, loss: Loss) -> None:
-        """A life is over; no item of it counts any more."""
+    async def on_down(self, loss: Loss) -> None:
+        """A life is over and its shards are ended; what they still said may be read, but soon no item of it counts."""
         ...
 
     def on_up(self) -> None:
@@ -111,11 +114,22 @@ class Gang:
             raise
         self._start_s = time.monotonic() - began
 
-    async def _begin(self, timeout_s: float) -> None:
-        """A life from its creation to its first heartbeats."""
+    @property
+    def patience_s(self) -> float:
+        """How long streams wait for a gang that was lost: `restart_timeout_s`, or by what the first start took."""
+        given = self.spec.config.restart_timeout_s
+        return max(PATIENCE_FLOOR_S, PATIENCE_SHARE * self._start_s) if given is None else given
+
+    @property
+    def start_s(self) -> float:
+        """How long the first start took; 0.0 before it is over."""
+        return self._start_s
+
+    async def _begin(self, timeout_s: float, still_s: float = math.inf) -> None:
+        """A life from its creation to its first heartbeats; see `Life.begin`."""
         assert self._placement is not None
         life = self._life = Life(self.spec, self._placement, self.epoch)
-        await life.begin(timeout_s)
+        await life.begin(timeout_s, still_s)
         self._infos = life.infos
         if self.sample is not None:
             with suppress(RayError):
@@ -137,6 +151,8 @@ class Gang:
         """The lives so far, JSON-ready."""
         return {
             **self.spec.decided,
+            "start_seconds": round(self._start_s, 1),
+            "restart_timeout_s": round(self.patience_s, 1),
             "epoch": self.epoch,
             "restarts": [asdict(loss) for loss in self.losses[-LOSSES_SHOWN:]],
         }
@@ -154,9 +170,10 @@ class Gang:
                 self._restarting = f"{loss} (restarting)"
                 self.losses.append(loss)
                 logger.error("gang %s, life %d: %s", self.spec.name, life.epoch, loss)
-                owner.on_down(loss)
+                life.kill()
+                await owner.on_down(loss)
                 self._tell(loss)
-                old = time.monotonic() - served_from > self.spec.config.restart_timeout_s
+                old = time.monotonic() - served_from > self.patience_s
                 fruitless = 0 if life.last_item or old else fruitless + 1
                 if fruitless >= FRUITLESS:
                     self.lost = f"{loss} (given up: {fruitless} lives in a row gave no token)"
@@ -170,8 +187,10 @@ class Gang:
             logger.exception("gang %s: the watch failed", self.spec.name)
             self.lost = f"the watch over the gang failed: {type(error).__name__}: {error}"
         logger.error("gang %s is lost: %s", self.spec.name, self.lost)
-        owner.on_lost(self.lost)
-        self.kill()
+        try:
+            owner.on_lost(self.lost)
+        finally:
+            self.kill()
 
     async def _loss(self, life: Life) -> tuple[Loss, float]:
         """Wait for the end of a life; who is to blame for it, and when, on our clock, that it is over was noticed."""
@@ -184,7 +203,6 @@ class Gang:
             late = time.monotonic() - asked - period
             if late > period:
                 life.forgive(late)
-                continue
             verdict = self._verdict(life)
             if verdict is not None and verdict.final:
                 break
@@ -202,7 +220,8 @@ class Gang:
 
     async def _restart(self, loss: Loss, noticed: float) -> None:
         """Begin new lives in the same placement group until one serves; `lost` is set when the time is up."""
-        until = noticed + self.spec.config.restart_timeout_s
+        until = noticed + self.patience_s
+        still_s = max(STILL_FLOOR_S, STILL_SHARE * self._start_s)
         attempts, why = 0, ""
         while (left := until - time.monotonic()) > 0:
             attempts += 1
@@ -212,10 +231,10 @@ class Gang:
             try:
                 if self._placement is not None:
                     self._placement = await self._placement.renew(left)
-                limit = max(ATTEMPT_FLOOR_S, ATTEMPT_SHARE * self._start_s)
-                await asyncio.wait_for(self._begin(min(limit, until - time.monotonic())), until - time.monotonic())
-            except (ConfigError, GangError, PlacementError, RayError, TimeoutError) as error:
-                why = str(error) or type(error).__name__
+                left = until - time.monotonic()
+                await asyncio.wait_for(self._begin(left, still_s), left)
+            except Exception as error:
+                why = str(error) or why or type(error).__name__  # that the time is up is no cause
                 self._restarting = f"{loss} (restarting; attempt {attempts} failed: {why})"
                 logger.error("gang %s: attempt %d to restart failed: %s", self.spec.name, attempts, why)
                 await asyncio.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
@@ -226,13 +245,17 @@ class Gang:
             self._tell(back)
             return
         self.lost = (
-            f"{loss} (not back within restart_timeout_s {self.spec.config.restart_timeout_s:g}: {attempts} attempt(s), "
+            f"{loss} (not back within restart_timeout_s {self.patience_s:.3g}: {attempts} attempt(s), "
             f"the last failed: {why})"
         )
 
     def _tell(self, loss: Loss) -> None:
-        if self._on_loss is not None:
+        if self._on_loss is None:
+            return
+        try:
             self._on_loss(loss)
+        except Exception:
+            logger.exception("gang %s: a loss could not be passed on", self.spec.name)
 
     async def stop(self, timeout_s: float = 3.0) -> None:
         """End the loops after their step, then the shards and the placement group."""

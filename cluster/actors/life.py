@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "aerie"
 CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
+LOOK_S = 1.0  # between two looks at shards that load
 REASON_TIMEOUT_S = 0.5  # after the first shard that could not load: how long to wait for one that knows better why
 OUTPUTS_AHEAD = 4  # stream items that may lie unread at the replica before a shard collects several steps in one
 
@@ -70,23 +72,68 @@ class Life:
         self._following: list[asyncio.Task[None]] = []
         self._context = contextvars.Context()
 
-    async def begin(self, timeout_s: float) -> None:
+    async def begin(self, timeout_s: float, still_s: float = math.inf) -> None:
         """Create the shards and load them side by side; what was created is left to `kill`.
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
-            GangError: a shard died or failed while loading, or took longer than `timeout_s`.
+            GangError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed progress
+                for `still_s`.
         """
         until = time.monotonic() + timeout_s
+        self._context = contextvars.copy_context()
         self.shards = [self._create(rank) for rank in range(self.spec.world)]
+        self._answered = [time.monotonic()] * self.spec.world
         meeting = None
         if self.spec.world > 1:
-            meeting = (await _loaded([_named(0, self.shards[0].open_store.remote())], timeout_s))[0]
+            meeting = (await self._loaded([_named(0, self.shards[0].open_store.remote())], until, still_s))[0]
         loads = [_named(rank, shard.load.remote(self.spec.config, meeting)) for rank, shard in enumerate(self.shards)]
-        self.infos = await _loaded(loads, until - time.monotonic())
-        self._context = contextvars.copy_context()
+        self.infos = await self._loaded(loads, until, still_s)
+        self._unask()  # what is still to come is about the loading
+        self.beats = [None] * self.spec.world
         self._answered = [time.monotonic()] * self.spec.world
         self._following = [asyncio.create_task(self._follow(rank)) for rank in range(self.spec.world)]
+
+    async def _loaded(self, loads: Sequence[Any], until: float, still_s: float) -> list[Any]:
+        """What all ranks answered.
+
+        Raises:
+            ConfigError, GangError: the error that says most about why they could not, soon after the first one did.
+        """
+        tasks = [asyncio.ensure_future(load) for load in loads]
+        try:
+            return await self._all_of(tasks, until, still_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _all_of(self, tasks: Sequence[asyncio.Task[Any]], until: float, still_s: float) -> list[Any]:
+        """The results of loads, as `_loaded` says; those that are late are the caller's to cancel."""
+        began = time.monotonic()
+        late, why = set(tasks), ""
+        while late and not why and not any(task.exception() for task in tasks if task.done()):
+            self.ask()
+            wait_s = min(LOOK_S, max(0.0, until - time.monotonic()))
+            _, late = await asyncio.wait(late, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
+            if late and time.monotonic() > until:
+                why = f"did not load within {time.monotonic() - began:.0f} s"
+            elif late and (still := time.monotonic() - self._last_progress()) > still_s:
+                why = f"did not load: no rank has done anything for {still:.0f} s"
+        errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        if errors and late:  # peers may notice sooner than the one to blame has said why
+            more, late = await asyncio.wait(late, timeout=REASON_TIMEOUT_S)
+            errors += [error for task in more if (error := task.exception()) is not None]
+        if errors:
+            raise min(errors, key=_says_little)
+        if late:
+            ranks = ", ".join(str(rank) for rank, task in enumerate(tasks) if task in late)
+            raise GangError(f"rank {ranks} {why}")
+        return [task.result() for task in tasks]
+
+    def _last_progress(self) -> float:
+        """When any rank last did something that we heard of, on our clock."""
+        heard = zip(self._answered, self.beats, strict=True)
+        return max(at - (0.0 if beat is None else beat.age_s) for at, beat in heard)
 
     def _create(self, rank: int) -> Any:
         options = self._placement.options(rank)
@@ -110,7 +157,7 @@ class Life:
 
     def ask(self) -> list[asyncio.Task[None]]:
         """Ask the ranks that no question is open to; the open questions, however old."""
-        if not self._following:
+        if not self.shards:
             return []
         for rank, task in enumerate(self._asking):
             if task is None or task.done():
@@ -124,7 +171,7 @@ class Life:
             self._answered[rank] = time.monotonic()
         except RayActorError as error:
             self.mark_dead(rank, error)
-        except RayError as error:
+        except Exception as error:
             self.mark_failed(rank, f"its heartbeat failed: {first_line(error)}")
 
     async def _follow(self, rank: int) -> None:
@@ -133,7 +180,7 @@ class Life:
             failure: Failure | None = await self.shards[rank].end.remote()
         except RayActorError as error:
             self.mark_dead(rank, error)
-        except RayError as error:
+        except Exception as error:
             self.mark_failed(rank, f"it could not be followed: {first_line(error)}")
         else:
             if failure is None:
@@ -192,33 +239,16 @@ class Life:
         self.shards = []
 
     def _unfollow(self) -> None:
-        for task in (*self._asking, *self._following):
+        self._unask()
+        for task in self._following:
+            task.cancel()
+        self._following = []
+
+    def _unask(self) -> None:
+        for task in self._asking:
             if task is not None:
                 task.cancel()
         self._asking = [None] * self.spec.world
-        self._following = []
-
-
-async def _loaded(loads: Sequence[Any], timeout_s: float) -> list[Any]:
-    """What all ranks answered.
-
-    Raises:
-        ConfigError, GangError: the error that says most about why they could not, soon after the first one did.
-    """
-    tasks = [asyncio.ensure_future(load) for load in loads]
-    done, late = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-    errors = [error for task in done if (error := task.exception()) is not None]
-    if errors and late:  # peers may notice sooner than the one to blame has said why
-        more, late = await asyncio.wait(late, timeout=REASON_TIMEOUT_S)
-        errors += [error for task in more if (error := task.exception()) is not None]
-    for task in late:
-        task.cancel()
-    if errors:
-        raise min(errors, key=_says_little)
-    if late:
-        ranks = ", ".join(str(rank) for rank, task in enumerate(tasks) if task in late)
-        raise GangError(f"rank {ranks} did not load within {timeout_s:.0f} s")
-    return [task.result() for task in tasks]
 
 
 def _says_little(error: BaseException) -> int:

@@ -6,18 +6,19 @@ they all sleep, and a submit to one of them wakes them all.
 
 import logging
 import threading
-import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, Protocol
 
+from cluster.actors.effort import Effort, Pulse
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
 from cluster.request import Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
+STEP_THREADS = "aerie-step"  # the name of the thread that steps, and of those that it starts
 # What the engine's own errors mean. By name: the module that defines them loads torch, and a replica reads this one.
 KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
 
@@ -66,6 +67,14 @@ class StepEngine(Protocol):
     def position(self) -> tuple[int, str]:
         """(step, phase) where this rank is now. Any thread."""
         ...
+
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """(a number that grows with what is done inside a step, whether this rank waits for its peers). Any thread."""
+        ...
+
+    on_begun: Callable[[tuple[str, ...]], None]
+    """Called before a step runs, with the ids of the requests that it takes in."""
 
     def submit(self, request: Request) -> None:
         """Queue a request; ValueError if it can never be served."""
@@ -124,9 +133,10 @@ class EngineLoop:
         self._asleep = self._rung = False
         self._busy = False
         self._stopping = False
-        self._steps = 0
-        self._progress = time.monotonic()
-        self._position = engine.position
+        self._steps = self._turns = 0
+        self._effort = Effort(STEP_THREADS)
+        self._pulse = Pulse(self._effort)
+        engine.on_begun = self._begin
         self._status = _plain(engine.status())
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
 
@@ -160,7 +170,8 @@ class EngineLoop:
         with self._wake:
             self._inbox.append(commands)
             if commands.submits and not self._busy:  # the pulse of a sleeping rank starts to count now
-                self._busy, self._progress = True, time.monotonic()
+                self._busy = True
+                self._pulse.beat()
             ring = bool(commands.submits) and self._must_ring()
         if ring:
             self.engine.ring()
@@ -178,14 +189,21 @@ class EngineLoop:
         return items
 
     def heartbeat(self) -> Heartbeat:
-        """The pulse now; never waits for a step."""
-        position = self.engine.position
+        """The pulse now; never waits for a step. Progress is noticed here, so ask often."""
+        position, (marks, waits) = self.engine.position, self.engine.progress
+        self._pulse.look((self._turns, position, marks), waits)
         with self._wake:
-            if position != self._position:  # slow, but not stuck
-                self._position, self._progress = position, time.monotonic()
-            busy = self._busy and not self.over
-            age = time.monotonic() - self._progress if busy else 0.0
-            return Heartbeat(self.rank, self._steps, busy, age, *position, self.failure, self._status)
+            return Heartbeat(
+                self.rank,
+                self._steps,
+                self._busy and not self.over,
+                self._pulse.age_s,
+                *position,
+                self.failure,
+                self._pulse.unmarked_s,
+                waits,
+                self._status,
+            )
 
     def _must_ring(self) -> bool:
         """Whether the caller, who holds the lock, has to ring for a loop that sleeps; true once per sleep."""
@@ -195,6 +213,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            self._effort.begin()
             while not self.engine.left:
                 self._turn()
         except Exception as error:
@@ -227,7 +246,8 @@ class EngineLoop:
         """A turn is over: that is progress, and the counters are new."""
         status = _plain(self.engine.status())
         with self._wake:
-            self._status, self._progress = status, time.monotonic()
+            self._status = status
+            self._turns += 1
 
     def _sleep(self) -> None:
         """Sleep until a rank rings. Every rank passes here after a quiet step; who has something to do rings first."""
@@ -241,7 +261,8 @@ class EngineLoop:
         with self._wake:
             self._asleep = False
             if not self._busy:
-                self._busy, self._progress = True, time.monotonic()
+                self._busy = True
+                self._pulse.beat()
 
     def _apply(self, batch: list[Commands]) -> tuple[tuple[str, str], ...]:
         """Hand the inbox to the engine; what it would not take comes back as (request id, message)."""
@@ -258,9 +279,16 @@ class EngineLoop:
 
     def _publish(self, outputs: tuple[RequestOutput, ...], refused: tuple[tuple[str, str], ...]) -> None:
         if outputs or refused:
-            with self._filled:
-                self._outbox.append(StepItem(self.rank, self._steps, outputs, refused))
-                self._filled.notify()
+            self._put_out(StepItem(self.rank, self._steps, outputs, refused))
+
+    def _begin(self, ids: tuple[str, ...]) -> None:
+        """Say which requests the step takes in before it runs: should it end the process, they are the suspects."""
+        self._put_out(StepItem(self.rank, self._steps, begun=ids))
+
+    def _put_out(self, item: StepItem) -> None:
+        with self._filled:
+            self._outbox.append(item)
+            self._filled.notify()
 
     def _fail(self, error: Exception) -> None:
         """Note why, and let the peers know."""

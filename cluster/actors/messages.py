@@ -12,16 +12,18 @@ LossKind = Literal["died", "frozen", "failed", "out_of_step"]
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """The one item a shard streams per step: what every request of that rank got in it.
+    """What a shard streams: one per step with what every request of that rank got in it, and one before a step that
+    takes requests in.
 
     `refused` holds (request id, message) of requests that the engine would not take, in the step that they would have
-    joined.
+    joined; `begun` the ids of those that the step about to run takes in.
     """
 
     rank: int
     step: int
-    outputs: tuple[RequestOutput, ...]
+    outputs: tuple[RequestOutput, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
+    begun: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,10 @@ class Failure:
 class Heartbeat:
     """The pulse of one rank, read from its own clock.
 
-    `step` and `phase` are where the rank is now. `age_s` is the time since it last ended a step or entered another
-    phase while it had something to do, and 0.0 when it sleeps; `failure` tells why its loop ended, if it did; `status`
-    holds the counters of the engine after its last step.
+    `step` and `phase` are where the rank is now; `busy` says that it has something to do. `age_s` is the time since it
+    last did anything, `unmarked_s` the time since it last came to another step, phase, collective or part of a layer:
+    CPU time counts for the first, not for the second. `waits`: it is in a collective, for its peers to come to.
+    `failure` tells why its loop ended, if it did; `status` holds the counters of the engine after its last step.
     """
 
     rank: int
@@ -64,6 +67,8 @@ class Heartbeat:
     step: int = 0
     phase: str = ""
     failure: Failure | None = None
+    unmarked_s: float = 0.0
+    waits: bool = False
     status: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,6 +121,17 @@ class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mi
     """Admission refused: the queue holds `max_queued_tokens`. Answered as 503 with Retry-After at once."""
 
 
+class Unavailable(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
+    """The gang is lost or ends, and takes no request. Answered as 503; trying again after `retry_after_s` may help."""
+
+    def __init__(self, reason: str, retry_after_s: float = 5.0) -> None:
+        super().__init__(reason, retry_after_s)  # both, so that it survives the way between processes
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class LoadError(RuntimeError):
     """A shard could not load. `kind` is "lost" when a peer was the reason, else "failed"."""
 
@@ -133,8 +149,12 @@ class EngineClient(Protocol):
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; closing the iterator aborts the request.
 
+        A last output with finish_reason "abort" says that the gang ended before the request did, "error" that the
+        request itself cannot go on.
+
         Raises:
             Overloaded: before the first output, when the queue is full.
+            Unavailable: before the first output, when the gang is lost or ends.
             ValueError: the request cannot be served as it is (prompt too long, token id outside the vocabulary).
         """
         ...

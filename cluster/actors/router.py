@@ -8,24 +8,31 @@ already given tokens with these tokens.
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 
 from cluster.actors.balance import Balancer
 from cluster.actors.gang import Gang
 from cluster.actors.life import Life, first_line
-from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem
+from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.peers import deployment_samples
-from cluster.actors.streams import Recovery, Refusal, Stream, end_culprits, with_seed
+from cluster.actors.shared import Shared
+from cluster.actors.streams import Recovery, Refusal, Stream, with_seed
 from cluster.request import Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
 FIRST_GUESS = 128.0  # expected new tokens of a request before any has ended
 MEMORY = 0.05  # weight of the latest ended request in the running mean
+LAST_WORDS_S = 0.5  # how long to read what shards that are ended had still to say
+
+
+Work = Callable[[Life, int], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -54,14 +61,16 @@ class Router:
         self._on_resumed = on_resumed
         self._gang = gang
         self._streams: dict[str, Stream] = {}
-        self._balancer = Balancer.of(config, gang.infos[0].get("kv_pages") if gang.infos else None)
+        self._balancer = Balancer.of(config)
+        self._samples = Shared(lambda: deployment_samples(gang))
         self._queued = 0.0  # expected tokens of the requests that have not given any
         self._mean_new = FIRST_GUESS
         self._seeds = random.Random(config.random_seed)
         self._life: Life | None = None  # the life that requests go to; None while they wait
         self._lines: dict[int, Line] = {}  # by leader
         self._recovery = Recovery()
-        self._serving: list[asyncio.Task[None]] = []
+        self._reading: list[asyncio.Task[None]] = []
+        self._sending: list[asyncio.Task[None]] = []
         self._watch: asyncio.Task[None] | None = None
         self._down = ""
 
@@ -82,7 +91,7 @@ class Router:
     async def close(self) -> None:
         """End the open streams with an error and stop reading; the gang itself is left to its owner."""
         self._end_all("the server is shutting down")
-        tasks = [*self._serving, *([self._watch] if self._watch else [])]
+        tasks = [*self._reading, *self._sending, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -93,24 +102,24 @@ class Router:
         assert life is not None
         self._life = life
         self._lines = {rank: Line() for rank in life.spec.leaders}
-        self._balancer.restarted()
-        for rank in self._lines:
-            self._serving.append(asyncio.create_task(self._read(life, rank), name=f"outputs-{rank}"))
-            self._serving.append(asyncio.create_task(self._send(life, rank), name=f"commands-{rank}"))
+        self._balancer.restarted(self._gang.infos[0].get("kv_pages"))
+        self._reading = [self._task(life, rank, "outputs", self._read) for rank in self._lines]
+        self._sending = [self._task(life, rank, "commands", self._send) for rank in self._lines]
         for stream in self._recovery.begin([s for s in self._streams.values() if not s.ended]):
             self._submit(stream)
 
-    def on_down(self, loss: Loss) -> None:
-        """The life is over: nothing of it is dealt out any more, and the streams wait."""
+    async def on_down(self, loss: Loss) -> None:
+        """The life is over: what it still said is dealt out, and then the streams wait."""
+        await asyncio.wait(self._reading, timeout=LAST_WORDS_S)
         self._life = None
-        for task in self._serving:
+        for task in (*self._reading, *self._sending):
             task.cancel()
-        self._serving = []
+        self._reading, self._sending = [], []
         nodes = int(self._gang.infos[0].get("speculative_num_draft_tokens", 1)) - 1
         open_streams = [stream for stream in self._streams.values() if not stream.ended]
         for stream in open_streams:
             stream.lose(nodes)
-        end_culprits(open_streams, loss)
+        self._recovery.lost(open_streams, loss)
 
     def on_lost(self, reason: str) -> None:
         """The gang will not come back: every stream ends with the reason."""
@@ -119,8 +128,7 @@ class Router:
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
         if self._down:
-            yield RequestOutput(request.request_id, (), finish_reason="error", error=self._down)
-            return
+            raise Unavailable(self._down, max(1, math.ceil(self._gang.start_s)))
         stream = self._admit(request)
         try:
             while True:
@@ -158,7 +166,7 @@ class Router:
 
     async def metrics(self) -> list[bytes]:
         """Registry samples of all ranks of the deployment and of the other replicas; see `EngineClient.metrics`."""
-        return await deployment_samples(self._gang)
+        return await self._samples.get()
 
     def _new_tokens(self, request: Request) -> float:
         """The likely number of new ones."""
@@ -175,7 +183,7 @@ class Router:
         self._choose(stream, stream.request)  # refuses a routed_dp_rank that does not exist
         self._streams[request.request_id] = stream
         self._queued += expected
-        if self._life is not None:
+        if self._life is not None and self._recovery.arrived(stream):
             self._submit(stream)
         return stream
 
@@ -222,33 +230,38 @@ class Router:
             for following in self._recovery.settled(stream.name):
                 self._submit(following)
 
-    async def _send(self, life: Life, rank: int) -> None:
-        """Pass on what gathered for a leader, one call at a time."""
-        line = self._lines[rank]
-        while True:
-            await line.filled.wait()
+    def _task(self, life: Life, rank: int, name: str, work: Work) -> asyncio.Task[None]:
+        """A task that serves a rank's streams. However it fails, the life is over: nobody else would serve them."""
+
+        async def watched() -> None:
             try:
-                await life.shards[rank].put.remote(line.take())
+                await work(life, rank)
             except RayActorError as error:
                 life.mark_dead(rank, error)
-                return
-            except RayError as error:
-                life.mark_failed(rank, f"it took no commands: {first_line(error)}")
-                return
+            except Exception as error:
+                logger.exception("rank %d: its %s failed", rank, name)
+                life.mark_failed(rank, f"its {name} failed: {first_line(error)}")
+
+        return asyncio.create_task(watched(), name=f"{name}-{rank}")
+
+    async def _send(self, life: Life, rank: int) -> None:
+        """Pass on what gathered for a leader, one call at a time."""
+        line, shard = self._lines[rank], life.shards[rank]
+        while True:
+            await line.filled.wait()
+            await shard.put.remote(line.take())
 
     async def _read(self, life: Life, rank: int) -> None:
         """Deal a leader's step items out to the streams until its shard ends."""
-        try:
-            async for ref in life.open_stream(rank):
-                for item in await ref:
-                    life.mark_alive()
-                    self._deal(item)
-        except RayActorError as error:
-            life.mark_dead(rank, error)
-        except RayError as error:
-            life.mark_failed(rank, f"its outputs cannot be read: {first_line(error)}")
+        async for ref in life.open_stream(rank):
+            for item in await ref:
+                life.mark_alive()
+                self._deal(item)
 
     def _deal(self, item: StepItem) -> None:
+        for request_id in item.begun:
+            if stream := self._streams.get(request_id):
+                stream.begun = True
         for request_id, message in item.refused:
             if (stream := self._streams.get(request_id)) and not stream.ended:
                 if stream.dealt:
@@ -279,4 +292,4 @@ class Router:
         """Every open stream ends with the reason, and so does every later one."""
         self._down = self._down or reason
         for stream in self._streams.values():
-            stream.end(self._down)
+            stream.end(self._down, "abort")

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from cluster.actors.effort import Effort, Pulse, reads
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address
@@ -25,15 +26,17 @@ MESH = "cluster.mesh"  # where a factory's module has no `open_store` and `Rende
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "end": 1},
+    "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1},
 }
+LOAD_THREADS = "aerie-load"
 SWITCH_INTERVAL_S = 0.001  # a thread that carries items out waits this long for the step thread's interpreter lock
 
 
 class ShardActor:
     """One rank of a gang. The constructor is light; `load` does the work, so that all ranks load side by side.
 
-    `commands`, `outputs` and `end` have a thread each: commands keep their order, and the other two stay open.
+    `commands`, `outputs`, `heartbeat` and `end` have a thread each: commands keep their order, outputs and `end` stay
+    open, and nothing that a client can flood or cancel comes before a heartbeat.
     """
 
     def __init__(self, rank: int, world: int, neighbours: int = 1, factory: str = FACTORY, epoch: int = 0) -> None:
@@ -44,6 +47,8 @@ class ShardActor:
         self._epoch = epoch
         self._store: Any = None
         self._loop: EngineLoop | None = None
+        self._loading = Effort(LOAD_THREADS)
+        self._pulse = Pulse(self._loading)
         self._info: dict[str, Any] = {}
         self._serving: bytes | None = None
 
@@ -65,6 +70,7 @@ class ShardActor:
             LoadError: anything else that went wrong.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._loading.begin()
         threads = config.num_threads or max(
             1, (len(os.sched_getaffinity(0)) - 1) // self._neighbours
         )  # one core for REST
@@ -103,10 +109,13 @@ class ShardActor:
         """Wait for the end of the loop; why it ended, unless it was stopped."""
         return self._running.wait()
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> Heartbeat:
-        """The pulse of the rank, without waiting for a step."""
-        return self._running.heartbeat()
+        """The pulse of the rank, without waiting for a step; while it loads, of the loading: it computes or reads."""
+        if self._loop is not None:
+            return self._loop.heartbeat()
+        self._pulse.look(reads())
+        return Heartbeat(self._rank, 0, True, self._pulse.age_s, 0, "load")
 
     @ray.method(concurrency_group="control")
     def info(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ submitted again with the tokens it was sent as part of its prompt, and its clien
 import asyncio
 import random
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from cluster.actors.messages import Loss
 from cluster.request import Request, RequestOutput, SpeculationCounts
@@ -26,8 +27,9 @@ class Stream:
     """One request that is open here. `request` is as it arrived, with a seed; `dealt` are the tokens sent since.
 
     `started` says that it was given a token or is over, so that it no longer counts as queued; `cached_tokens` is what
-    its prompt found cached then. `submitted` and `fruitful` are about the gang's present life: whether the request was
-    given to it, and whether it gave tokens in return. A `suspect` was in a life that ended without giving it any.
+    its prompt found cached then. `submitted`, `begun` and `fruitful` are about the gang's present life: whether the
+    request was given to it, whether a step took it in, and whether it gave tokens in return. `involved` says of the
+    life before that its last steps worked on the request and gave it no token.
     """
 
     request: Request
@@ -38,10 +40,12 @@ class Stream:
     started: bool = False
     ended: bool = False
     submitted: bool = False
+    begun: bool = False
     fruitful: bool = False
-    suspect: bool = False
+    involved: bool = False
     submissions: int = 0
-    fruitless_resumes: int = 0
+    fruitless_resumes: int = 0  # in a row: lives that it was resumed in and that were lost over it
+    unserved: int = 0  # in a row: lives that it was given to and got no token of
     cached_tokens: int = 0
     trees: list[int] = field(default_factory=list)  # tokens that each tree of this life committed
     earlier: SpeculationCounts | None = None  # of the lives before
@@ -67,7 +71,7 @@ class Stream:
             self.trees.append(len(output.token_ids))
         if output.token_ids:
             self.dealt += output.token_ids
-            self.fruitful, self.suspect, self.fruitless_resumes = True, False, 0
+            self.fruitful, self.fruitless_resumes, self.unserved = True, 0, 0
         self.ended = output.finish_reason is not None
         speculation = _added(self.earlier, output.speculation) if self.ended else output.speculation
         # tokens of its own that a resumed request finds in a rank's cache are not the client's prompt
@@ -75,9 +79,11 @@ class Stream:
 
     def lose(self, nodes: int) -> None:
         """The gang is gone; `nodes` are the drafted tokens of one tree, 0 without speculation."""
-        if self.submitted and not self.fruitful:
-            self.suspect = True
-            self.fruitless_resumes += self.submissions > 1
+        unserved = self.submitted and not self.fruitful
+        self.unserved += unserved
+        # Its beginning is announced, but a process may die with the words in its mouth: not four times in a row.
+        self.involved = unserved and (self.begun or self.unserved > RESUMES)
+        self.fruitless_resumes += self.involved and self.submissions > 1
         if nodes and self.trees:
             accepted = [0] * max(self.trees)
             for tokens in self.trees:
@@ -85,13 +91,13 @@ class Stream:
             lived = SpeculationCounts(len(self.trees), nodes * len(self.trees), tuple(accepted))
             self.earlier = _added(self.earlier, lived)
         self.trees = []
-        self.submitted = self.fruitful = False
+        self.submitted = self.begun = self.fruitful = False
 
-    def end(self, reason: str) -> None:
-        """End it with an error that says why."""
+    def end(self, reason: str, finish_reason: Literal["abort", "error"] = "error") -> None:
+        """End it with an output that says why: "error" where it is at fault itself, "abort" where the server is."""
         if not self.ended:
             self.ended = True
-            self.queue.put_nowait(RequestOutput(self.name, (), finish_reason="error", error=reason))
+            self.queue.put_nowait(RequestOutput(self.name, (), finish_reason=finish_reason, error=reason))
 
 
 def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) -> SpeculationCounts | None:
@@ -107,42 +113,69 @@ def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) ->
 class Recovery:
     """Which streams a new life is given, and when.
 
-    Streams that made progress in the life before go first, all together. Suspects follow one at a time, each when the
-    one before has its first token: should one of them end the gang again, it was alone, and nobody else is blamed.
+    All at once, at first: those that were given tokens before the others, then by age. What was lost once may not be
+    lost again. Suspects are the streams that the fatal step worked on without a token, not those that waited. Where the
+    gang is lost again with suspects in the fatal step, the cause is most likely one that was in both, and they are
+    halved: in the next life those that had tokens go first, then one half of the suspects, then half of the rest, and
+    in the end everybody else, each turn when the one before has its tokens. A life that is lost over one half clears
+    the other, which then goes before it. Who was alone in the fatal step, and resumed often enough, is ended. Requests
+    that arrive meanwhile stay behind those that wait for their turn.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Stream] = []
+        self._suspects: list[Stream] = []
+        self._cleared: list[Stream] = []  # suspects that a loss over others spoke free
+        self._held: list[Stream] = []  # suspects that have had no turn yet
+        self._last: list[Stream] | None = None  # who comes after them; None when nobody waits for a turn
         self._pending: set[str] = set()
+        self._repeated = False
+
+    def lost(self, streams: list[Stream], loss: Loss) -> None:
+        """A life is over, and the open `streams` know what it gave them. The cause is ended once it is known."""
+        involved = [stream for stream in streams if stream.involved]
+        again = [stream for stream in self._suspects if stream in involved]
+        self._cleared = [stream for stream in self._held if again and stream not in again]
+        self._repeated = bool(again) or bool(involved and self._last is not None)
+        self._suspects = again or involved
+        self._held, self._last, self._pending = [], None, set()
+        if len(involved) == 1 and involved[0].fruitless_resumes >= RESUMES:
+            self._suspects, self._repeated = [], False
+            involved[0].end(
+                f"request {involved[0].name} was resumed {RESUMES} times without a new token, and the gang was lost "
+                f"each time; it may be the cause ({loss})"
+            )
 
     def begin(self, streams: list[Stream]) -> list[Stream]:
-        """A new life begins; the streams to submit now."""
-        self._waiting = sorted((s for s in streams if s.suspect), key=lambda s: (s.fruitless_resumes, -len(s.dealt)))
-        first = [s for s in streams if not s.suspect]
-        self._pending = {s.name for s in first}
-        return first or self.settled("")
+        """A new life begins, and `streams` are open, by age; those to submit now, in this order."""
+        served = sorted(streams, key=lambda stream: not stream.started)
+        if not self._repeated:
+            return served
+        self._held = [stream for stream in served if stream in self._suspects]
+        others = [stream for stream in served if stream not in self._suspects]
+        proven = [stream for stream in others if stream.started]
+        cleared = [stream for stream in others if stream in self._cleared and not stream.started]
+        self._last = [stream for stream in others if stream not in proven and stream not in cleared]
+        self._pending = {stream.name for stream in proven + cleared}
+        return proven + cleared + self.settled("")
+
+    def arrived(self, stream: Stream) -> bool:
+        """Whether a new stream may be submitted now; else `settled` gives it when it is its turn."""
+        if self._last is not None:
+            self._last.append(stream)
+        return self._last is None
 
     def settled(self, name: str) -> list[Stream]:
         """A stream has its first token of this life, or is over; the streams to submit now."""
         self._pending.discard(name)
-        if self._pending or not self._waiting:
+        if self._pending or self._last is None:
             return []
-        while self._waiting:
-            stream = self._waiting.pop(0)
-            if not stream.ended:
-                self._pending = {stream.name}
-                return [stream]
-        return []
-
-
-def end_culprits(streams: list[Stream], loss: Loss) -> None:
-    """End the streams that were resumed too often without a token in between."""
-    for stream in streams:
-        if stream.fruitless_resumes >= RESUMES:
-            stream.end(
-                f"request {stream.name} was resumed {RESUMES} times without a new token, and the gang was lost each "
-                f"time; it may be the cause ({loss})"
-            )
+        if held := [stream for stream in self._held if not stream.ended]:
+            half = (len(held) + 1) // 2
+            turn, self._held = held[:half], held[half:]
+            self._pending = {stream.name for stream in turn}
+            return turn
+        turn, self._held, self._last = [stream for stream in self._last if not stream.ended], [], None
+        return turn
 
 
 def with_seed(request: Request, seeds: random.Random) -> Request:

@@ -2,7 +2,10 @@
 
 When one rank is gone, all the others soon say that they lost a peer, or stand still. They are messengers. Blame goes,
 in this order, to a rank that Ray says is dead, a rank whose own step raised, a rank out of step, the rank that the
-messengers name, a rank that does not answer, a rank that answers but does not move.
+messengers name, a rank that does not answer, a rank that answers but does nothing.
+
+A step may take as long as it takes: a rank that does something, however slowly, is well, and so are those that wait in
+a collective for it. Only where all wait and nobody does anything is one that waits to blame.
 """
 
 from collections import Counter
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 from cluster.actors.messages import Failure, Heartbeat, LossKind
 
 SILENT_FOR_GOOD = 2.0  # a rank that has not answered for so many watchdog limits is frozen for good
-STUCK_FOR_GOOD = 3.0  # so is one that answers, but has neither ended a step nor entered a phase for so many
+STUCK_FOR_GOOD = 3.0  # so is one that answers, but has done nothing for so many
+ENDLESS = 100.0  # so many limits of computing without coming to another part of the step are an endless loop
 SUSPICIOUS = 0.5  # part of the limit after which an unanswered rank, not one that waits for it, is blamed for a stall
 
 
@@ -79,17 +83,35 @@ def _reported(signs: Sequence[Signs], reports: list[Failure]) -> Verdict:
 def _still(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
     """Nobody is dead and nobody has said anything: is somebody silent or stuck?"""
     silence, silent = max((sign.silence_s, -rank) for rank, sign in enumerate(signs))
-    stuck = [rank for rank, s in enumerate(signs) if s.beat is not None and s.beat.busy and s.beat.age_s > limit_s]
-    if silence > limit_s or (stuck and silence > SUSPICIOUS * limit_s):
+    stuck = _stuck(signs, limit_s)
+    if silence > limit_s or (stuck is not None and silence > SUSPICIOUS * limit_s):
         reason = f"no heartbeat for {silence:.1f} s (the limit is {limit_s:g} s)"
         return Verdict(-silent, "frozen", *_where(signs, -silent), reason, final=silence > SILENT_FOR_GOOD * limit_s)
-    if not stuck:
+    return stuck
+
+
+def _stuck(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
+    """All ranks answer: does one stand still that nobody else keeps waiting?"""
+    beats = [(sign.beat.step, rank, sign.beat) for rank, sign in enumerate(signs) if sign.beat is not None]
+    busy = [entry for entry in beats if entry[2].busy]
+    guilty = [entry for entry in busy if not entry[2].waits and entry[2].age_s > limit_s]
+    endless = [entry for entry in busy if not entry[2].waits and entry[2].unmarked_s > ENDLESS * limit_s]
+    if guilty:
+        _, rank, beat = min(guilty, key=lambda entry: entry[:2])  # who is a step behind keeps the others waiting
+        reason = f"did nothing for {beat.age_s:.1f} s (the limit is {limit_s:g} s)"
+        return Verdict(rank, "frozen", beat.step, beat.phase, reason, final=beat.age_s > STUCK_FOR_GOOD * limit_s)
+    if endless:
+        _, rank, beat = min(endless, key=lambda entry: entry[:2])
+        reason = f"computes without an end for {beat.unmarked_s:.0f} s (the limit is {ENDLESS:g} x {limit_s:g} s)"
+        return Verdict(rank, "frozen", beat.step, beat.phase, reason)
+    waiting = [entry for entry in busy if entry[2].waits]
+    still = min((beat.age_s for _, _, beat in beats), default=0.0)
+    if not waiting or len(beats) < len(signs) or still <= limit_s:
         return None
-    beats = [(beat.step, rank, beat) for rank in stuck if (beat := signs[rank].beat) is not None]
-    _, rank, beat = min(beats, key=lambda entry: entry[:2])  # who is a step behind keeps the others waiting
-    reason = f"busy without a step for {beat.age_s:.1f} s (the limit is {limit_s:g} s)"
-    final = beat.age_s > STUCK_FOR_GOOD * limit_s
-    return Verdict(rank, "frozen", beat.step, beat.phase, reason, final=final)
+    asleep = [entry for entry in beats if not entry[2].busy]  # its peers rang, and it did not wake
+    _, rank, beat = min(asleep or waiting, key=lambda entry: entry[:2])
+    reason = f"all ranks wait for each other for {still:.1f} s (the limit is {limit_s:g} s)"
+    return Verdict(rank, "frozen", beat.step, beat.phase, reason, final=still > STUCK_FOR_GOOD * limit_s)
 
 
 def _where(signs: Sequence[Signs], rank: int) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from ray.serve import Application
 
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
+from cluster.actors.shared import Shared
 from cluster.api.door import EngineDoor
 from cluster.api.feed import feed
 from cluster.api.host import GangHost
@@ -42,9 +43,13 @@ class DirectService:
         self.model = model
         self.tokenizer = tokenizer
         self.metrics = host.metrics
+        self._page = Shared(self._make_page)
 
     async def metrics_page(self) -> bytes:
         """The Prometheus text of all replicas and ranks, whichever replica is asked."""
+        return await self._page.get()
+
+    async def _make_page(self) -> bytes:
         samples = await self.engine.metrics()
         return await asyncio.to_thread(merge, [self.metrics.serialize(), *samples])
 
@@ -112,6 +117,10 @@ class EngineReplica:
         """What a `ModelInfo` is made of, without the time of its creation."""
         return self._facts
 
+    async def patience_s(self) -> float:
+        """How long streams wait for a gang, or for another engine replica; see `Gang.patience_s`."""
+        return self._host.gang.patience_s
+
     async def status(self) -> GangStatus:
         """See `EngineClient.status`."""
         return await self._host.router.status()
@@ -140,9 +149,13 @@ class ResilientService:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._peers = peers
+        self._page = Shared(self._make_page)
 
     async def metrics_page(self) -> bytes:
         """The Prometheus text of all replicas and ranks, whichever replica is asked; those that do not answer miss."""
+        return await self._page.get()
+
+    async def _make_page(self) -> bytes:
         ingresses, engines = await asyncio.gather(self._ingresses(), self.engine.metrics())
         return await asyncio.to_thread(merge, [*ingresses, *engines])
 
@@ -167,11 +180,12 @@ class IngressReplica:
         config = resolve_engine_paths(settings.llm.engine_config())
         door = EngineDoor(engine)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, config))
+        patience_s = await door.call("patience_s")  # answered once an engine replica is up
         facts = await door.call("model_facts")
         self._make_app, tokenizer, model_info = await rest
         model = model_info(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id)
-        client = ResilientClient(door, config, context.replica_id.unique_id, self._metrics.on_resumed)
+        client = ResilientClient(door, config, context.replica_id.unique_id, self._metrics.on_resumed, patience_s)
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
         self._service = ResilientService(client, model, tokenizer, self._metrics, peers)
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from cluster.actors.messages import Overloaded
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+RESTART_S = 5.0  # after how long to try again where nothing says how long a start takes
 SHOWN_CHARACTERS = 60  # of a refused value, in a message
 
 
@@ -65,9 +67,15 @@ def overloaded(error: Overloaded) -> ApiError:
     )
 
 
-def unavailable(reason: str) -> ApiError:
-    """503 for an engine that makes no progress."""
-    return ApiError(reason, status=503, kind="server_error", code="engine_unhealthy")
+def unavailable(reason: str, retry_after_s: float = RESTART_S) -> ApiError:
+    """503 with Retry-After for an engine that makes no progress, is lost, or ends."""
+    return ApiError(
+        reason,
+        status=503,
+        kind="server_error",
+        code="engine_unhealthy",
+        headers={"Retry-After": str(max(1, math.ceil(retry_after_s)))},
+    )
 
 
 def internal(where: str) -> ApiError:

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from cluster.actors.messages import EngineClient, Overloaded
+from cluster.actors.messages import EngineClient, Overloaded, Unavailable
 from cluster.api.resilient import Item, Leaving, Refused, Sign
 from cluster.request import Request, RequestOutput
 
@@ -26,6 +26,9 @@ async def feed(
             await asyncio.sleep(0)  # it is admitted or refused at once
             if coming.done() and isinstance(error := coming.exception(), Overloaded):
                 yield Refused(str(error))
+                return
+            if coming.done() and isinstance(error := coming.exception(), Unavailable):
+                yield Leaving(str(error))
                 return
             yield sign
             while True:

@@ -82,8 +82,11 @@ class GangHost:
         """Keep this replica's sample readable for the others, until cancelled."""
         said = b""
         while True:
-            sample = self.metrics.serialize()
-            if sample != said:
-                await publish(self.gang, sample)
-                said = sample
+            try:
+                sample = self.metrics.serialize()
+                if sample != said:
+                    await publish(self.gang, sample)
+                    said = sample
+            except Exception:
+                logger.exception("the replica's own metrics could not be left at rank 0; trying again")
             await asyncio.sleep(PUBLISH_PERIOD_S)

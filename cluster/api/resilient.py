@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from cluster.actors.messages import GangStatus, Overloaded
+from cluster.actors.shared import Shared
 from cluster.actors.streams import RESUMES, Stream, with_seed
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput
@@ -93,13 +94,19 @@ class Door(Protocol):
 class ResilientClient:
     """Implements `EngineClient` over engine replicas that may die, be replaced, or not be there at all."""
 
-    def __init__(self, door: Door, config: EngineConfig, salt: str, on_resumed: Callable[[], None]) -> None:
-        """`salt` tells this ingress's seeds from those of the others; `on_resumed` is called per resumed stream."""
+    def __init__(
+        self, door: Door, config: EngineConfig, salt: str, on_resumed: Callable[[], None], patience_s: float
+    ) -> None:
+        """`salt` tells this ingress's seeds from those of the others; `on_resumed` is called per resumed stream.
+        Streams wait up to `patience_s` for an engine replica.
+        """
         self._door = door
         self._seeds = random.Random(f"{config.random_seed}/{salt}")
         self._silence_s = SILENCE_SHARE * config.watchdog_timeout_s
-        self._patience_s = config.restart_timeout_s
+        self._patience_s = patience_s
         self._on_resumed = on_resumed
+        self._status = Shared(self._ask_status)
+        self._samples = Shared(self._ask_metrics)
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
@@ -114,7 +121,7 @@ class ResilientClient:
                 attempt.close()
                 yield _ended(stream, "abort", f"it began on {model}, and {sign.model} is served now")
                 return
-            model = sign.model
+            model, stream.begun = sign.model, True  # as far as is known here
             try:
                 while not stream.ended:
                     item = await attempt.next(self._silence_s)
@@ -140,7 +147,7 @@ class ResilientClient:
                 attempt.close()
 
     async def _place(self, stream: Stream) -> tuple[Attempt, Sign | None]:
-        """Submit a stream until an engine replica takes it; no sign when none did within `restart_timeout_s`.
+        """Submit a stream until an engine replica takes it; no sign when none did within the patience.
 
         Raises:
             Overloaded: the queue is full, and the stream was never taken before.
@@ -175,6 +182,13 @@ class ResilientClient:
 
     async def status(self) -> GangStatus:
         """Health and load of one engine replica, of those that there are; see `EngineClient.status`."""
+        return await self._status.get()
+
+    async def metrics(self) -> list[bytes]:
+        """Registry samples of all engine replicas and ranks, as far as they answer; see `EngineClient.metrics`."""
+        return await self._samples.get()
+
+    async def _ask_status(self) -> GangStatus:
         try:
             status: GangStatus = await asyncio.wait_for(self._door.call("status"), CALL_TIMEOUT_S)
         except TimeoutError:
@@ -183,8 +197,7 @@ class ResilientClient:
             return GangStatus(False, f"no engine replica answers: {gone}")
         return status
 
-    async def metrics(self) -> list[bytes]:
-        """Registry samples of all engine replicas and ranks, as far as they answer; see `EngineClient.metrics`."""
+    async def _ask_metrics(self) -> list[bytes]:
         try:
             samples: list[bytes] = await asyncio.wait_for(self._door.call("metrics"), CALL_TIMEOUT_S)
         except (TimeoutError, GoneError):

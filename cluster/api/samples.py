@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from cluster.actors.messages import EngineClient, Overloaded
+from cluster.actors.messages import EngineClient, Overloaded, Unavailable
 from cluster.api.errors import ApiError, internal, overloaded, unavailable
 from cluster.metrics import Outcome, RequestTimer
 from cluster.request import FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
@@ -98,7 +98,7 @@ async def run(engine: EngineClient, samples: Sequence[Sample]) -> AsyncGenerator
     """The deltas of all samples as their steps come. Closing it, or a failure of one sample, aborts all of them.
 
     Raises:
-        ApiError: 503 when the queue is full, 400 when the engine refuses the request, 500 when it fails.
+        ApiError: 503 when the queue is full or the engine ends, 400 when it refuses the request, 500 when it fails.
     """
     outcome: Outcome = "abort"
     try:
@@ -166,6 +166,8 @@ async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[Req
             yield output
     except Overloaded as error:
         raise overloaded(error) from None
+    except Unavailable as error:
+        raise unavailable(str(error), error.retry_after_s) from None
     except ValueError as error:
         name, colon, _ = str(error).partition(": ")  # a message that begins with a field's name blames that field
         blamed = name if colon and name.isidentifier() else None

@@ -110,14 +110,15 @@ def assemble(
     wide = config.vocab_parallel == "world"
     apart = mesh.world.size == 1
     held_to_script = Exchange(mesh, dtype, wide)
-    exchange: TokenExchange = NoExchange() if apart else held_to_script
+    alone = NoExchange(mesh.world.clock)
+    exchange: TokenExchange = alone if apart else held_to_script
     vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part
     sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
     watch = Stopwatch()
     target = load_target(config.model_path, dtype, device, exchange, sharding, positions)
     models: list[DraftModel] = []
     shared = config.speculative_draft_parallel == "sharded"
-    drafts, parts = (exchange, sharding) if shared else (NoExchange(), WHOLE)
+    drafts, parts = (exchange, sharding) if shared else (alone, WHOLE)
     folder, overrides = config.speculative_draft_model_path, config.speculative_draft_overrides
     if folder is not None:
         given = (folder, target, dtype, device, drafts, parts, positions, overrides, shape.num_steps)
@@ -166,7 +167,7 @@ def assemble(
         coordinator=Coordinator(mesh, rule, shapes, target_ops, draft_ops),
         exchange=held_to_script,
         assembler=Assembler(cache.table, sampling, shape.window, dtype),
-        step=Step(target_runner, draft, carried),
+        step=Step(target_runner, draft, carried, mesh.enter),
         shapes=shapes,
         pools=Pools(kept, config.page_size, device),
         debug=config.debug_lockstep,

@@ -127,6 +127,8 @@ class Engine(Rank):
         """
         p, started = self._p, time.perf_counter()
         schedule = p.scheduler.schedule(self._busiest, self._prefilling)
+        if schedule.admitted:
+            self.on_begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
         order = schedule.order(p.cache.table.unsent)
         scheduled = time.perf_counter()
         vote = p.config.levels_at(len(schedule.decodes), p.shape.num_steps)

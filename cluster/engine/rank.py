@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,10 @@ class EngineStatus:
 
 
 class Rank:
-    """A rank's place in its gang. One thread owns it; `ring`, `close` and `position` are for any thread."""
+    """A rank's place in its gang. One thread owns it; `ring`, `close`, `position` and `progress` are for any thread.
+
+    `on_begun` is told, before a step runs, the ids of the requests that it takes in.
+    """
 
     def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: dict[str, Any]) -> None:
         self.metrics = metrics
@@ -50,6 +54,7 @@ class Rank:
         self._slept_at = -1
         self._steps = self._padded_rows = 0
         self._own_seconds = 0.0
+        self.on_begun: Callable[[tuple[str, ...]], None] = _unheard
 
     @property
     def has_work(self) -> bool:
@@ -70,6 +75,14 @@ class Rank:
     def position(self) -> tuple[int, str]:
         """The step and phase in which this rank is now."""
         return self._lockstep.mesh.position
+
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """A number that grows with each collective entered or over and each part of a layer come to, and whether this
+        rank waits for its peers now.
+        """
+        clock = self._lockstep.mesh.world.clock
+        return clock.marks, clock.waits
 
     def leave(self) -> None:
         """Tell all ranks with the next step that the gang ends."""
@@ -117,6 +130,10 @@ class Rank:
         requests = plan.planned_decodes[group] - plan.decodes[group]
         rows = plan.planned_prompt_rows[group] - plan.prompt_rows[group]
         return requests * ran.shape.num_draft_tokens + rows
+
+
+def _unheard(ids: tuple[str, ...]) -> None:
+    """Nobody asked to hear which requests begin."""
 
 
 class Follower(Rank):

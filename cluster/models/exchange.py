@@ -5,6 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cluster.clock import Clock
+
 
 class TokenExchange(Protocol):
     """How rows travel between ranks around the sharded parts of a model; with one rank it is the identity."""
@@ -35,24 +37,33 @@ LAYER_OPS = ("reduce", "gather", "scatter")
 
 
 class NoExchange:
-    """The exchange of a world of one, and of a draft that each rank runs whole."""
+    """The exchange of a world of one, and of a draft that each rank runs whole; all that it does is count."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        """`clock` counts the parts that the model has come to, so that a rank without peers shows progress too."""
+        self._clock = Clock() if clock is None else clock
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
+        self._clock.parts += 1
         return rows
 
     def gather(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
+        self._clock.parts += 1
         return rows
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
+        self._clock.parts += 1
         return rows
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """The whole embedding's rows."""
+        self._clock.parts += 1
         return lookup(ids)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """The whole head's logits."""
+        self._clock.parts += 1
         return project(rows)

@@ -4,6 +4,7 @@ carried --draft--> tree --target--> logits, hidden --accept--> path --compact, e
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -43,9 +44,11 @@ class Stepped:
 class Step:
     """One rank's step, bound to its target, draft and request tables."""
 
-    def __init__(self, target: TargetRunner, draft: Draft, carried: EagleDraftInput) -> None:
-        """`carried` holds the carriers of every request row."""
-        self._target, self._draft, self.carried = target, draft, carried
+    def __init__(
+        self, target: TargetRunner, draft: Draft, carried: EagleDraftInput, enter: Callable[[str], None]
+    ) -> None:
+        """`carried` holds the carriers of every request row; `enter` hears of each phase that begins."""
+        self._target, self._draft, self.carried, self._enter = target, draft, carried, enter
         self._vocab = target.model.arch.vocab_size
 
     @torch.inference_mode()
@@ -54,10 +57,12 @@ class Step:
         r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
         clock = [time.perf_counter()]
         decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
+        self._enter("draft")
         noise, final_noise = self._noise(batch, s)
         tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), noise, shape)
         clock.append(time.perf_counter())
 
+        self._enter("target")
         hidden, aux, logits = self._forward(batch, tree)
         chosen, won = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
         first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, final_noise)
@@ -66,6 +71,7 @@ class Step:
             compact(self._target.pool, batch.reach.window, accepted.path)
         clock.append(time.perf_counter())
 
+        self._enter("extend")
         next_noise = None
         if noise is not None and final_noise is not None:
             own = noise[torch.arange(r, device=noise.device), accepted.accept_len.clamp(max=noise.shape[1] - 1)]

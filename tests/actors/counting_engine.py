@@ -8,6 +8,7 @@ one: see the constants.
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,16 +44,27 @@ class Result:
     outputs: list[RequestOutput]
 
 
+class Metrics(EngineMetrics):
+    """As long in the making as a real engine's, so that a scrape may be given up meanwhile."""
+
+    def serialize(self) -> bytes:
+        time.sleep(0.02)
+        return super().serialize()
+
+
 class CountingEngine:
     def __init__(self, config: EngineConfig, rank: int = 0, link: Link | None = None) -> None:
         self.config = config
         self.rank = rank
-        self.metrics = EngineMetrics(model_name="counting")
+        self.metrics = Metrics(model_name="counting")
         self.requests: dict[str, list[Any]] = {}
         self.steps = 0
         self.aborted = 0
         self.left = False
         self.position = (0, "start")
+        self.progress = (0, False)
+        self.on_begun: Callable[[tuple[str, ...]], None] = lambda ids: None
+        self._waiting: dict[str, Request] = {}
         self._link = link
         self._bell = link or _alone()
         self._quiet = True
@@ -60,7 +72,7 @@ class CountingEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self._waiting)
 
     @property
     def quiet(self) -> bool:
@@ -73,10 +85,28 @@ class CountingEngine:
     def submit(self, request: Request) -> None:
         self.check(request)
         assert self._link is None or request.params.seed is not None, "a stream without a seed cannot be resumed"
-        self.requests[request.request_id] = [request, request.resumed_tokens, 0]
+        self._waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
         self.aborted += self.requests.pop(request_id, None) is not None
+
+    def _take_in(self) -> None:
+        """Begin as many of those that wait as there is room for, the oldest first."""
+        room = max(0, self.config.max_running_requests - len(self.requests))
+        taken = list(self._waiting)[:room]
+        for name in taken:
+            request = self._waiting.pop(name)
+            self.requests[name] = [request, request.resumed_tokens, 0]
+        if taken:
+            self.on_begun(tuple(taken))
+
+    def _exchange(self, row: dict[str, Any], phase: str) -> list[Any]:
+        assert self._link is not None
+        self.progress = (self.progress[0] + 1, True)
+        every = self._link.exchange(row, self.steps, phase)
+        self.progress = (self.progress[0] + 1, False)
+        return every
 
     def sleep(self) -> None:
         self._bell.sleep(self.steps)
@@ -91,6 +121,7 @@ class CountingEngine:
         self._bell.close()
 
     def step(self) -> Result:
+        self._take_in()
         troubles = [_trouble(request, self.rank) for request, _, _ in self.requests.values()]
         every = []
         for phase in PHASES:
@@ -99,7 +130,7 @@ class CountingEngine:
                 self._suffer({kind for kind, rank in troubles if rank == self.rank})
             if self._link is not None:
                 row = {"work": self.has_work, "leave": self._leaving, "troubles": troubles}
-                every = self._link.exchange(row, self.steps, phase)
+                every = self._exchange(row, phase)
                 if phase == "plan":
                     troubles = [tuple(trouble) for row in every for trouble in row["troubles"]]
             if any(kind == CRAWL and rank == self.rank for kind, rank in troubles):
@@ -108,7 +139,7 @@ class CountingEngine:
         outputs = self._outputs()
         self.metrics.observe_step(StepStats(committed_tokens=sum(len(o.token_ids) for o in outputs)))
         if self._link is not None:  # one row more, as what is left after the step counts
-            after = self._link.exchange({"work": self.has_work}, self.steps, "commit")
+            after = self._exchange({"work": self.has_work}, "commit")
             self._quiet = not any(row["work"] for row in after)
             self.left = any(row["leave"] for row in every)
         else:

@@ -174,3 +174,37 @@ def test_metrics_are_the_sum_over_replicas_whichever_answers(url):
     for name, more in (("aerie_generated_tokens_total", 120), ("aerie_requests_total", 12)):
         sums = {total(page, name) for page in pages}
         assert sums == {total(before, name) + more}, (name, sums)
+
+
+def test_scrapes_that_are_given_up_do_no_harm_to_open_streams(url):
+    """A Prometheus that cancels its scrapes took the threads of the heartbeats with it."""
+
+    async def stream(client: httpx.AsyncClient, number: int) -> list[int]:
+        body = {"model": "counting", "prompt": [SLOW, 1000 * number], "max_tokens": 400, "stream": True}
+        tokens: list[int] = []
+        async with client.stream("POST", f"{url}/v1/completions", json={**body, "return_token_ids": True}) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+        return tokens
+
+    async def give_up(path: str, after_s: float) -> None:
+        at = httpx.URL(url)
+        _, writer = await asyncio.open_connection(at.host, at.port)
+        writer.write(f"GET /{path} HTTP/1.1\r\nHost: {at.host}\r\n\r\n".encode())
+        await asyncio.sleep(after_s)
+        writer.close()
+
+    async def whole() -> list[list[int]]:
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+            streams = [asyncio.create_task(stream(client, i)) for i in range(4)]
+            for turn in range(100):
+                path = "metrics" if turn % 10 else ("server_info", "health")[turn // 10 % 2]
+                await give_up(path, (4 + 7 * turn % 26) / 1000)
+            return await asyncio.gather(*streams)
+
+    before = httpx.get(f"{url}/server_info").json()["epoch"]
+    for i, tokens in enumerate(asyncio.run(whole())):
+        assert tokens == list(range(1000 * i + 1, 1000 * i + 401))
+    after = httpx.get(f"{url}/server_info").json()
+    assert after["epoch"] == before, after["restarts"]

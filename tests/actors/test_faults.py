@@ -12,7 +12,7 @@ import psutil  # Ray's own copy: the actors' conftest imports Ray first
 import pytest
 
 from cluster.actors.gang import Gang
-from cluster.actors.messages import Loss
+from cluster.actors.messages import Loss, Unavailable
 from cluster.actors.router import Router
 from cluster.request import Request, SamplingParams
 from tests.actors.counting_engine import ASTRAY, CRASH, CRAWL, NOISY, ON, POISON, SLOW, token_at
@@ -253,11 +253,12 @@ def test_a_gang_that_cannot_come_back_is_given_up_within_the_bound() -> None:
         os.kill(pids(gang)[1], signal.SIGKILL)
         tokens, last = await asyncio.wait_for(task, 12)
         assert 5 < time.monotonic() - asked < 9
-        assert last.finish_reason == "error" and len(tokens) > 0
+        assert last.finish_reason == "abort" and len(tokens) > 0
         assert "rank 1 died" in (last.error or "") and "restart_timeout_s 6" in (last.error or "")
         assert router.lost == last.error and not (await router.status()).healthy
-        _, last = await read(router, ask("later", 1))
-        assert last.error == router.lost
+        with pytest.raises(Unavailable) as refused:
+            await read(router, ask("later", 1))
+        assert str(refused.value) == router.lost
 
     with_gang(spec("given-up", world=2, restart_timeout_s=6), body)
     assert left_behind("given-up") == []

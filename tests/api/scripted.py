@@ -109,6 +109,9 @@ class ScriptedEngine:
             if self.fail_at is not None and committed > self.fail_at:
                 if isinstance(self.failure, Exception):
                     raise self.failure
+                if self.failure is not None:
+                    yield self.failure
+                    return
                 self.running.discard(request.request_id)
                 yield RequestOutput(request.request_id, (), finish_reason="error", error="/secret/path.py exploded")
                 return

@@ -35,7 +35,7 @@ def test_health_follows_the_engine(client: Client, service: ScriptedService, mon
     assert (healthy.status_code, healthy.content) == (200, b"")
     service.engine.reason = "rank 1 has not stepped for 6.0 s"
     sick = client.get("/health")
-    assert sick.status_code == 503
+    assert sick.status_code == 503 and int(sick.headers["retry-after"]) >= 1
     assert sick.json()["error"]["message"] == "rank 1 has not stepped for 6.0 s"
     service.engine.reason = ""
     assert client.get("/health").status_code == 200

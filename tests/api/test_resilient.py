@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actors.messages import GangStatus, Overloaded
+from cluster.actors.messages import GangStatus, Overloaded, Unavailable
 from cluster.actors.streams import RESUMES
 from cluster.api.feed import feed
 from cluster.api.resilient import GoneError, Item, Leaving, Refused, ResilientClient, Sign
@@ -98,10 +98,10 @@ def says(at: int, item: Item) -> Fate:
 
 def run(*fates: Fate, **settings: Any) -> tuple[list[RequestOutput], Engine, list[None]]:
     engine, resumed = Engine(list(fates)), []
-    config = EngineConfig(**{"model_path": "m", "restart_timeout_s": 0.5, **settings})
+    config = EngineConfig(**{"model_path": "m", **settings})
 
     async def whole() -> list[RequestOutput]:
-        client = ResilientClient(Door(engine), config, "a", lambda: resumed.append(None))
+        client = ResilientClient(Door(engine), config, "a", lambda: resumed.append(None), 0.5)
         request = Request("r", (7, 100), SamplingParams(max_tokens=TOKENS))
         outputs = [output async for output in client.generate(request)]
         await asyncio.sleep(0.01)
@@ -194,7 +194,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
     engine = Engine()
 
     async def whole() -> None:
-        client = ResilientClient(Door(engine), EngineConfig(model_path="m"), "a", lambda: None)
+        client = ResilientClient(Door(engine), EngineConfig(model_path="m"), "a", lambda: None, 0.5)
         async with aclosing(client.generate(Request("r", (1,), SamplingParams(max_tokens=9)))) as outputs:
             async for _ in outputs:
                 assert engine.open == 1
@@ -207,7 +207,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
 
 def test_without_engines_status_says_so_and_metrics_are_empty() -> None:
     async def whole() -> None:
-        client = ResilientClient(Door(Engine()), EngineConfig(model_path="m"), "a", lambda: None)
+        client = ResilientClient(Door(Engine()), EngineConfig(model_path="m"), "a", lambda: None, 0.5)
         assert await client.status() == GangStatus(False, "no engine replica answers: nobody")
         assert await client.metrics() == []
 
@@ -244,13 +244,14 @@ FAILED = RequestOutput("r", (), finish_reason="error", error="the gang is lost")
     [
         ((OUTPUT, END), "", [SIGN, OUTPUT, END]),
         ((Overloaded("full"),), "", [Refused("full")]),
+        ((Unavailable("rank 1 died"),), "", [Leaving("rank 1 died")]),
         ((ValueError("prompt: bad"),), "", [SIGN, Refused("prompt: bad")]),
         ((OUTPUT, 0.12, END), "", [SIGN, OUTPUT, SIGN, SIGN, END]),
         ((OUTPUT, FAILED), "", [SIGN, OUTPUT, FAILED]),
         ((OUTPUT, FAILED), "lost", [SIGN, OUTPUT, Leaving("lost")]),
         ((OUTPUT,), "", [SIGN, OUTPUT, Leaving("its stream ended without a reason")]),
     ],
-    ids=["outputs", "full", "at fault", "a pause", "an error", "an error of a replica that leaves", "cut"],
+    ids=["outputs", "full", "lost", "at fault", "a pause", "an error", "an error of a replica that leaves", "cut"],
 )
 def test_feed(script: Any, leaving: str, items: list[Item]) -> None:
     engine = Scripted(*script)

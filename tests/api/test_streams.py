@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from cluster.actors.messages import Unavailable
+from cluster.request import RequestOutput
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 MANY = {"max_tokens": 400, "ignore_eos": True}
@@ -29,6 +31,29 @@ def test_what_the_engine_refuses_is_a_400(client: Client, service: ScriptedServi
     response = client.complete(stream=stream)
     assert response.status_code == 400
     assert response.json()["error"]["message"] == service.engine.refusal
+
+
+LOST = RequestOutput("r", (), finish_reason="abort", error="/secret/path.py: rank 1 died")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("failure", "after"),
+    [(Unavailable("rank 1 died (given up)", 12.2), "13"), (LOST, "5")],
+    ids=["before", "meanwhile"],
+)
+def test_an_engine_that_is_lost_or_stops_is_a_503_with_the_time_to_come_back(
+    client: Client, service: ScriptedService, failure: Any, after: str, n: int
+) -> None:
+    service.engine.fail_at, service.engine.failure = 0, failure
+    for stream in (False, True):
+        response = client.complete(stream=stream, n=n)
+        assert (response.status_code, response.headers["retry-after"]) == (503, after)
+        assert response.json()["error"]["code"] == "engine_unhealthy"
+        assert "secret" not in response.text
+    service.engine.fail_at, service.engine.failure = 5, LOST
+    *_, event, _ = client.chat(stream=True, max_tokens=40).text.split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "engine_unhealthy"
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("/secret/path.py broke")])

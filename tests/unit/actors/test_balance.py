@@ -326,3 +326,19 @@ def test_settings_make_a_balancer() -> None:
     balancer.choose(request("a", 41), 8.0)
     run(balancer, "a")
     assert balancer.load(0).pages == 0  # a cache that is off holds nothing
+
+
+def test_a_gang_that_begins_says_how_large_its_caches_are() -> None:
+    balancer = Balancer("expected_load", 1, PAGE, index_pages=50)
+    balancer.restarted(20)
+    for i in range(9):
+        balancer.choose(request(f"r{i}", 100, 1000 * i), 8.0)
+        run(balancer, f"r{i}")
+    assert balancer.load(0).pages == 20
+    balancer.restarted(30)
+    assert balancer.load(0).pages == 0
+    off = Balancer("expected_load", 1, PAGE, index_pages=0)
+    off.restarted(20)
+    off.choose(request("a", 41), 8.0)
+    run(off, "a")
+    assert off.load(0).pages == 0  # a cache that is off stays off

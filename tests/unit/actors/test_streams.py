@@ -2,8 +2,10 @@
 
 import random
 
+import pytest
+
 from cluster.actors.messages import Loss
-from cluster.actors.streams import Recovery, Stream, end_culprits, with_seed
+from cluster.actors.streams import RESUMES, Recovery, Stream, with_seed
 from cluster.request import Request, RequestOutput, SamplingParams, SpeculationCounts
 
 LOSS = Loss(1, "died", 7, "target", "the process died", 0, 0.0, 0.1)
@@ -59,68 +61,178 @@ def test_cached_tokens_stay_those_of_the_prompt() -> None:
     assert s.take(output(2, cached_tokens=64)).cached_tokens == 4
 
 
-def dies(streams: list[Stream]) -> None:
-    for s in streams:
+class Gang:
+    """A gang that takes in `room` streams at a time and dies of the poisoned ones, told as a router is told."""
+
+    def __init__(self, streams: list[Stream], poison: set[str], room: int, announced: bool = True) -> None:
+        self.streams, self.poison, self.room, self.announced = streams, poison, room, announced
+        self.recovery = Recovery()
+        self.given: list[list[str]] = []  # the streams of each life that were submitted at once, in order
+        self.losses = 0
+
+    def open(self) -> list[Stream]:
+        return [s for s in self.streams if not s.ended]
+
+    def live(self, turn: list[Stream], steps: int | None = None) -> None:
+        """A life that is given `turn`: ends with a poison in its step, after so many steps, or without open streams."""
+        queue: list[Stream] = []
+        running: list[Stream] = []
+        self.given.append([s.name for s in turn])
+        while (queue or running or turn) and (steps is None or steps > 0):
+            for s in turn:
+                s.submission()
+            queue, turn = queue + turn, []
+            while queue and len(running) < self.room:
+                running.append(queue.pop(0))
+                running[-1].begun = self.announced
+            if any(s.name in self.poison for s in running):
+                steps = 0
+                break
+            for s in running:
+                first = not s.fruitful
+                s.started = True
+                s.take(output(1, finish_reason="length" if len(s.dealt) == 4 else None))
+                if first or s.ended:
+                    turn += self.recovery.settled(s.name)
+            running = [s for s in running if not s.ended]
+            steps = None if steps is None else steps - 1
+        if steps is not None:
+            self.die()
+
+    def die(self) -> None:
+        self.losses += 1
+        for s in self.open():
+            s.lose(nodes=3)
+        self.recovery.lost(self.open(), LOSS)
+
+    def come_back(self, steps: int | None = None) -> None:
+        self.live(self.recovery.begin(self.open()), steps)
+
+    def serve_all(self) -> None:
+        while self.open():
+            assert self.losses < 40, "no end"
+            self.come_back()
+
+
+def many(count: int, prefix: str = "s") -> list[Stream]:
+    return [stream(f"{prefix}{i}") for i in range(count)]
+
+
+def failed(gang: Gang) -> set[str]:
+    ended = {s.name: s.queue.get_nowait() for s in gang.streams if not s.queue.empty()}
+    assert all(isinstance(e, RequestOutput) and e.finish_reason == "error" for e in ended.values())
+    return set(ended)
+
+
+def test_after_a_kill_all_come_back_at_once_those_that_had_tokens_first_and_again_after_a_second_kill() -> None:
+    gang = Gang(many(116), set(), room=16)
+    gang.streams[100].started = True  # of an earlier life
+    for _ in range(2):
+        gang.come_back(steps=2)
+        assert not any(s.involved for s in gang.streams)
+    gang.serve_all()
+    everybody, running = [f"s{i}" for i in range(116)], [f"s{i}" for i in range(15)] + ["s100"]
+    assert gang.given[0] == ["s100", *(n for n in everybody if n != "s100")]
+    assert gang.given[1] == gang.given[2] == running + [n for n in everybody if n not in running]
+    assert sorted(n for life in gang.given[2:] for n in life) == sorted(everybody) and failed(gang) == set()
+
+
+def test_only_those_that_the_fatal_step_worked_on_are_suspects() -> None:
+    waits, works, had = stream("waits"), stream("works"), stream("had")
+    for s in (waits, works, had):
+        s.submission()
+    works.begun = had.begun = True
+    had.take(output(1))
+    for s in (waits, works, had):
         s.lose(nodes=3)
+    assert [s.involved for s in (waits, works, had)] == [False, True, False]
+    never = stream()
+    never.lose(nodes=3)
+    assert not never.involved and never.fruitless_resumes == 0
 
 
-def test_suspects_come_back_one_at_a_time_after_the_others() -> None:
-    good, new, poison = stream("good"), stream("new"), stream("poison")
-    for s in (good, new, poison):
-        s.submission()
-    good.take(output(1))
-    dies([good, new, poison])
-    recovery = Recovery()
-    assert recovery.begin([good, new, poison]) == [good]
-    assert recovery.settled("somebody else") == []
-    assert recovery.settled("good") == [new]
-    assert recovery.settled("new") == [poison]
-    assert recovery.settled("poison") == []
+def test_a_poison_alone_in_the_fatal_steps_ends_after_three_resumptions_and_the_others_go_on() -> None:
+    gang = Gang([*many(6), stream("poison")], set(), room=16)
+    gang.streams[-1].ended = True
+    gang.come_back(steps=2)  # the others have tokens before it comes
+    gang.streams[-1].ended, gang.poison = False, {"poison"}
+    gang.come_back()
+    gang.serve_all()
+    assert failed(gang) == {"poison"} and gang.losses == 1 + 4
 
 
-def test_one_that_left_or_ended_is_passed_over() -> None:
-    first, second, third = stream("1"), stream("2"), stream("3")
-    for s in (first, second, third):
-        s.submission()
-    dies([first, second, third])
-    recovery = Recovery()
-    assert recovery.begin([first, second, third]) == [first]
-    second.ended = True
-    assert recovery.settled("1") == [third]
-    assert recovery.begin([]) == []
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 16, 33])
+@pytest.mark.parametrize("place", [0, 0.5, 0.99])
+def test_suspects_are_halved_and_only_the_poison_ends(count: int, place: float) -> None:
+    streams = many(count)
+    poison = streams[int(count * place)].name
+    gang = Gang(streams, {poison}, room=64)
+    gang.serve_all()
+    assert failed(gang) == {poison}
+    # the first, the same once more, one for each halving, and those after which the last is resumed
+    assert gang.losses <= 2 + count.bit_length() + RESUMES
+    assert all(len(s.dealt) == 5 for s in streams if s.name != poison)
 
 
-def test_who_was_not_submitted_is_no_suspect() -> None:
-    waiting = stream()
-    waiting.lose(nodes=3)
-    assert not waiting.suspect and waiting.fruitless_resumes == 0
+def test_two_poisons_end_and_nobody_else() -> None:
+    gang = Gang(many(12), {"s3", "s9"}, room=64)
+    gang.serve_all()
+    assert failed(gang) == {"s3", "s9"}
 
 
-def test_the_third_resumption_without_a_token_is_the_last() -> None:
-    s = stream()
-    s.submission()
-    s.take(output(1))
-    s.lose(nodes=3)
-    for resumes in range(3):
-        end_culprits([s], LOSS)
-        assert not s.ended, f"ended after {resumes} resumptions"
-        s.submission()
-        s.lose(nodes=3)
-    end_culprits([s], LOSS)
-    last = s.queue.get_nowait()
-    assert isinstance(last, RequestOutput) and last.finish_reason == "error"
-    assert "resumed 3 times" in (last.error or "") and "rank 1 died at step 7" in (last.error or "")
+def test_a_poison_at_the_end_of_a_long_queue() -> None:
+    gang = Gang(many(60), {"s57"}, room=4)
+    gang.serve_all()
+    assert failed(gang) == {"s57"} and gang.losses <= 8
+
+
+def test_a_poison_whose_beginning_is_never_announced_is_found_too() -> None:
+    gang = Gang(many(9), {"s4"}, room=64, announced=False)
+    gang.serve_all()
+    assert failed(gang) == {"s4"}
+
+
+def test_while_suspects_wait_newcomers_stay_behind_them() -> None:
+    streams = many(4)
+    gang = Gang(streams, {"s0", "s1", "s2", "s3"}, room=64)
+    gang.come_back()
+    gang.come_back()
+    recovery, late = gang.recovery, stream("late")
+    assert [s.name for s in recovery.begin(streams)] == ["s0", "s1"]
+    assert not recovery.arrived(late)
+    assert recovery.settled("s0") == []
+    assert [s.name for s in recovery.settled("s1")] == ["s2"]
+    streams[3].ended = True
+    assert not recovery.arrived(stream("later")) and recovery.settled("nobody") == []
+    assert [s.name for s in recovery.settled("s2")] == ["late", "later"]
+    assert recovery.arrived(stream("latest"))
+
+
+def test_suspects_come_after_those_that_had_tokens_have_some_again() -> None:
+    good, bad, worse, waits = streams = [stream(name) for name in ("good", "bad", "worse", "waits")]
+    gang = Gang(streams, {"bad", "worse"}, room=3)
+    gang.live([good], steps=2)
+    gang.come_back()
+    gang.come_back()
+    gang.recovery._suspects.remove(good)  # as if it had had a token before the last loss
+    assert gang.recovery.begin(streams) == [good]
+    assert gang.recovery.settled("somebody else") == []
+    assert gang.recovery.settled("good") == [bad]
+    assert gang.recovery.settled("bad") == [worse]
+    assert gang.recovery.settled("worse") == [waits]
 
 
 def test_a_token_wipes_the_slate_clean() -> None:
     s = stream()
     for _ in range(3):
         s.submission()
+        s.begun = True
         s.lose(nodes=3)
+    assert (s.fruitless_resumes, s.unserved) == (2, 3)
     s.submission()
     s.take(output(1))
     s.lose(nodes=3)
-    assert (s.fruitless_resumes, s.suspect) == (0, False)
+    assert (s.fruitless_resumes, s.unserved, s.involved) == (0, 0, False)
 
 
 def test_every_request_has_a_seed_and_keeps_its_own() -> None:

@@ -8,8 +8,16 @@ from cluster.actors.verdict import Signs, judge
 LIMIT = 3.0
 
 
-def beat(rank: int, step: int = 10, phase: str = "target", age_s: float = 0.0, busy: bool = True) -> Heartbeat:
-    return Heartbeat(rank, step, busy, age_s, step, phase)
+def beat(
+    rank: int,
+    step: int = 10,
+    phase: str = "target",
+    age_s: float = 0.0,
+    busy: bool = True,
+    waits: bool = False,
+    unmarked_s: float = 0.0,
+) -> Heartbeat:
+    return Heartbeat(rank, step, busy, age_s, step, phase, unmarked_s=unmarked_s, waits=waits)
 
 
 def well(count: int) -> list[Signs]:
@@ -84,22 +92,54 @@ def test_a_silent_rank_is_blamed_rather_than_those_that_wait_for_it(silence: flo
     assert (verdict.step, verdict.phase) == (12, "plan")  # where its peer waits for it
 
 
-def test_a_waiting_peer_that_reaches_the_limit_first_does_not_take_the_blame() -> None:
+def test_a_stall_is_a_silent_rank_s_before_it_reaches_the_limit_itself() -> None:
     verdict = judge([Signs(beat(0, age_s=3.1)), Signs(beat(1), silence_s=2.4)], LIMIT)
     assert verdict is not None and verdict.rank == 1 and not verdict.final
 
 
 @pytest.mark.parametrize(("age", "final"), [(3.1, False), (8.9, False), (9.1, True)])
-def test_a_rank_that_answers_but_does_not_move_has_longer(age: float, final: bool) -> None:
+def test_a_rank_that_answers_but_does_nothing_has_longer(age: float, final: bool) -> None:
     verdict = judge([Signs(beat(0, 12, "plan", age_s=age)), Signs(beat(1, 11, "extend", age_s=age))], LIMIT)
     assert verdict is not None
-    assert (verdict.rank, verdict.kind, verdict.step, verdict.phase, verdict.final) == (
-        1,
-        "frozen",
-        11,
-        "extend",
-        final,
+    assert (verdict.rank, verdict.kind, verdict.step, verdict.phase) == (1, "frozen", 11, "extend")
+    assert verdict.final is final and "did nothing" in verdict.reason
+
+
+def test_who_waits_for_a_rank_that_works_is_well_however_long_it_takes() -> None:
+    signs = [
+        Signs(beat(0, age_s=500.0, waits=True)),
+        Signs(beat(1, unmarked_s=200.0)),
+        Signs(beat(2, age_s=1000.0, busy=False)),
+    ]
+    assert judge(signs, LIMIT) is None
+
+
+def test_who_waits_for_a_rank_that_does_nothing_is_not_the_one_to_blame() -> None:
+    verdict = judge([Signs(beat(0, 11, age_s=50.0, waits=True)), Signs(beat(1, 12, age_s=4.0))], LIMIT)
+    assert verdict is not None and (verdict.rank, verdict.final) == (1, False)
+
+
+@pytest.mark.parametrize(("age", "final"), [(3.1, False), (9.1, True)])
+def test_where_all_wait_for_each_other_the_one_furthest_behind_is_blamed(age: float, final: bool) -> None:
+    signs = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs(beat(1, 11, "draft", age_s=age, waits=True))]
+    verdict = judge(signs, LIMIT)
+    assert verdict is not None and (verdict.rank, verdict.phase, verdict.final) == (1, "draft", final)
+    assert "all ranks wait" in verdict.reason
+    asleep = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs(beat(1, 12, age_s=age, busy=False))]
+    verdict = judge(asleep, LIMIT)
+    assert verdict is not None and verdict.rank == 1
+    unheard = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs()]
+    assert judge(unheard, LIMIT) is None
+
+
+@pytest.mark.parametrize(("unmarked", "frozen"), [(299.0, False), (301.0, True)])
+def test_computing_without_an_end_is_frozen_after_a_hundred_limits(unmarked: float, frozen: bool) -> None:
+    verdict = judge(
+        [Signs(beat(0, age_s=0.1, unmarked_s=unmarked)), Signs(beat(1, waits=True, unmarked_s=900.0))], LIMIT
     )
+    assert (verdict is not None) is frozen
+    if verdict is not None:
+        assert (verdict.rank, verdict.final) == (0, True) and "without an end" in verdict.reason
 
 
 def test_a_verdict_names_rank_step_and_phase() -> None:

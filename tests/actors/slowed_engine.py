@@ -1,0 +1,51 @@
+"""The real engine with one layer that is slow, or stands still, at prompts of `ROWS` rows: one operation, no marks.
+
+The model's folder says how, by a file in it: `BURN` makes the layer compute for `BURN_S` of CPU time, `BLOCK` makes it
+wait for ever, once. `LOAD` makes every load take `LOAD_S` longer.
+"""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.config import EngineConfig
+from cluster.engine import build_rank
+from cluster.engine.rank import Rank
+from cluster.mesh import Rendezvous, Store
+
+ROWS = 200
+BURN, BLOCK, LOAD = "burn", "block", "load"
+BURN_S = 4.0
+LOAD_S = 6.0
+
+
+class SlowedLayer:
+    def __init__(self, layer: Any, folder: Path) -> None:
+        self._layer, self._folder = layer, folder
+
+    def __call__(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if hidden.shape[0] >= ROWS:
+            if (self._folder / BLOCK).exists():
+                (self._folder / BLOCK).unlink()
+                threading.Event().wait()
+            if (self._folder / BURN).exists():
+                began, some = time.thread_time(), torch.randn(256, 256)
+                while time.thread_time() - began < BURN_S:
+                    some @ some
+        result: torch.Tensor = self._layer(hidden, *rest)
+        return result
+
+
+def build(
+    config: EngineConfig, rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None
+) -> Rank:
+    folder = Path(config.model_path)
+    if (folder / LOAD).exists():
+        time.sleep(LOAD_S)
+    engine = build_rank(config, rank, rendezvous, store)
+    layers = engine._lockstep.step._target.model._layers
+    layers[1] = SlowedLayer(layers[1], folder)
+    return engine

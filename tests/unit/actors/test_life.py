@@ -1,0 +1,86 @@
+"""How long shards may load: as long as one of them shows progress, and not beyond the time that there is."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from cluster.actors.gang import Gang
+from cluster.actors.life import GangError, GangSpec, Life
+from cluster.actors.messages import Heartbeat
+from cluster.actors.placement import layout_of
+from cluster.config import ConfigError, EngineConfig
+
+
+def life() -> Life:
+    spec = GangSpec(EngineConfig(model_path="m"), layout_of(2, bundle_per_worker={"CPU": 1}), "test/by-hand")
+    made = Life(spec, None, 0)  # type: ignore[arg-type]
+    made._answered = [time.monotonic()] * 2
+    return made
+
+
+def load(made: Life, *loads: Any, time_s: float, still_s: float, progress: bool = False) -> list[Any]:
+    async def working() -> None:
+        while True:
+            made.beats[1] = Heartbeat(1, 0, True, 0.0, 0, "load")
+            made._answered[1] = time.monotonic()
+            await asyncio.sleep(0.05)
+
+    async def whole() -> list[Any]:
+        worker = asyncio.create_task(working()) if progress else None
+        try:
+            return await made._loaded([done() for done in loads], time.monotonic() + time_s, still_s)
+        finally:
+            if worker is not None:
+                worker.cancel()
+
+    return asyncio.run(whole())
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def soon() -> int:
+    await asyncio.sleep(1.5)
+    return 7
+
+
+async def refuses() -> None:
+    raise ConfigError("model_path: no such folder")
+
+
+def test_loads_that_end_give_what_they_gave() -> None:
+    assert load(life(), soon, soon, time_s=30, still_s=30) == [7, 7]
+
+
+def test_while_one_rank_does_something_the_others_may_take_their_time() -> None:
+    assert load(life(), soon, soon, time_s=30, still_s=0.5, progress=True) == [7, 7]
+
+
+def test_where_no_rank_does_anything_the_load_is_given_up() -> None:
+    with pytest.raises(GangError, match="rank 0, 1 did not load: no rank has done anything for"):
+        load(life(), never, never, time_s=30, still_s=0.5)
+
+
+def test_progress_does_not_lengthen_the_time_that_there_is() -> None:
+    with pytest.raises(GangError, match=r"rank 1 did not load within \d+ s"):
+        load(life(), soon, never, time_s=2.0, still_s=0.5, progress=True)
+
+
+def test_a_refusal_of_the_config_comes_through_at_once() -> None:
+    with pytest.raises(ConfigError, match="model_path"):
+        load(life(), never, refuses, time_s=30, still_s=30)
+
+
+@pytest.mark.parametrize(
+    ("given", "start_s", "patience_s"), [(None, 0.0, 60.0), (None, 10.0, 60.0), (None, 90.0, 360.0), (6.0, 90.0, 6.0)]
+)
+def test_a_restart_may_take_as_long_as_the_first_start_made_likely_or_as_long_as_it_is_told(
+    given: float | None, start_s: float, patience_s: float
+) -> None:
+    config = EngineConfig(model_path="m", restart_timeout_s=given)
+    gang = Gang(GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand"))
+    gang._start_s = start_s
+    assert gang.patience_s == gang.facts()["restart_timeout_s"] == patience_s

@@ -1,0 +1,183 @@
+"""The router over a gang by hand: what its tasks do when something unforeseen happens, and what it says then."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.actors.life import GangSpec
+from cluster.actors.messages import Commands, Loss, StepItem, Unavailable
+from cluster.actors.placement import layout_of
+from cluster.actors.router import Router
+from cluster.config import EngineConfig
+from cluster.request import Request, RequestOutput, SamplingParams
+
+LOSS = Loss(0, "died", 7, "target", "the process died", 0, 0.0, 0.1)
+Said = asyncio.Queue[Any]
+
+
+class Life:
+    """A life of one rank: what is put to it is kept, what it says is put in `said`; an exception ends its stream."""
+
+    def __init__(self, spec: GangSpec, taking: Callable[[Commands], None]) -> None:
+        self.spec, self.taken, self.failed = spec, [], ""  # type: ignore[var-annotated]
+        self.said: Said = asyncio.Queue()
+        self._taking = taking
+        self.shards = [SimpleNamespace(put=SimpleNamespace(remote=self._put))]
+
+    async def _put(self, commands: Commands) -> None:
+        self._taking(commands)
+        self.taken += [request.request_id for request in commands.submits]
+
+    async def open_stream(self, rank: int) -> AsyncIterator[Any]:
+        while (item := await self.said.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            ref: asyncio.Future[tuple[StepItem, ...]] = asyncio.Future()
+            ref.set_result((item,))
+            yield ref
+
+    def mark_alive(self) -> None:
+        return
+
+    def mark_dead(self, rank: int, error: Exception) -> None:
+        self.failed = f"dead: {error}"
+
+    def mark_failed(self, rank: int, reason: str) -> None:
+        self.failed = reason
+
+
+class Gang:
+    def __init__(self) -> None:
+        config = EngineConfig(model_path="m", page_size=4)
+        self.spec = GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand")
+        self.infos: list[dict[str, Any]] = []
+        self.start_s, self.lost = 12.3, ""
+        self.taking: Callable[[Commands], None] = lambda commands: None
+        self.life: Any = None
+
+    def begin(self) -> Life:
+        self.infos = [{"kv_pages": 30}]
+        self.life = Life(self.spec, self.taking)
+        return self.life
+
+    async def watch(self, owner: Any) -> None:
+        await asyncio.Event().wait()
+
+
+def ask(name: str, prompt: int = 9) -> Request:
+    return Request(name, tuple(range(prompt)), SamplingParams(max_tokens=4))
+
+
+async def read(router: Router, request: Request) -> list[RequestOutput]:
+    return [output async for output in router.generate(request)]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("waited in vain")
+
+
+def with_router(body: Callable[[Router, Gang], Any]) -> None:
+    async def whole() -> None:
+        gang = Gang()
+        router = Router(gang)  # type: ignore[arg-type]
+        gang.begin()
+        router.start()
+        try:
+            await body(router, gang)
+        finally:
+            await router.close()
+
+    asyncio.run(whole())
+
+
+def outputs(step: int, *names: str, ended: bool = False) -> StepItem:
+    finish = "length" if ended else None
+    return StepItem(0, step, tuple(RequestOutput(name, (step,), finish_reason=finish) for name in names))  # type: ignore[arg-type]
+
+
+def test_whatever_goes_wrong_with_a_call_is_the_end_of_the_life_and_not_of_the_task_alone() -> None:
+    async def body(router: Router, gang: Gang) -> None:
+        def refuses(commands: Commands) -> None:
+            raise TypeError("cannot pickle")
+
+        gang.life._taking = refuses
+        task = asyncio.create_task(read(router, ask("a")))
+        await until(lambda: gang.life.failed)
+        assert "its commands failed: cannot pickle" in gang.life.failed
+        await router.on_down(LOSS)
+        life = gang.begin()
+        router.on_up()
+        await until(lambda: life.taken == ["a"])
+        life.said.put_nowait(outputs(1, "a", ended=True))
+        assert (await task)[-1].finish_reason == "length"
+
+    with_router(body)
+
+
+@pytest.mark.parametrize("item", [KeyError("what"), SimpleNamespace(nothing=1)], ids=["the stream", "the item"])
+def test_whatever_goes_wrong_with_what_it_says_is_the_end_of_the_life(item: Any) -> None:
+    async def body(router: Router, gang: Gang) -> None:
+        task = asyncio.create_task(read(router, ask("a")))
+        await until(lambda: gang.life.taken)
+        gang.life.said.put_nowait(item)
+        await until(lambda: gang.life.failed)
+        assert "its outputs failed" in gang.life.failed
+        task.cancel()
+
+    with_router(body)
+
+
+def test_what_a_shard_said_before_its_end_counts_and_only_what_it_had_begun_is_suspect() -> None:
+    async def body(router: Router, gang: Gang) -> None:
+        first = gang.life
+        names = [f"s{i}" for i in range(116)]
+        tasks = [asyncio.create_task(read(router, ask(name))) for name in names]
+        await until(lambda: len(first.taken) == 116)
+        first.said.put_nowait(StepItem(0, 0, begun=tuple(names[:16])))
+        first.said.put_nowait(outputs(1, *names[:16]))
+        first.said.put_nowait(StepItem(0, 1, begun=("s20",)))  # the fatal step
+        first.said.put_nowait(None)
+        await router.on_down(LOSS)
+        assert [s.name for s in router._streams.values() if s.involved] == ["s20"]
+        second = gang.begin()
+        router.on_up()
+        late = asyncio.create_task(read(router, ask("late")))
+        await until(lambda: len(second.taken) == 117)
+        assert second.taken == [*names, "late"]  # those that had tokens are the first sixteen; one call for all
+        for task in (*tasks, late):
+            task.cancel()
+
+    with_router(body)
+
+
+def test_a_gang_that_is_lost_ends_its_streams_as_its_own_fault_and_takes_no_more() -> None:
+    async def body(router: Router, gang: Gang) -> None:
+        task = asyncio.create_task(read(router, ask("a")))
+        await until(lambda: gang.life.taken)
+        router.on_lost("rank 0 died (given up)")
+        (last,) = await task
+        assert (last.finish_reason, last.error) == ("abort", "rank 0 died (given up)")
+        with pytest.raises(Unavailable, match="given up") as refused:
+            await read(router, ask("b"))
+        assert refused.value.retry_after_s == 13
+
+    with_router(body)
+
+
+def test_the_index_of_prefixes_is_as_large_as_the_cache_of_the_gang_that_came_up() -> None:
+    async def body(router: Router, gang: Gang) -> None:
+        for i in range(9):
+            task = asyncio.create_task(read(router, Request(f"r{i}", tuple(range(100 * i, 100 * i + 41)))))
+            await until(lambda name=f"r{i}": name in gang.life.taken)
+            gang.life.said.put_nowait(outputs(1, f"r{i}", ended=True))
+            await task
+        assert router._balancer.load(0).pages == 30
+
+    with_router(body)
