@@ -22,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torc
 """How far rounding may take the hidden, relative, and the likeliest token's probability. The demo draft's hidden moves
 by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.10 with the other rope layout, 0.21 and 0.26 with aux
 layers one off, 0.9 and more with the rest."""
-HALF = 0.01  # tolerances above it are those of half precision, where the two likeliest tokens may change places
+HALF = 0.01  # tolerances above it are those of half precision, where any near token may take the likeliest one's place
 
 
 def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> EagleDraftInput | None:
@@ -61,11 +61,14 @@ def check_sample(sample: Sample, folder: str, lockstep: Lockstep, cache: KVCache
         return
     wanted, most = torch.tensor(sample.hidden, dtype=torch.float64), TOLERANCE[given.hidden.dtype]
     hidden = float((given.hidden[0].double().cpu() - wanted).norm() / wanted.norm())
-    probability, exact = 0.0, True
+    probability = 0.0
     if not mapped:
-        probability = abs(math.exp(given.topk_p[0, 0]) - math.exp(sample.logprob))
-        exact = most > HALF or int(given.topk_index[0, 0]) == sample.token
-    if not (hidden <= most and probability <= most and exact):
+        # Two tokens that are equally likely up to rounding may change places from one machine to the next.
+        proposed = given.topk_index[0].tolist()
+        at = proposed.index(sample.token) if sample.token in proposed else 0 if most > HALF else None
+        here = 0.0 if at is None else math.exp(given.topk_p[0, at])
+        probability = abs(here - math.exp(sample.logprob))
+    if not (hidden <= most and probability <= most):
         raise ConfigError(
             f"draft {folder!r} does not give what its {FILE} says: its hidden is off by {hidden:.3g}, its likeliest "
             f"token's probability by {probability:.3g} (at most {most:g}). Its config or speculative_draft_overrides "
