@@ -102,6 +102,10 @@ class EngineConfig(Settings):
         description="the same while a request of any rank decodes; unset: what lengthens its steps by at most half",
     )
     max_queued_tokens: int = Field(default=65536, ge=1)
+    max_queued_requests: int = Field(default=1024, ge=1, description="requests that may wait for their first token")
+    max_queue_wait_s: float = Field(
+        default=30.0, gt=0, description="a request that is expected to wait longer for its first token is refused"
+    )
     disable_radix_cache: bool = False
     speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = None
     speculative_draft_model_path: str | None = None

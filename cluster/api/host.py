@@ -30,7 +30,7 @@ class GangHost:
         self.leaving = False
         name = gang_name(f"{context.app_name}/{context.deployment}", context.replica_id.unique_id)
         self.gang = Gang(GangSpec(self.config, llm.layout(), name, factory), on_loss=self._note)
-        self.router = Router(self.gang, on_resumed=self.metrics.on_resumed)
+        self.router = Router(self.gang, on_resumed=self.metrics.on_resumed, replica_rank=context.rank.rank)
         self._publishing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -42,6 +42,7 @@ class Refused:
     """The engine will not serve the request: before a `Sign` its queue is full, after it the request is at fault."""
 
     message: str
+    retry_after_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +94,20 @@ class Door(Protocol):
 class ResilientClient:
     """Implements `EngineClient` over engine replicas that may die, be replaced, or not be there at all."""
 
-    def __init__(self, door: Door, config: EngineConfig, salt: str, on_resumed: Callable[[], None]) -> None:
-        """`salt` tells this ingress's seeds from those of the others; `on_resumed` is called per resumed stream."""
+    def __init__(self, door: Door, config: EngineConfig, rank: int, on_resumed: Callable[[], None]) -> None:
+        """`rank` is this ingress's among its like, for the seeds that it draws; see `Router`.
+
+        `on_resumed` is called per resumed stream.
+        """
         self._door = door
-        self._seeds = random.Random(f"{config.random_seed}/{salt}")
+        self._seeds = random.Random(f"{config.random_seed}/{rank}")
         self._silence_s = SILENCE_SHARE * config.watchdog_timeout_s
         self._patience_s = config.restart_timeout_s
         self._on_resumed = on_resumed
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
-        stream = Stream(with_seed(request, self._seeds), 0.0)
+        stream = Stream(with_seed(request, self._seeds))
         model = ""
         while True:
             attempt, sign = await self._place(stream)
@@ -162,7 +166,7 @@ class ResilientClient:
                     return attempt, item
                 why = getattr(item, "message", type(item).__name__)
                 if isinstance(item, Refused) and not again:
-                    raise Overloaded(why)
+                    raise Overloaded(why, item.retry_after_s)
             except GoneError as gone:
                 why = str(gone)
             finally:
@@ -172,6 +176,10 @@ class ResilientClient:
                 logger.error("request %s: nobody took it within %g s: %s", stream.name, self._patience_s, why)
                 return attempt, None
             await asyncio.sleep(RETRY_S)
+
+    def full(self) -> Overloaded | None:
+        """Nothing is known here before an engine replica was asked; see `EngineClient.full`."""
+        return None
 
     async def status(self) -> GangStatus:
         """Health and load of one engine replica, of those that there are; see `EngineClient.status`."""

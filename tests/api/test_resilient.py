@@ -101,7 +101,7 @@ def run(*fates: Fate, **settings: Any) -> tuple[list[RequestOutput], Engine, lis
     config = EngineConfig(**{"model_path": "m", "restart_timeout_s": 0.5, **settings})
 
     async def whole() -> list[RequestOutput]:
-        client = ResilientClient(Door(engine), config, "a", lambda: resumed.append(None))
+        client = ResilientClient(Door(engine), config, 0, lambda: resumed.append(None))
         request = Request("r", (7, 100), SamplingParams(max_tokens=TOKENS))
         outputs = [output async for output in client.generate(request)]
         await asyncio.sleep(0.01)
@@ -194,7 +194,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
     engine = Engine()
 
     async def whole() -> None:
-        client = ResilientClient(Door(engine), EngineConfig(model_path="m"), "a", lambda: None)
+        client = ResilientClient(Door(engine), EngineConfig(model_path="m"), 0, lambda: None)
         async with aclosing(client.generate(Request("r", (1,), SamplingParams(max_tokens=9)))) as outputs:
             async for _ in outputs:
                 assert engine.open == 1
@@ -207,7 +207,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
 
 def test_without_engines_status_says_so_and_metrics_are_empty() -> None:
     async def whole() -> None:
-        client = ResilientClient(Door(Engine()), EngineConfig(model_path="m"), "a", lambda: None)
+        client = ResilientClient(Door(Engine()), EngineConfig(model_path="m"), 0, lambda: None)
         assert await client.status() == GangStatus(False, "no engine replica answers: nobody")
         assert await client.metrics() == []
 
