@@ -2,10 +2,10 @@
 
 A request waits for one of two things. While slots are free it waits for the prompts before its own; else for streams to
 end. Both rates are measured, as means over the last seconds: prompt tokens that left the queue while slots were free,
-and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these rates: running
-streams end after the tokens they still expect, and those who wait take their slots in turn. How many tokens to expect is
-learnt too: every token is the last one with the same chance, so many of all tokens as were, or it reaches `max_tokens`.
-Before a second of work was seen nothing is known: then as many may wait as there are slots.
+and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these rates:
+running streams end after the tokens they still expect, and those who wait take their slots in turn. How many tokens to
+expect is learnt too: every token is the last one with the same chance, so many of all tokens as were, or it reaches
+`max_tokens`. Before a second of work was seen nothing is known: then as many may wait as there are slots.
 
 No Ray and no event loop here: plain bookkeeping over a clock that is given.
 """
@@ -84,7 +84,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class Guest:
-    """One open request: the tokens of its prompt, all its tokens as far as expected, its new ones at most and by now."""
+    """One open request: tokens of its prompt, all its tokens as far as expected, its new ones at most and by now."""
 
     prompt: int
     tokens: float

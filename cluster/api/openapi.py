@@ -96,7 +96,7 @@ def schemas(limits: Limits) -> dict[str, Any]:
         if messages is not None:
             messages["maxItems"] = limits.messages
     named["ChatMessage"]["properties"]["role"] = {"enum": [*ROLES]}
-    part = {"type": "object", "required": ["type", "text"]}
+    part: dict[str, Any] = {"type": "object", "required": ["type", "text"]}
     part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
     _inner(named["ChatMessage"]["properties"]["content"], "array")["items"] = part
     named["TokenizeRequest"]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]

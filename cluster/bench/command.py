@@ -1,6 +1,6 @@
 """`aerie bench`: speed without Ray (offline), as served (serving), how well the draft predicts (acceptance), or any
-draft at three levels (levels), what it costs ranks to step together (lockstep), and what clients see when processes die
-(faults).
+draft at three levels (levels), what it costs ranks to step together (lockstep), what clients see when processes die
+(faults), when others are rude (rude), and when there are too many of them (overload).
 """
 
 import argparse
@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench import acceptance, faults, levels, lockstep, offline, serving
+from cluster.bench import acceptance, faults, levels, lockstep, offline, overload, rude, serving
 from cluster.bench.pair import Pair
 from cluster.bench.report import json_line, write_json
 
-PARTS = ("offline", "serving", "acceptance", "levels", "lockstep", "faults")
+PARTS = ("offline", "serving", "acceptance", "levels", "lockstep", "faults", "rude", "overload")
 DEFAULT_PARTS = ("offline", "serving")
 DIFFERENT = 1
 
@@ -82,6 +82,12 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if part == "faults":
         result = faults.measure(faults.QUICK if args.quick else faults.Size(), say)
         return result, faults.show(result)
+    if part == "rude":
+        result = rude.measure(rude.QUICK if args.quick else rude.Size(), say)
+        return result, rude.show(result)
+    if part == "overload":
+        result = overload.measure(overload.QUICK if args.quick else overload.Size(), say)
+        return result, overload.show(result)
     result = serving.measure(pair, serving.QUICK if args.quick else serving.Size(), say)
     return result, serving.show(result)
 

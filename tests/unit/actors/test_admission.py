@@ -27,7 +27,7 @@ def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
 
 @dataclass
 class Simulation:
-    """A server of `slots` slots, each good for `pace` tokens per second, first come first served, in steps of 0.05 s."""
+    """A server of `slots` slots, each good for `pace` tokens per second, first come first served, in 0.05 s steps."""
 
     settings: EngineConfig
     slots: int = 8
