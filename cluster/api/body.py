@@ -18,9 +18,10 @@ from cluster.api.service import Limits
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16  # lists and objects of one body, together
 MAX_KEYS = 512  # of one object
-# Strings and what lies between brackets, or brackets. Both are taken in short runs, so that a long body never keeps the
+KEYS_EACH, KEYS_MORE = 4, 4096  # fields of a body: so many per list or object of it, and so many more
+# Strings and what lies between the signs of structure, or these. Both are taken in short runs, so that a long body never keeps the
 # interpreter's lock for long. A string that never ends counts as one, so that no input is scanned twice.
-_RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}"]+){1,4096}+|([\[\]{}]{1,4096})', re.DOTALL)
+_RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}:"]+){1,4096}+|([\[\]{}:]{1,4096})', re.DOTALL)
 RETRY_S = 1.0
 
 
@@ -141,18 +142,22 @@ def _small_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_parts(text: str) -> None:
-    """Refuse a body that is nested too deeply or made of too many lists and objects, before it is parsed."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:  # then it can be neither, and most bodies are such
-        return
-    depth = containers = 0
+    """Refuse a body that is nested too deeply or made of too many parts, before it is parsed."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH and text.count(":") <= KEYS_MORE:
+        return  # then it can be neither, and most bodies are such
+    depth = containers = keys = 0
     for run in _RUNS.finditer(text):
-        for bracket in run[1] or "":
-            if bracket in "[{":
+        for sign in run[1] or "":
+            if sign == ":":
+                keys += 1
+            elif sign in "[{":
                 depth += 1
                 containers += 1
-                if depth > MAX_DEPTH:
-                    raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels")
-                if containers > MAX_CONTAINERS:
-                    raise _bad(f"the body holds more than {MAX_CONTAINERS} lists and objects")
             else:
                 depth -= 1
+            if depth > MAX_DEPTH:
+                raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels")
+            if containers > MAX_CONTAINERS:
+                raise _bad(f"the body holds more than {MAX_CONTAINERS} lists and objects")
+            if keys > KEYS_MORE + KEYS_EACH * containers:
+                raise _bad(f"the body holds objects of too many fields; at most {MAX_KEYS} are read of one")
