@@ -38,16 +38,10 @@ class DirectService:
     """What the routes of a replica with a gang of its own use (`cluster.api.service.Service`)."""
 
     def __init__(self, host: GangHost, model: Any, tokenizer: Any) -> None:
-        self._host = host
         self.engine: EngineClient = host.router
         self.model = model
         self.tokenizer = tokenizer
         self.metrics = host.metrics
-
-    @property
-    def leaving(self) -> str:
-        """See `Service.leaving`."""
-        return "the server is shutting down" if self._host.leaving else ""
 
     async def metrics_page(self) -> bytes:
         """The Prometheus text of all replicas and ranks, whichever replica is asked."""
@@ -138,8 +132,6 @@ class EngineReplica:
 
 class ResilientService:
     """What the routes of an ingress replica use (`cluster.api.service.Service`)."""
-
-    leaving = ""  # Serve sends nothing to an ingress replica that is about to end
 
     def __init__(self, engine: EngineClient, model: Any, tokenizer: Any, metrics: ServingMetrics, peers: Any) -> None:
         """`peers` is the handle of the ingress deployment itself."""

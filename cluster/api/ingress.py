@@ -90,9 +90,7 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether to send requests here: 200 while new ones are taken and the engine makes progress, else 503."""
-        if service.leaving:
-            raise unavailable(service.leaving)
+        """Whether to send requests here: 200 while the engine serves, else 503 with the reason."""
         await _check_progress(service)
         return Response()
 

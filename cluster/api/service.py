@@ -84,8 +84,3 @@ class Service(Protocol):
     async def metrics_page(self) -> bytes:
         """The Prometheus text of all replicas and ranks."""
         ...
-
-    @property
-    def leaving(self) -> str:
-        """Why this replica takes no new requests: it is about to end. Empty while it takes them."""
-        ...

@@ -153,7 +153,6 @@ class ScriptedService:
         self.engine = ScriptedEngine(self.tokenizer)
         self.model = ModelInfo(MODEL, CONTEXT, VOCAB, created=1_700_000_000, aliases=("demo-alias",))
         self.metrics = ServingMetrics(model_name=MODEL)
-        self.leaving = ""
 
     async def metrics_page(self) -> bytes:
         return merge([self.metrics.serialize()])

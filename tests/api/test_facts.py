@@ -48,14 +48,12 @@ def test_health_follows_the_engine(client: Client, service: ScriptedService, mon
     assert "did not answer within" in client.get("/health").json()["error"]["message"]
 
 
-def test_ready_follows_the_engine_and_the_replica(client: Client, service: ScriptedService) -> None:
+def test_ready_follows_the_engine(client: Client, service: ScriptedService) -> None:
     assert client.get("/ready").status_code == 200
-    service.leaving = "the server is shutting down"
-    assert (client.get("/ready").status_code, client.get("/health").status_code) == (503, 200)
-    service.leaving, service.engine.reason = "", "rank 0 died"
+    service.engine.reason = "rank 0 died"
     sick = client.get("/ready")
     assert (sick.status_code, sick.json()["error"]["message"]) == (503, "rank 0 died")
-    assert sick.headers["retry-after"] == "1"
+    assert int(sick.headers["retry-after"]) >= 1
 
 
 @pytest.mark.parametrize(
