@@ -132,7 +132,7 @@ class Admission:
         wait = self.wait_s()
         if waiting >= config.max_queued_requests:
             return Overloaded(f"{waiting} requests wait (max_queued_requests is {config.max_queued_requests})", wait)
-        if not self._pace.known and waiting >= self._room():
+        if not self._pace.known and waiting + len(self._running) >= 2 * self._room():
             return Overloaded(f"{waiting} requests wait, and how long that takes is not known yet", wait)
         if waiting and self.queued_tokens + tokens > config.max_queued_tokens:
             held = f"the queue holds {self.queued_tokens:.0f} tokens (max_queued_tokens is {config.max_queued_tokens})"
@@ -224,11 +224,12 @@ class Admission:
         return ends[0] if len(ends) >= slots else 0.0
 
     def _free(self) -> bool:
-        """Whether a newcomer would find a slot."""
-        return len(self._running) + len(self._waiting) < self._room()
+        """Whether a newcomer would find a slot. While nobody waits, the cache has room, whatever `_room` says of it."""
+        guests = len(self._running) + len(self._waiting)
+        return guests < (self._room() if self._waiting else self._slots)
 
     def _room(self) -> int:
-        """How many requests of the present kind can run at once."""
+        """How many requests of the present kind can run at once; prefixes that they share are not known here."""
         guests = len(self._running) + len(self._waiting)
         if self._kv_tokens is None or not guests or not self._tokens:
             return self._slots

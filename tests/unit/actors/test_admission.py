@@ -149,7 +149,7 @@ def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
 def test_before_anything_is_known_the_counts_bind(bound: int, words: str) -> None:
     admission = Admission(config(max_queued_requests=bound), Hand())
     admission.started(None)
-    for i in range(min(bound, 8)):
+    for i in range(min(bound, 2 * 8)):
         admission.check(request(f"r{i}"))
         admission.entered(request(f"r{i}"))
     with pytest.raises(Overloaded, match=words):
@@ -203,6 +203,8 @@ def test_a_small_cache_is_fewer_slots() -> None:
     clock.now += 1.0
     for i in range(3):
         admission.progressed(f"r{i}", 10)
+    assert admission.wait_s() == 0.0  # nobody waits: they may share a prefix
+    admission.entered(request("waits"))
     assert admission.wait_s() == pytest.approx(9.0, rel=0.2)
 
 
