@@ -19,7 +19,7 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16  # lists and objects of one body, together
 MAX_KEYS = 512  # of one object
 KEYS_EACH, KEYS_MORE = 4, 4096  # fields of a body: so many per list or object of it, and so many more
-# Strings and what lies between the signs of structure, or these. Both are taken in short runs, so that a long body never
+# Strings and what lies between the signs of structure, or these. Both are taken in short runs, so that no long body
 # keeps the interpreter's lock for long. A string that never ends counts as one, so that no input is scanned twice.
 _RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}:"]+){1,4096}+|([\[\]{}:]{1,4096})', re.DOTALL)
 RETRY_S = 1.0
