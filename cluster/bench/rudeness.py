@@ -94,7 +94,7 @@ async def _chat(tally: Tally, port: int, model: str, number: int, rng: random.Ra
 
 
 async def _keys(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
-    body = {"model": model, "prompt": "x", **{f"fld_{number}_{i}": i for i in range(KEYS)}}
+    body = {"model": model, "prompt": "x", **{f"k{i}": i for i in range(KEYS)}}
     tally.note(await call(port, "POST", "/v1/completions", body))
 
 
