@@ -167,9 +167,10 @@ def test_an_engine_that_leaves_hands_its_streams_over() -> None:
 
 
 def test_a_full_queue_refuses_a_new_stream_and_not_one_that_was_taken_before() -> None:
-    full = says(0, Refused("the queue holds 9 tokens"))
-    with pytest.raises(Overloaded, match="holds 9"):
+    full = says(0, Refused("the queue holds 9 tokens", 7.5))
+    with pytest.raises(Overloaded, match="holds 9") as refused:
         run(full, well)
+    assert refused.value.retry_after_s == 7.5
     outputs, _, _ = run(dies_at(3), full, well)
     assert tokens_of(outputs) == WHOLE
 
@@ -243,7 +244,7 @@ FAILED = RequestOutput("r", (), finish_reason="error", error="the gang is lost")
     ("script", "leaving", "items"),
     [
         ((OUTPUT, END), "", [SIGN, OUTPUT, END]),
-        ((Overloaded("full"),), "", [Refused("full")]),
+        ((Overloaded("full", 7.5),), "", [Refused("full", 7.5)]),
         ((ValueError("prompt: bad"),), "", [SIGN, Refused("prompt: bad")]),
         ((OUTPUT, 0.12, END), "", [SIGN, OUTPUT, SIGN, SIGN, END]),
         ((OUTPUT, FAILED), "", [SIGN, OUTPUT, FAILED]),
