@@ -131,6 +131,10 @@ class EngineConfig(Settings):
         description="part of a step that prompt rows may take while a request of any rank decodes; 0.5 is half",
     )
     max_queued_tokens: int = Field(default=65536, ge=1)
+    max_queued_requests: int = Field(default=1024, ge=1, description="requests that may wait for their first token")
+    max_queue_wait_s: float = Field(
+        default=30.0, gt=0, description="a request that is expected to wait longer for its first token is refused"
+    )
     disable_radix_cache: bool = False
     speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = Field(
         default=None, description="unset: what the draft's folder holds"

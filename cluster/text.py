@@ -73,17 +73,29 @@ class TextTokenizer:
             raise ConfigError(f"{file} is not a tokenizer this version can read: {error}") from error
 
     @property
+    def library(self) -> Tokenizer:
+        """The tokenizer itself."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around a text (often a BOS)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch of one: unlike `encode`, it leaves the interpreter's lock to other threads meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids. Special tokens and ids outside the vocabulary are left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def decode_freely(self, ids: Sequence[int]) -> str:
+        """The same, leaving the interpreter's lock to other threads meanwhile: for many ids, at a higher price."""
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
+        return str(text)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """One token alone, special tokens included, as logprobs report it: its text and its UTF-8 bytes.

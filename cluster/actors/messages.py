@@ -118,7 +118,18 @@ class GangStatus:
 
 
 class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
-    """Admission refused: the queue holds `max_queued_tokens`. Answered as 503 with Retry-After at once."""
+    """Admission refused: the queue is full or the wait too long. Answered as 503 with Retry-After at once.
+
+    `retry_after_s` is how long a request would wait that joined the queue now, as far as that is known.
+    """
+
+    def __init__(self, message: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s)  # both, so that it survives a pickle
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Unavailable(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
@@ -157,6 +168,10 @@ class EngineClient(Protocol):
             Unavailable: before the first output, when the gang is lost or ends.
             ValueError: the request cannot be served as it is (prompt too long, token id outside the vocabulary).
         """
+        ...
+
+    def full(self) -> Overloaded | None:
+        """Why even a short request would be refused now; None when it would not. Costs next to nothing."""
         ...
 
     async def status(self) -> GangStatus:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer
 from cluster.actors.gang import Gang
 from cluster.actors.life import Life, first_line
@@ -27,8 +28,6 @@ from cluster.request import Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-FIRST_GUESS = 128.0  # expected new tokens of a request before any has ended
-MEMORY = 0.05  # weight of the latest ended request in the running mean
 LAST_WORDS_S = 0.5  # how long to read what shards that are ended had still to say
 
 
@@ -55,17 +54,21 @@ class Line:
 class Router:
     """Implements `EngineClient` for one gang, and `Owner`: it is told when the gang goes down and comes back."""
 
-    def __init__(self, gang: Gang, on_resumed: Callable[[], None] | None = None) -> None:
-        """`on_resumed` is called for every stream that a new life of the gang is given."""
+    def __init__(self, gang: Gang, on_resumed: Callable[[], None] | None = None, replica_rank: int = 0) -> None:
+        """`on_resumed` is called for every stream that a new life of the gang is given.
+
+        Requests without a seed are given one in the order in which they are admitted, from a generator that begins
+        with `random_seed` and the replica's rank among its like: after a restart the same requests in the same order
+        get the same seeds, and no two requests share one.
+        """
         config = gang.spec.config
         self._on_resumed = on_resumed
         self._gang = gang
         self._streams: dict[str, Stream] = {}
         self._balancer = Balancer.of(config)
         self._samples = Shared(lambda: deployment_samples(gang))
-        self._queued = 0.0  # expected tokens of the requests that have not given any
-        self._mean_new = FIRST_GUESS
-        self._seeds = random.Random(config.random_seed)
+        self._admission = Admission(config)
+        self._seeds = random.Random(f"{config.random_seed}/{replica_rank}")
         self._life: Life | None = None  # the life that requests go to; None while they wait
         self._lines: dict[int, Line] = {}  # by leader
         self._recovery = Recovery()
@@ -102,7 +105,9 @@ class Router:
         assert life is not None
         self._life = life
         self._lines = {rank: Line() for rank in life.spec.leaders}
-        self._balancer.restarted(self._gang.infos[0].get("kv_pages"))
+        pages = self._gang.infos[0].get("kv_pages")
+        self._balancer.restarted(pages)
+        self._admission.started(None if pages is None else pages * self._gang.spec.config.page_size)
         self._reading = [self._task(life, rank, "outputs", self._read) for rank in self._lines]
         self._sending = [self._task(life, rank, "commands", self._send) for rank in self._lines]
         for stream in self._recovery.begin([s for s in self._streams.values() if not s.ended]):
@@ -112,6 +117,7 @@ class Router:
         """The life is over: what it still said is dealt out, and then the streams wait."""
         await asyncio.wait(self._reading, timeout=LAST_WORDS_S)
         self._life = None
+        self._admission.stopped()
         for task in (*self._reading, *self._sending):
             task.cancel()
         self._reading, self._sending = [], []
@@ -141,6 +147,10 @@ class Router:
         finally:
             self._forget(stream)
 
+    def full(self) -> Overloaded | None:
+        """Why even a short request would be refused now; see `EngineClient.full`."""
+        return None if self._down else self._admission.full()
+
     async def status(self) -> GangStatus:
         """Health and load now; see `EngineClient.status`."""
         if not self._down:
@@ -162,34 +172,27 @@ class Router:
             if beat is not None
         ]
         started = sum(stream.started for stream in self._streams.values())
-        return GangStatus(not reason, reason, round(self._queued), started, info)
+        return GangStatus(not reason, reason, round(self._admission.queued_tokens), started, info)
 
     async def metrics(self) -> list[bytes]:
         """Registry samples of all ranks of the deployment and of the other replicas; see `EngineClient.metrics`."""
         return await self._samples.get()
 
-    def _new_tokens(self, request: Request) -> float:
-        """The likely number of new ones."""
-        return min(float(request.params.max_tokens), self._mean_new)
-
     def _admit(self, request: Request) -> Stream:
-        expected = len(request.prompt_token_ids) + self._new_tokens(request)
-        limit = self._gang.spec.config.max_queued_tokens
-        if self._queued and self._queued + expected > limit:
-            raise Overloaded(f"the queue holds {self._queued:.0f} tokens (max_queued_tokens is {limit})")
+        self._admission.check(request)
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
-        stream = Stream(with_seed(request, self._seeds), expected)
+        stream = Stream(with_seed(request, self._seeds))
         self._choose(stream, stream.request)  # refuses a routed_dp_rank that does not exist
         self._streams[request.request_id] = stream
-        self._queued += expected
+        self._admission.entered(request)
         if self._life is not None and self._recovery.arrived(stream):
             self._submit(stream)
         return stream
 
     def _choose(self, stream: Stream, request: Request) -> None:
         leaders = self._gang.spec.leaders
-        stream.rank = leaders[self._balancer.choose(request, self._new_tokens(request))]
+        stream.rank = leaders[self._balancer.choose(request, self._admission.new_tokens(request))]
 
     def _submit(self, stream: Stream) -> None:
         """Give a stream's request to the present life."""
@@ -208,7 +211,7 @@ class Router:
         if self._streams.pop(stream.name, None) is None:
             return
         self._balancer.ended(stream.name, stream.dealt)
-        self._leave_queue(stream)
+        self._admission.left(stream.name, stopped=False)
         if not stream.ended:
             stream.ended = True
             if stream.submitted and self._life is not None:
@@ -216,13 +219,6 @@ class Router:
                 line.aborts.append(stream.name)
                 line.filled.set()
             self._settle(stream)
-        if not self._streams:  # sums of floats drift; an empty gang is a good moment to say so
-            self._queued = 0.0
-
-    def _leave_queue(self, stream: Stream) -> None:
-        if not stream.started:
-            stream.started = True
-            self._queued = max(0.0, self._queued - stream.expected)
 
     def _settle(self, stream: Stream) -> None:
         """A stream has a token of this life or is over: it may be another's turn to come back."""
@@ -280,11 +276,12 @@ class Router:
             self._balancer.started(stream.name, output.cached_tokens)
         self._balancer.progressed(stream.name, len(output.token_ids), 0 if first else 1)
         if not stream.started:
-            self._leave_queue(stream)
+            stream.started = True
             stream.cached_tokens = output.cached_tokens
+        self._admission.progressed(stream.name, len(output.token_ids))
         stream.queue.put_nowait(stream.take(output))
-        if output.finish_reason in ("stop", "length"):
-            self._mean_new += MEMORY * (len(stream.dealt) - self._mean_new)
+        if stream.ended:
+            self._admission.left(stream.name, stopped=output.finish_reason == "stop")
         if first or stream.ended:
             self._settle(stream)
 

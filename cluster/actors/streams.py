@@ -33,7 +33,6 @@ class Stream:
     """
 
     request: Request
-    expected: float
     queue: asyncio.Queue[RequestOutput | Refusal] = field(default_factory=asyncio.Queue)
     rank: int = -1
     dealt: list[int] = field(default_factory=list)

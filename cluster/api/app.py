@@ -185,7 +185,7 @@ class IngressReplica:
         self._make_app, tokenizer, model_info = await rest
         model = model_info(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id)
-        client = ResilientClient(door, config, context.replica_id.unique_id, self._metrics.on_resumed, patience_s)
+        client = ResilientClient(door, config, context.rank.rank, self._metrics.on_resumed, patience_s)
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
         self._service = ResilientService(client, model, tokenizer, self._metrics, peers)
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from cluster.api.body import read_json
+from cluster.api.body import Intake
 from cluster.api.content import conversation
-from cluster.api.errors import ApiError, ClientGoneError, shown
+from cluster.api.errors import ApiError, ClientGoneError, overloaded, shown
 from cluster.api.fields import warning_headers
+from cluster.api.offload import off_loop
 from cluster.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
 from cluster.api.samples import Delta, Sample, run
 from cluster.api.service import Limits, Service
@@ -34,26 +35,24 @@ class Call:
     headers: dict[str, str]
 
 
-async def complete(service: Service, limits: Limits, request: HttpRequest) -> Response:
-    """Answer /v1/completions."""
-    return await _answer(service, limits, request, CompletionRequest)
-
-
-async def chat(service: Service, limits: Limits, request: HttpRequest) -> Response:
-    """Answer /v1/chat/completions."""
-    return await _answer(service, limits, request, ChatRequest)
-
-
-async def _answer(
-    service: Service, limits: Limits, request: HttpRequest, fields: type[CompletionRequest] | type[ChatRequest]
+async def answer(
+    service: Service,
+    limits: Limits,
+    intake: Intake,
+    request: HttpRequest,
+    kind: type[CompletionRequest] | type[ChatRequest],
 ) -> Response:
+    """Answer /v1/completions or /v1/chat/completions."""
     arrived = time.perf_counter()
     try:
         try:
-            body = await read_json(request, limits.body_bytes)
-            call = await _understand(service, limits, *fields.read(body))
-        except ApiError:
-            service.metrics.on_refused("invalid")
+            if (why := service.engine.full()) is not None:  # before its body costs anything
+                raise overloaded(why)
+            async with intake.json(request) as (body, length):
+                fields, warnings = await off_loop(length, lambda: kind.read(body))
+                call = await _understand(service, limits, fields, warnings)
+        except ApiError as error:
+            service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
             raise
         for sample in call.samples:
             sample.timer = service.metrics.on_start(arrived)
@@ -107,7 +106,7 @@ async def _understand(
     if fields.stop and tokenizer is None:
         raise _needs_tokenizer("stop")
     if isinstance(fields, ChatRequest):
-        prompts = [await _chat_ids(service, fields, fields.add_special_tokens)]
+        prompts = [await _chat_ids(service, fields, fields.add_special_tokens, model.room)]
         blamed, default_tokens, prefix = ["messages"], model.room, "chatcmpl-"
     else:
         prompts = await _prompt_ids(service, limits, fields)
@@ -146,7 +145,9 @@ async def _understand(
     return Call(samples, shape, fields.stream, warning_headers(warnings))
 
 
-async def _chat_ids(service: Service, fields: ChatRequest | TokenizeRequest, special: bool) -> tuple[int, ...]:
+async def _chat_ids(
+    service: Service, fields: ChatRequest | TokenizeRequest, special: bool, context_length: int | None = None
+) -> tuple[int, ...]:
     if service.tokenizer is None:
         raise _needs_tokenizer("messages")
     return tuple(
@@ -155,17 +156,18 @@ async def _chat_ids(service: Service, fields: ChatRequest | TokenizeRequest, spe
             add_generation_prompt=fields.add_generation_prompt,
             add_special_tokens=special,
             template_kwargs=fields.chat_template_kwargs,
+            context_length=context_length,
         )
     )
 
 
-async def tokens_of(service: Service, fields: TokenizeRequest) -> tuple[int, ...]:
+async def tokens_of(service: Service, limits: Limits, fields: TokenizeRequest) -> tuple[int, ...]:
     """Answer /tokenize.
 
     Raises:
         ApiError: another model is asked for, or this one has no tokenizer.
     """
-    check_model(service.model, fields.model)
+    fields.check(service.model, limits)
     if fields.prompt is None:
         return await _chat_ids(service, fields, special=False)
     if service.tokenizer is None:
@@ -173,7 +175,7 @@ async def tokens_of(service: Service, fields: TokenizeRequest) -> tuple[int, ...
     return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens))
 
 
-def text_of(service: Service, fields: DetokenizeRequest) -> str:
+async def text_of(service: Service, fields: DetokenizeRequest) -> str:
     """Answer /detokenize.
 
     Raises:
@@ -183,7 +185,7 @@ def text_of(service: Service, fields: DetokenizeRequest) -> str:
     if service.tokenizer is None:
         raise _needs_tokenizer("tokens")
     _check_ids(fields.tokens, service.model.vocab_size, "tokens")
-    return service.tokenizer.text.decode(fields.tokens)
+    return await service.tokenizer.decode(fields.tokens)
 
 
 def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
@@ -202,15 +204,16 @@ async def _prompt_ids(service: Service, limits: Limits, fields: CompletionReques
             param="prompt",
             code="invalid_value",
         )
-    vocab = service.model.vocab_size
+    vocab, context = service.model.vocab_size, service.model.context_length
     found = []
     for at, prompt in enumerate(prompts):
+        blamed = "prompt" if len(prompts) == 1 else f"prompt.{at}"
         if isinstance(prompt, str):
             if service.tokenizer is None:
                 raise _needs_tokenizer("prompt")
-            found.append(tuple(await service.tokenizer.encode(prompt, fields.add_special_tokens)))
+            found.append(tuple(await service.tokenizer.encode(prompt, fields.add_special_tokens, context, blamed)))
             continue
-        _check_ids(prompt, vocab, "prompt" if len(prompts) == 1 else f"prompt.{at}")
+        _check_ids(prompt, vocab, blamed)
         found.append(tuple(prompt))
     return found
 

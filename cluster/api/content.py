@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, ValidationError
 
-from cluster.api.errors import ApiError, invalid, shown
+from cluster.api.errors import ApiError, invalid, path_of, shown
 from cluster.api.fields import sort_fields
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -109,12 +109,14 @@ class ChatMessage(Strict):
     name: Text | None = None
 
 
-def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Refuse roles and parts of messages that this server does not read.
+def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
+    """Refuse more than `most` messages, and roles and parts of messages that this server does not read.
 
     Raises:
         ApiError: 400 that names the message and the field.
     """
+    if len(messages) > most:
+        raise ApiError(f"messages: at most {most}, got {len(messages)}", param="messages", code="invalid_value")
     for at, message in enumerate(messages):
         path = f"messages.{at}"
         if message.role not in ROLES:
@@ -125,9 +127,10 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
             )
         for name, value in (message.model_extra or {}).items():
             if value:
+                extra = path_of(path, name)
                 raise ApiError(
-                    f"{path}.{name}: {shown(value)} is not supported by this server; leave it out",
-                    param=f"{path}.{name}",
+                    f"{extra}: {shown(value)} is not supported by this server; leave it out",
+                    param=extra,
                     code="unsupported_parameter",
                 )
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,8 +15,9 @@ from cluster.actors.messages import Overloaded
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1  # where nothing better is known
 RESTART_S = 5.0  # after how long to try again where nothing says how long a start takes
+MAX_PATH = 200  # characters of a field's path, which may hold a name that the client made up
 SHOWN_CHARACTERS = 60  # of a refused value, in a message
 
 
@@ -57,13 +58,13 @@ class ClientGoneError(Exception):
 
 
 def overloaded(error: Overloaded) -> ApiError:
-    """503 with Retry-After for a full queue."""
+    """503 for a full queue; Retry-After says when there is likely to be room."""
     return ApiError(
         str(error) or "the server is full; try again shortly",
         status=503,
         kind="overloaded_error",
         code="overloaded",
-        headers={"Retry-After": str(RETRY_AFTER_S)},
+        headers={"Retry-After": str(max(RETRY_AFTER_S, math.ceil(error.retry_after_s)))},
     )
 
 
@@ -89,22 +90,85 @@ def internal(where: str) -> ApiError:
 
 
 def shown(value: Any) -> str:
-    """A refused value as an error message quotes it, cut short."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    """A refused value as an error message quotes it, cut short; costs no more for a huge value."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > SHOWN_CHARACTERS:
+            return text[: SHOWN_CHARACTERS - 3] + "..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """`repr(value)` piece by piece, no piece much longer than is shown."""
+    if isinstance(value, str):
+        yield repr(value[: SHOWN_CHARACTERS + 1])
+    elif isinstance(value, list):
+        yield "["
+        for at, item in enumerate(value):
+            yield ", " if at else ""
+            yield from _pieces(item)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for at, (key, item) in enumerate(value.items()):
+            yield ", " if at else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(item)
+        yield "}"
+    else:
+        yield repr(value)
+
+
+def path_of(*parts: object) -> str:
+    """The path of a field, as `messages.0.role`, cut short."""
+    text = ".".join(str(part)[:MAX_PATH] for part in parts)
+    return text if len(text) <= MAX_PATH else text[: MAX_PATH - 3] + "..."
 
 
 def invalid(error: ValidationError) -> ApiError:
-    """The first complaint of pydantic as one line that begins with the field's path."""
+    """The first complaint of pydantic as one line that begins with the field's path, in words for a client."""
     first = error.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "missing":
+    param = path_of(*first["loc"])
+    kind = first["type"]
+    if kind == "missing":
         return ApiError(f"{param}: required", param=param, code="missing_required_parameter")
-    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
-    if first["type"] != "value_error":
-        message += f", got {shown(first['input'])}"
-    wrong_type = first["type"].endswith("_type")
+    if kind == "value_error":
+        message = str(first["msg"]).removeprefix("Value error, ")
+    else:
+        message = f"{_plain(kind, first)}, got {shown(first['input'])}"
+    wrong_type = kind.endswith("_type")
     return ApiError(f"{param}: {message}", param=param, code="invalid_type" if wrong_type else "invalid_value")
+
+
+def _plain(kind: str, complaint: Mapping[str, Any]) -> str:
+    """What pydantic complains of, without its words for Python's types."""
+    context = complaint.get("ctx", {})
+    if kind == "too_short":
+        least = context["min_length"]
+        return "must not be empty" if least == 1 else f"must have at least {least} items"
+    if kind == "too_long":
+        return f"must have at most {context['max_length']} items"
+    if kind in PLAIN:
+        return PLAIN[kind]
+    return str(complaint["msg"]).replace("Input should", "must", 1)
+
+
+PLAIN: Mapping[str, str] = {
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "extra_forbidden": "unknown field",
+    "finite_number": "must be a finite number",
+    "string_pattern_mismatch": "must be 1 to 64 letters, digits or any of . _ : -",
+}
 
 
 def install(app: FastAPI) -> None:

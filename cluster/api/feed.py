@@ -25,7 +25,7 @@ async def feed(
             coming = asyncio.ensure_future(_next(outputs))
             await asyncio.sleep(0)  # it is admitted or refused at once
             if coming.done() and isinstance(error := coming.exception(), Overloaded):
-                yield Refused(str(error))
+                yield Refused(str(error), error.retry_after_s)
                 return
             if coming.done() and isinstance(error := coming.exception(), Unavailable):
                 yield Leaving(str(error))

@@ -11,7 +11,8 @@ from typing import Any
 from cluster.api.errors import ApiError, shown
 
 WARNING_HEADER = "x-aerie-warning"
-MAX_WARNINGS = 8
+MAX_WARNINGS = 8  # unknown fields that are named, and compared with the known ones; of more, only the number is said
+MAX_NAME = 64  # characters of a name that is compared with the known ones: the cost grows with its length
 
 SPELLINGS: dict[str, str] = {
     "rid": "request_id",
@@ -170,13 +171,14 @@ REMEDIES: dict[str, str] = {
 
 
 def sort_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """The honoured fields that are not null, under our spelling, and a warning for each field nobody knows.
+    """The honoured fields that are not null, under our spelling, and warnings about fields nobody knows.
 
     Raises:
         ApiError: 400 naming a known field that is not honoured and asks for something.
     """
     kept: dict[str, Any] = {}
     warnings = []
+    unknown = 0
     for name, value in body.items():
         if value is None:
             continue
@@ -189,18 +191,24 @@ def sort_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[dic
             if not any(_same(value, neutral) for neutral in REFUSED.get(name, ())):
                 raise _refusal(name, value)
         elif name not in HARMLESS:
-            close = difflib.get_close_matches(name, honoured, n=1, cutoff=0.75)
-            warnings.append(f"unknown field {shown(name)} ignored" + (f"; did you mean {close[0]!r}?" if close else ""))
+            unknown += 1
+            if unknown <= MAX_WARNINGS:
+                warnings.append(_warning(name, honoured))
+    if unknown > MAX_WARNINGS:
+        warnings.append(f"and {unknown - MAX_WARNINGS} more")
     return kept, warnings
+
+
+def _warning(name: str, honoured: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, honoured, n=1, cutoff=0.75) if len(name) <= MAX_NAME else []
+    return f"unknown field {shown(name)} ignored" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def warning_headers(warnings: list[str]) -> dict[str, str]:
     """The warnings as one response header in plain ASCII; no header without warnings."""
     if not warnings:
         return {}
-    more = [f"and {len(warnings) - MAX_WARNINGS} more"] if len(warnings) > MAX_WARNINGS else []
-    text = "; ".join([*warnings[:MAX_WARNINGS], *more])
-    return {WARNING_HEADER: text.encode("ascii", "backslashreplace").decode("ascii")}
+    return {WARNING_HEADER: "; ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")}
 
 
 def _refusal(name: str, value: Any) -> ApiError:

@@ -36,7 +36,7 @@ class GangHost:
             GangSpec(self.config, llm.layout(device), name, factory, decided={"device_chosen_by": why}),
             on_loss=self._note,
         )
-        self.router = Router(self.gang, on_resumed=self.metrics.on_resumed)
+        self.router = Router(self.gang, on_resumed=self.metrics.on_resumed, replica_rank=context.rank.rank)
         self._publishing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -11,9 +11,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from cluster import __version__
 from cluster.actors.messages import GangStatus
 from cluster.api import calls, errors
-from cluster.api.body import read_json
+from cluster.api.body import Intake
 from cluster.api.errors import unavailable
 from cluster.api.fields import warning_headers
+from cluster.api.head import HeadAsGet
+from cluster.api.offload import off_loop
 from cluster.api.openapi import body_of, describe
 from cluster.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
 from cluster.api.service import Limits, Service
@@ -22,46 +24,50 @@ from cluster.api.stream import json_bytes
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
-DEFAULT_LIMITS = Limits()
 
 
-def make_app(service: Service, limits: Limits = DEFAULT_LIMITS) -> FastAPI:
-    """The REST app over a service, whose parts are looked up on every call."""
+def make_app(service: Service, limits: Limits | None = None) -> FastAPI:
+    """The REST app over a service, whose parts are looked up on every call. The limits follow from the model."""
+    limits = limits or Limits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
-    _add_generation(app, service, limits)
-    _add_tokens(app, service, limits)
+    intake = Intake(limits)
+    _add_generation(app, service, limits, intake)
+    _add_tokens(app, service, limits, intake)
     _add_facts(app, service, limits)
-    describe(app)
+    describe(app, limits)
+    app.add_middleware(HeadAsGet)
     return app
 
 
-def _add_generation(app: FastAPI, service: Service, limits: Limits) -> None:
+def _add_generation(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await calls.complete(service, limits, request)
+        return await calls.answer(service, limits, intake, request, CompletionRequest)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await calls.chat(service, limits, request)
+        return await calls.answer(service, limits, intake, request, ChatRequest)
 
 
-def _add_tokens(app: FastAPI, service: Service, limits: Limits) -> None:
+def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
     @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
-        fields, warnings = TokenizeRequest.read(await read_json(request, limits.body_bytes))
-        ids = await calls.tokens_of(service, fields)
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: TokenizeRequest.read(body))
+            ids = await calls.tokens_of(service, limits, fields)
         facts = {"count": len(ids), "max_model_len": service.model.room, "tokens": list(ids)}
-        return _json(facts, warnings)
+        return await off_loop(len(ids), lambda: _json(facts, warnings))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        fields, warnings = DetokenizeRequest.read(await read_json(request, limits.body_bytes))
-        return _json({"prompt": calls.text_of(service, fields)}, warnings)
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: DetokenizeRequest.read(body))
+            return _json({"prompt": await calls.text_of(service, fields)}, warnings)
 
 
 def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
@@ -78,10 +84,14 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine makes progress, else 503 with the reason."""
-        status = await _status(service)
-        if not status.healthy:
-            raise unavailable(status.reason or "the engine is not healthy")
+        """Whether the engine makes progress: 200 while it does, else 503 with the reason."""
+        await _check_progress(service)
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether to send requests here: 200 while the engine serves, else 503 with the reason."""
+        await _check_progress(service)
         return Response()
 
     @app.get("/server_info")
@@ -98,6 +108,12 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
     async def version() -> Response:
         """The version of Aerie."""
         return _json({"version": __version__})
+
+
+async def _check_progress(service: Service) -> None:
+    status = await _status(service)
+    if not status.healthy:
+        raise unavailable(status.reason or "the engine is not healthy")
 
 
 async def _status(service: Service) -> GangStatus:

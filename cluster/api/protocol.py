@@ -4,11 +4,10 @@ What is not honoured is in `cluster.api.fields`; what a prompt or a message may 
 """
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.content import ChatMessage, Strict, Text, check_messages, list_of_prompts, list_of_stops
 from cluster.api.errors import ApiError, shown
@@ -19,6 +18,9 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them over
 MAX_TEMPERATURE = 100.0
 Prompts = str | list[str] | list[int] | list[list[int]]
 Stops = str | list[str]
+# Lists that a client may make as long as it likes end at their first mistake.
+Ids = Annotated[list[int], FailFast()]
+Messages = Annotated[list[ChatMessage], FailFast()]
 
 
 def check_model(model: ModelInfo, asked: str | None) -> None:
@@ -55,10 +57,10 @@ class GenerationFields(Strict):
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: Annotated[list[Text], BeforeValidator(list_of_stops, json_schema_input_type=Stops)] = Field(
+    stop: Annotated[list[Text], FailFast(), BeforeValidator(list_of_stops, json_schema_input_type=Stops)] = Field(
         default_factory=list
     )
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: Ids = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     return_token_ids: bool = False
@@ -142,13 +144,13 @@ class GenerationFields(Strict):
             logprobs=self.top_logprobs_wanted(),
         )
 
-    def seed_of(self, sample: int) -> int:
+    def seed_of(self, sample: int) -> int | None:
         """The seed of sample i of a prompt: the request's own for the first, one derived from it for the others.
 
-        Without a seed every sample draws one, so that its stream can be resumed like any other.
+        None without a seed: the router draws one for each sequence that it admits, from the server's `random_seed`.
         """
         if self.seed is None:
-            return secrets.randbits(63)
+            return None
         if sample == 0:
             return self.seed
         digest = hashlib.blake2b(f"{self.seed}/{sample}".encode(), digest_size=8).digest()
@@ -170,7 +172,7 @@ class CompletionRequest(GenerationFields):
 class ChatRequest(GenerationFields):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = False
@@ -186,7 +188,7 @@ class ChatRequest(GenerationFields):
         super().check(model, limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
-        check_messages(self.messages)
+        check_messages(self.messages, limits.messages)
 
 
 class TokenizeRequest(Strict):
@@ -194,7 +196,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] = Field(default_factory=list)
+    messages: Messages = Field(default_factory=list)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -205,12 +207,16 @@ class TokenizeRequest(Strict):
         fields, warnings = super().read(body)
         if (fields.prompt is None) == (not fields.messages):
             raise ApiError("prompt: send either prompt or messages", param="prompt", code="invalid_value")
-        check_messages(fields.messages)
         return fields, warnings
+
+    def check(self, model: ModelInfo, limits: Limits) -> None:
+        """What the types cannot say; see `GenerationFields.check`."""
+        check_model(model, self.model)
+        check_messages(self.messages, limits.messages)
 
 
 class DetokenizeRequest(Strict):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids

@@ -43,6 +43,7 @@ class Refused:
     """The engine will not serve the request: before a `Sign` its queue is full, after it the request is at fault."""
 
     message: str
+    retry_after_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +96,14 @@ class ResilientClient:
     """Implements `EngineClient` over engine replicas that may die, be replaced, or not be there at all."""
 
     def __init__(
-        self, door: Door, config: EngineConfig, salt: str, on_resumed: Callable[[], None], patience_s: float
+        self, door: Door, config: EngineConfig, rank: int, on_resumed: Callable[[], None], patience_s: float
     ) -> None:
-        """`salt` tells this ingress's seeds from those of the others; `on_resumed` is called per resumed stream.
-        Streams wait up to `patience_s` for an engine replica.
+        """`rank` is this ingress's among its like, for the seeds that it draws; see `Router`.
+
+        `on_resumed` is called per resumed stream. Streams wait up to `patience_s` for an engine replica.
         """
         self._door = door
-        self._seeds = random.Random(f"{config.random_seed}/{salt}")
+        self._seeds = random.Random(f"{config.random_seed}/{rank}")
         self._silence_s = SILENCE_SHARE * config.watchdog_timeout_s
         self._patience_s = patience_s
         self._on_resumed = on_resumed
@@ -110,7 +112,7 @@ class ResilientClient:
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
-        stream = Stream(with_seed(request, self._seeds), 0.0)
+        stream = Stream(with_seed(request, self._seeds))
         model = ""
         while True:
             attempt, sign = await self._place(stream)
@@ -169,7 +171,7 @@ class ResilientClient:
                     return attempt, item
                 why = getattr(item, "message", type(item).__name__)
                 if isinstance(item, Refused) and not again:
-                    raise Overloaded(why)
+                    raise Overloaded(why, item.retry_after_s)
             except GoneError as gone:
                 why = str(gone)
             finally:
@@ -179,6 +181,10 @@ class ResilientClient:
                 logger.error("request %s: nobody took it within %g s: %s", stream.name, self._patience_s, why)
                 return attempt, None
             await asyncio.sleep(RETRY_S)
+
+    def full(self) -> Overloaded | None:
+        """Nothing is known here before an engine replica was asked; see `EngineClient.full`."""
+        return None
 
     async def status(self) -> GangStatus:
         """Health and load of one engine replica, of those that there are; see `EngineClient.status`."""

@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 from cluster.actors.local import LocalRay, gpus_here, uses_haproxy
 from cluster.api import flags
 from cluster.api.plan import ServePlan, check_port, make_plan
+from cluster.api.proxy import CALLBACK, IMPORT_PATH
 from cluster.config import ConfigError
 
 POLL_S = 0.1
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     signals = StopSignals()
     signals.install()
     stopping = signals.event
+    os.environ.setdefault(CALLBACK, IMPORT_PATH)
     if uses_haproxy():
         _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
     with ThreadPoolExecutor(1) as beside:

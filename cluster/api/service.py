@@ -1,7 +1,7 @@
 """What the REST layer is given: an engine, a model, a tokenizer, metrics. Not known here: Ray, or where they are."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from cluster.actors.messages import EngineClient
 from cluster.api.tokenizer import ChatTokenizer
@@ -29,13 +29,23 @@ class ModelInfo:
         return self.context_length if self.kv_room is None else min(self.context_length, self.kv_room)
 
 
+LEAST_BODY = 1 << 20
+BODY_BYTES_PER_TOKEN = 32  # of the context; a token of text is 3 to 5 bytes, or 6 per character that JSON escapes
+BODIES_HELD = 128
+LEAST_MESSAGES = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call may ask for; more is a 400 (413 for the body). Shown by /server_info."""
+    """What one call may ask for; more is a 400 (413 and 408 for the body). Shown by /server_info."""
 
-    body_bytes: int = 1 << 20
+    body_bytes: int = LEAST_BODY
+    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies that are being read and encoded; beyond, a 503
+    body_grace_s: float = 10.0  # a body must be there within so long,
+    body_bytes_per_s: int = 16384  # and a second more for so many bytes of it
     choices: int = 8  # n
     sequences: int = 128  # prompts * n
+    messages: int = LEAST_MESSAGES
     stops: int = 8
     stop_characters: int = 256
     stop_token_ids: int = 64
@@ -43,6 +53,17 @@ class Limits:
     default_completion_tokens: int = (
         16  # max_tokens of /v1/completions when it is left out, as OpenAI has it; for chat: what fits
     )
+
+    @classmethod
+    def of(cls, context_length: int) -> Self:
+        """The limits that follow from a model's context length in tokens.
+
+        A body may have 32 bytes per token, and always 1 MiB: a full context fits also as token ids (at most 9 bytes
+        each) and as text that JSON escapes. A conversation may have one message per 4 tokens, which the frame
+        of a message takes in the usual chat formats, and always 1,024.
+        """
+        body = max(LEAST_BODY, BODY_BYTES_PER_TOKEN * context_length)
+        return cls(body_bytes=body, held_bytes=BODIES_HELD * body, messages=max(LEAST_MESSAGES, context_length // 4))
 
 
 class Service(Protocol):

@@ -3,9 +3,8 @@
 Local folders only, and no code from them: a template is Jinja in a sandbox, everything else is data.
 """
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,10 +12,12 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cluster.api.errors import ApiError
+from cluster.api.floor import TokenFloor
+from cluster.api.offload import off_loop
 from cluster.config import ConfigError
 from cluster.text import TextTokenizer
 
-INLINE_CHARACTERS = 2048  # a text up to this long is encoded on the event loop (well under a millisecond)
+FRAME = 32  # characters that a template may put around a message, and its price in a template's loop
 TEMPLATE_WORDS = frozenset(
     {"tokenize", "chat_template", "conversation", "messages", "tools", "documents", "return_dict"}
 )
@@ -28,6 +29,7 @@ class ChatTokenizer:
     def __init__(self, text: TextTokenizer, template: PreTrainedTokenizerBase | None) -> None:
         self.text = text
         self._template = template
+        self._floor = TokenFloor.of(text.library)
 
     @classmethod
     def load(cls, path: str) -> Self:
@@ -46,9 +48,33 @@ class ChatTokenizer:
             raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error
         return cls(text, template)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text; a long one is encoded in a thread."""
-        return await _off_loop(len(text), lambda: self.text.encode(text, add_special_tokens))
+    async def encode(
+        self, text: str, add_special_tokens: bool, context_length: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text; a long one is encoded in a thread.
+
+        Raises:
+            ApiError: 400 that blames `param` when the text cannot fit into the context; it is not encoded then.
+        """
+
+        def work() -> list[int]:
+            self._check_length(text, context_length, param)
+            return self.text.encode(text, add_special_tokens)
+
+        return await off_loop(len(text), work)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; many are decoded in a thread."""
+        return await off_loop(len(ids), lambda: self.text.decode_freely(ids))
+
+    def _check_length(self, text: str, context_length: int | None, param: str) -> None:
+        if context_length is not None and (fewest := self._floor.fewest(text)) >= context_length:
+            raise ApiError(
+                f"{param}: the context length of this model is {context_length} tokens, but the prompt has at least "
+                f"{fewest}; shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     async def encode_chat(
         self,
@@ -57,11 +83,13 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        context_length: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the model's own format.
 
         Raises:
-            ApiError: 400 when there is no template, or the template refuses the conversation.
+            ApiError: 400 when there is no template, the template refuses the conversation, or the text cannot fit into
+                the context.
         """
         template = self._template
         if template is None:
@@ -88,13 +116,10 @@ class ChatTokenizer:
                     param="messages",
                     code="invalid_value",
                 ) from None
+            self._check_length(str(text), context_length, "messages")
             return self.text.encode(str(text), add_special_tokens)
 
-        return await _off_loop(sum(len(message["content"]) for message in messages), work)
-
-
-async def _off_loop(characters: int, work: Callable[[], list[int]]) -> list[int]:
-    return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+        return await off_loop(sum(FRAME + len(message["content"]) for message in messages), work)
 
 
 def _has_template(folder: Path) -> bool:

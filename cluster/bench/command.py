@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cluster.bench import acceptance, crowd, faults, levels, lockstep, offline, radix, serving, strain
+from cluster.bench import acceptance, crowd, faults, levels, lockstep, offline, overload, radix, rude, serving, strain
 from cluster.bench.pair import Pair, named
 from cluster.bench.report import json_line, write_json
 from cluster.checkout import DEMO_TARGET, demo_path
@@ -26,6 +26,8 @@ OF_A_TARGET: dict[str, ModuleType] = {
 WITH_THEIR_OWN: dict[str, ModuleType] = {
     "faults": faults,  # what clients see when processes die
     "crowd": crowd,  # the same with a queue behind them
+    "rude": rude,  # when others are rude
+    "overload": overload,  # when there are too many of them
     "radix": radix,  # what the radix tree costs
 }
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN

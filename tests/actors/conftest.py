@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster.actors.local import LocalRay
+from cluster.api.proxy import CALLBACK, IMPORT_PATH
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -14,6 +15,7 @@ def local_ray() -> Iterator[LocalRay]:
     """One small Ray for all tests of this folder; its workers can import `tests.actors.counting_engine`."""
     paths = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{CHECKOUT}{os.pathsep}{paths}" if paths else str(CHECKOUT)
+    os.environ.setdefault(CALLBACK, IMPORT_PATH)  # as `aerie serve` does
     cluster = LocalRay(num_cpus=6, object_store_mib=80)
     cluster.start()
     yield cluster

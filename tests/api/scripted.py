@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.actors.messages import GangStatus, Overloaded
+from cluster.actors.streams import with_seed
 from cluster.api.service import ModelInfo
 from cluster.api.tokenizer import ChatTokenizer
 from cluster.metrics import ServingMetrics, merge
@@ -55,7 +57,8 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.running: set[str] = set()
         self.aborted: list[str] = []
-        self.full = False
+        self.queue_is_full = False
+        self.retry_after_s = 0.0
         self.refusal = ""
         self.fail_at: int | None = None
         self.failure: RequestOutput | Exception | None = None
@@ -63,6 +66,7 @@ class ScriptedEngine:
         self.step_s = 0.0
         self.speculates = True
         self._tokenizer = tokenizer.text
+        self._seeds = random.Random(0)
 
     def _token(self, request: Request, at: int) -> int:
         if self.script is not None:
@@ -70,8 +74,9 @@ class ScriptedEngine:
         return 97 + hashlib.blake2b(f"{request.params.seed}/{at}".encode()).digest()[0] % 26
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        request = with_seed(request, self._seeds)
         self.requests.append(request)
-        if self.full:
+        if self.queue_is_full:
             raise Overloaded("the queue holds 70000 tokens (max_queued_tokens is 65536)")
         if self.refusal:
             raise ValueError(self.refusal)
@@ -131,6 +136,9 @@ class ScriptedEngine:
             )
             if reason:
                 return
+
+    def full(self) -> Overloaded | None:
+        return Overloaded("the server is full", self.retry_after_s) if self.retry_after_s else None
 
     async def status(self) -> GangStatus:
         info = {"config": {"page_size": 16}, "ranks": [{"rank": 0, "accept_length": 2.5}]}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.loop import EngineLoop
-from cluster.actors.messages import Commands, GangStatus
+from cluster.actors.messages import Commands, GangStatus, Overloaded
 from cluster.api.ingress import make_app
 from cluster.api.service import ModelInfo
 from cluster.api.tokenizer import ChatTokenizer
@@ -59,6 +59,9 @@ class ThreadedEngine:
         finally:
             del self._queues[request.request_id]
             self.loop.put(Commands((), (request.request_id,)))
+
+    def full(self) -> Overloaded | None:
+        return None
 
     async def status(self) -> GangStatus:
         return GangStatus(True, info={"ranks": [self.loop.heartbeat().status]})

@@ -48,6 +48,24 @@ def test_health_follows_the_engine(client: Client, service: ScriptedService, mon
     assert "did not answer within" in client.get("/health").json()["error"]["message"]
 
 
+def test_ready_follows_the_engine(client: Client, service: ScriptedService) -> None:
+    assert client.get("/ready").status_code == 200
+    service.engine.reason = "rank 0 died"
+    sick = client.get("/ready")
+    assert (sick.status_code, sick.json()["error"]["message"]) == (503, "rank 0 died")
+    assert int(sick.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/demo", "/version", "/none"]
+)
+def test_head_is_get_without_a_body(client: Client, path: str) -> None:
+    head, get = client.request("HEAD", path), client.get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type" if get.content else "content-length"]
+    assert client.request("HEAD", "/v1/completions").status_code == 405
+
+
 def test_server_info(client: Client) -> None:
     info = client.get("/server_info").json()
     assert info["config"] == {"page_size": 16}
@@ -59,7 +77,7 @@ def test_server_info(client: Client) -> None:
 def test_metrics(client: Client, service: ScriptedService) -> None:
     client.complete()
     client.complete(n=99)
-    service.engine.full = True
+    service.engine.queue_is_full = True
     client.complete(stream=True)
     page = client.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain")
@@ -144,7 +162,7 @@ def test_the_description_names_every_field(client: Client) -> None:
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{name}"}
         assert {"temperature", "stop", "seed"} <= set(schemas[name]["properties"])
-    assert {"type": "string"} in schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+    assert {"type": "string", "minLength": 1} in schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
     assert "$defs" not in str(document)
 
 

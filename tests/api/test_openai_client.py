@@ -90,11 +90,11 @@ def test_errors_arrive_as_their_types(api: OpenAI, service: ScriptedService) -> 
         api.chat.completions.create(model="other", messages=HI)
     with pytest.raises(openai.BadRequestError, match="context length"):
         api.completions.create(model=MODEL, prompt="x" * 600)
-    service.engine.full = True
+    service.engine.queue_is_full = True
     with pytest.raises(openai.InternalServerError) as full:
         api.completions.create(model=MODEL, prompt="x")
     assert (full.value.status_code, full.value.response.headers["retry-after"]) == (503, "1")
-    service.engine.full = False
+    service.engine.queue_is_full = False
     service.engine.fail_at = 5
     stream = api.completions.create(model=MODEL, prompt="x", stream=True)
     with pytest.raises(openai.APIError, match="failed to answer"):

@@ -101,7 +101,7 @@ def run(*fates: Fate, **settings: Any) -> tuple[list[RequestOutput], Engine, lis
     config = EngineConfig(**{"model_path": "m", **settings})
 
     async def whole() -> list[RequestOutput]:
-        client = ResilientClient(Door(engine), config, "a", lambda: resumed.append(None), 0.5)
+        client = ResilientClient(Door(engine), config, 0, lambda: resumed.append(None), 0.5)
         request = Request("r", (7, 100), SamplingParams(max_tokens=TOKENS))
         outputs = [output async for output in client.generate(request)]
         await asyncio.sleep(0.01)
@@ -167,9 +167,10 @@ def test_an_engine_that_leaves_hands_its_streams_over() -> None:
 
 
 def test_a_full_queue_refuses_a_new_stream_and_not_one_that_was_taken_before() -> None:
-    full = says(0, Refused("the queue holds 9 tokens"))
-    with pytest.raises(Overloaded, match="holds 9"):
+    full = says(0, Refused("the queue holds 9 tokens", 7.5))
+    with pytest.raises(Overloaded, match="holds 9") as refused:
         run(full, well)
+    assert refused.value.retry_after_s == 7.5
     outputs, _, _ = run(dies_at(3), full, well)
     assert tokens_of(outputs) == WHOLE
 
@@ -194,7 +195,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
     engine = Engine()
 
     async def whole() -> None:
-        client = ResilientClient(Door(engine), EngineConfig(model_path="m"), "a", lambda: None, 0.5)
+        client = ResilientClient(Door(engine), EngineConfig(model_path="m"), 0, lambda: None, 0.5)
         async with aclosing(client.generate(Request("r", (1,), SamplingParams(max_tokens=9)))) as outputs:
             async for _ in outputs:
                 assert engine.open == 1
@@ -207,7 +208,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
 
 def test_without_engines_status_says_so_and_metrics_are_empty() -> None:
     async def whole() -> None:
-        client = ResilientClient(Door(Engine()), EngineConfig(model_path="m"), "a", lambda: None, 0.5)
+        client = ResilientClient(Door(Engine()), EngineConfig(model_path="m"), 0, lambda: None, 0.5)
         assert await client.status() == GangStatus(False, "no engine replica answers: nobody")
         assert await client.metrics() == []
 
@@ -243,7 +244,7 @@ FAILED = RequestOutput("r", (), finish_reason="error", error="the gang is lost")
     ("script", "leaving", "items"),
     [
         ((OUTPUT, END), "", [SIGN, OUTPUT, END]),
-        ((Overloaded("full"),), "", [Refused("full")]),
+        ((Overloaded("full", 7.5),), "", [Refused("full", 7.5)]),
         ((Unavailable("rank 1 died"),), "", [Leaving("rank 1 died")]),
         ((ValueError("prompt: bad"),), "", [SIGN, Refused("prompt: bad")]),
         ((OUTPUT, 0.12, END), "", [SIGN, OUTPUT, SIGN, SIGN, END]),

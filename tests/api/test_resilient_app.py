@@ -51,7 +51,7 @@ def test_the_engines_refusals_keep_their_status(url: str) -> None:
     assert answer.status_code == 400 and "too long" in answer.json()["error"]["message"], answer.text
     body = {"model": "counting", "prompt": [[SLOW, *range(1, 4000)]] * 12, "max_tokens": 90}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
-    assert answer.status_code == 503 and answer.headers["retry-after"] == "1", answer.text
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1, answer.text
     assert "max_queued_tokens" in answer.json()["error"]["message"]
     assert eventually(lambda: running(url) == 0, 5), "the sequences beside the refused one still run"
 

@@ -17,7 +17,7 @@ MANY = {"max_tokens": 400, "ignore_eos": True}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_full_queue_is_a_503_at_once(client: Client, service: ScriptedService, stream: bool, n: int) -> None:
-    service.engine.full = True
+    service.engine.queue_is_full = True
     response = client.complete(stream=stream, n=n)
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"

@@ -13,7 +13,7 @@ LOSS = Loss(1, "died", 7, "target", "the process died", 0, 0.0, 0.1)
 
 def stream(name: str = "s", resumed: int = 0) -> Stream:
     prompt = tuple(range(1, 6 + resumed))
-    return Stream(Request(name, prompt, SamplingParams(max_tokens=50, seed=9), resumed, 1), expected=10.0)
+    return Stream(Request(name, prompt, SamplingParams(max_tokens=50, seed=9), resumed, 1))
 
 
 def output(*tokens: int, **more: object) -> RequestOutput:

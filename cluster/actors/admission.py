@@ -1,0 +1,250 @@
+"""Who is let into the queue of a gang, and how long whoever is not should stay away.
+
+A request waits for one of two things. While slots are free it waits for the prompts before its own; else for streams to
+end. Both rates are measured, as means over the last seconds: prompt tokens that left the queue while slots were free,
+and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these rates:
+running streams end after the tokens they still expect, and those who wait take their slots in turn. How many tokens to
+expect is learnt too: every token is the last one with the same chance, so many of all tokens as were, or it reaches
+`max_tokens`. Before a second of work was seen nothing is known: then as many may wait as there are slots.
+
+No Ray and no event loop here: plain bookkeeping over a clock that is given.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.actors.messages import Overloaded
+from cluster.config import EngineConfig
+from cluster.request import Request
+
+FIRST_GUESS = 128.0  # tokens per stop before any request has ended
+MEMORY = 0.05  # weight of the latest ended request in what is learnt of lengths
+TAU_S = 10.0  # how far back the rates look
+FRESH_S = 0.1  # how old an estimate may be: one costs a millisecond, and refusals may come by the hundred
+HEADROOM = 0.8  # of max_queue_wait_s: estimates err, and those let in are to stay within the bound
+KNOWN_S = 1.0  # of one slot's work, after which the pace is taken to be known
+GOLDEN = 0.6180339887498949  # its multiples, without whole parts, are spread evenly over [0, 1)
+SHORTEST = 1.0  # tokens: of what `full` speaks
+
+
+class Rate:
+    """Something per second, as an exponential mean over the time in which it could happen."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def happened(self, amount: float) -> None:
+        """So much happened."""
+        self._amount += amount
+
+    def passed(self, seconds: float, times: float = 1.0) -> None:
+        """So much time passed, for so many at once."""
+        kept = math.exp(-seconds / TAU_S)
+        self._amount *= kept
+        self._seconds = self._seconds * kept + seconds * times
+
+    @property
+    def known(self) -> bool:
+        """Whether enough was seen to tell."""
+        return self._amount > 0 and self._seconds >= KNOWN_S
+
+    @property
+    def per_s(self) -> float:
+        """0.0 while nothing was seen."""
+        return self._amount / self._seconds if self._seconds > 0 else 0.0
+
+
+class Lengths:
+    """How many new tokens requests have, learnt from those that ended."""
+
+    def __init__(self) -> None:
+        self._tokens = self._stops = 0.0
+
+    def ended(self, tokens: int, stopped: bool) -> None:
+        """A request is over after so many tokens; `stopped` by itself, not by its limit or because its client left."""
+        self._tokens = (1.0 - MEMORY) * self._tokens + tokens
+        self._stops = (1.0 - MEMORY) * self._stops + stopped
+
+    def expected(self, most: int) -> float:
+        """The expected number of tokens before a stop or the limit; one stop in `FIRST_GUESS` tokens is assumed."""
+        chance = min((self._stops + 1.0) / (self._tokens + FIRST_GUESS), 0.5)
+        return -math.expm1(most * math.log1p(-chance)) / chance
+
+    def quantile(self, share: float, most: int, lived: int) -> float:
+        """The number of tokens that this share of requests stays under; before any has stopped, that is the limit.
+
+        `lived` are the tokens of those that still run: to leave them out would favour the short.
+        """
+        chance = min(self._stops / max(self._tokens + lived, 1.0), 0.5)
+        return min(float(most), math.log1p(-share) / math.log1p(-chance)) if chance > 1e-9 else float(most)
+
+
+@dataclass(slots=True)
+class Guest:
+    """One open request: tokens of its prompt, all its tokens as far as expected, its new ones at most and by now."""
+
+    prompt: int
+    tokens: float
+    most: int
+    dealt: int = 0
+
+
+class Admission:
+    """The queue of one gang as its router sees it. Waiting: no token yet. Running: has had one."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._slots = config.max_running_requests * config.attn_dp_size
+        self._kv_tokens: int | None = None
+        self._clock = clock
+        self._waiting: dict[str, Guest] = {}
+        self._running: dict[str, Guest] = {}
+        self._tokens = 0.0  # of all guests, expected ones included
+        self.queued_tokens = 0.0  # of those waiting
+        self._lengths = Lengths()
+        self._pace, self._prompts = Rate(), Rate()
+        self._at = clock()
+        self._serving = True
+        self._known: tuple[float, float] | None = None  # when the wait was estimated last, and what it was
+
+    def new_tokens(self, request: Request) -> float:
+        """The likely number of new tokens of a request."""
+        return self._lengths.expected(request.params.max_tokens)
+
+    def check(self, request: Request) -> None:
+        """Whether there is room for a request.
+
+        Raises:
+            Overloaded: with the time after which there is likely to be.
+        """
+        if (why := self._why(len(request.prompt_token_ids) + self.new_tokens(request))) is not None:
+            raise why
+
+    def full(self) -> Overloaded | None:
+        """Why even the shortest request would be refused now."""
+        return self._why(SHORTEST)
+
+    def _why(self, tokens: float) -> Overloaded | None:
+        config, waiting = self._config, len(self._waiting)
+        wait = self.wait_s()
+        if waiting >= config.max_queued_requests:
+            return Overloaded(f"{waiting} requests wait (max_queued_requests is {config.max_queued_requests})", wait)
+        if not self._pace.known and waiting + len(self._running) >= 2 * self._room():
+            return Overloaded(f"{waiting} requests wait, and how long that takes is not known yet", wait)
+        if waiting and self.queued_tokens + tokens > config.max_queued_tokens:
+            held = f"the queue holds {self.queued_tokens:.0f} tokens (max_queued_tokens is {config.max_queued_tokens})"
+            return Overloaded(held, wait)
+        if wait > HEADROOM * config.max_queue_wait_s:
+            long = f"a request would wait for about {wait:.0f} s (max_queue_wait_s is {config.max_queue_wait_s:g})"
+            return Overloaded(long, wait)
+        return None
+
+    def entered(self, request: Request) -> None:
+        """A request was let in, and waits."""
+        prompt = len(request.prompt_token_ids)
+        guest = Guest(prompt, prompt + self.new_tokens(request), request.params.max_tokens)
+        self._pass()
+        self._waiting[request.request_id] = guest
+        self._tokens += guest.tokens
+        self.queued_tokens += guest.tokens
+        self._known = None
+
+    def progressed(self, name: str, tokens: int) -> None:
+        """A request was given tokens; with its first it stops waiting."""
+        self._pass()
+        guest = self._running.get(name)
+        if guest is None:
+            guest = self._waiting.pop(name, None)
+            if guest is None:
+                return
+            self._running[name] = guest
+            self._leave(guest)
+            self._prompts.happened(guest.prompt)
+        guest.dealt += tokens
+        self._pace.happened(tokens)
+
+    def left(self, name: str, stopped: bool) -> None:
+        """A request is over; see `Lengths.ended`."""
+        self._pass()
+        guest = self._running.pop(name, None)
+        if guest is None:
+            guest = self._waiting.pop(name, None)
+            if guest is None:
+                return
+            self._leave(guest)
+        self._tokens -= guest.tokens
+        self._lengths.ended(guest.dealt, stopped)
+        if not self._running and not self._waiting:  # sums of floats drift; an empty gang is a good moment to say so
+            self._tokens = self.queued_tokens = 0.0
+            self._known = None
+
+    def stopped(self) -> None:
+        """The gang is down: its time does not count, and no wait can be told."""
+        self._pass()
+        self._serving = False
+
+    def started(self, kv_tokens: int | None) -> None:
+        """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank, None when it is not known."""
+        self._kv_tokens = None if kv_tokens is None else kv_tokens * self._config.attn_dp_size
+        self._at = self._clock()
+        self._serving, self._known = True, None
+
+    def wait_s(self) -> float:
+        """How long a newcomer would wait for its first token; 0.0 where nothing is known."""
+        if not self._serving:
+            return 0.0
+        now = self._clock()
+        if self._known is None or now - self._known[0] > FRESH_S:
+            self._known = (now, self._estimate())
+        return self._known[1]
+
+    def _estimate(self) -> float:
+        if self._free():
+            rate = self._prompts.per_s
+            return sum(guest.prompt for guest in self._waiting.values()) / rate if rate else 0.0
+        if not self._pace.known:
+            return 0.0
+        each = self._pace.per_s
+        # Lengths are spread as those learnt are: were all taken for the mean, all slots would seem to end at once.
+        shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._running) + len(self._waiting)))
+        lived = sum(guest.dealt for guest in self._running.values())
+
+        def lasts(guest: Guest) -> float:
+            return self._lengths.quantile(next(shares), max(1, guest.most - guest.dealt), lived) / each
+
+        ends = [lasts(guest) for guest in self._running.values()]
+        heapq.heapify(ends)
+        slots = max(self._room(), len(ends))
+        for guest in self._waiting.values():
+            starts = heapq.heappop(ends) if len(ends) >= slots else 0.0
+            heapq.heappush(ends, starts + lasts(guest))
+        return ends[0] if len(ends) >= slots else 0.0
+
+    def _free(self) -> bool:
+        """Whether a newcomer would find a slot. While nobody waits, the cache has room, whatever `_room` says of it."""
+        guests = len(self._running) + len(self._waiting)
+        return guests < (self._room() if self._waiting else self._slots)
+
+    def _room(self) -> int:
+        """How many requests of the present kind can run at once; prefixes that they share are not known here."""
+        guests = len(self._running) + len(self._waiting)
+        if self._kv_tokens is None or not guests or not self._tokens:
+            return self._slots
+        return max(1, min(self._slots, int(self._kv_tokens * guests / self._tokens)))
+
+    def _leave(self, guest: Guest) -> None:
+        self.queued_tokens = max(0.0, self.queued_tokens - guest.tokens)
+
+    def _pass(self) -> None:
+        """Time passed: it counts for what could have happened in it."""
+        now = self._clock()
+        seconds, self._at = now - self._at, now
+        if not self._serving:
+            return
+        if guests := len(self._running) + len(self._waiting):
+            self._pace.passed(seconds, min(guests, self._room()))
+        if self._waiting and self._free():
+            self._prompts.passed(seconds)

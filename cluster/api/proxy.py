@@ -1,0 +1,138 @@
+"""What stands before Serve's HTTP proxy: errors of the proxy itself in the same JSON as all others.
+
+Serve answers in plain text where the application cannot: while no replica is there, when one dies with a request, when
+a request takes too long. Some request headers it reads before the application sees them, and fails on bytes that are
+no text. `middlewares` is what Serve's setting RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH may name; `aerie serve` sets
+it, and elsewhere it is an environment variable of the nodes. Nothing heavy is imported here: it runs in the proxy.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+IMPORT_PATH = "cluster.api.proxy:middlewares"
+RETRY_AFTER = (b"retry-after", b"1")
+LONGEST_ID = 256
+# Serve decodes these; the last one would let a client keep its request running after it has left.
+READ_BY_SERVE = frozenset(
+    {
+        b"x-request-id",
+        b"x-request-timeout-seconds",
+        b"x-session-id",
+        b"session-id",
+        b"serve-multiplexed-model-id",
+        b"x-request-disconnect-disabled",
+    }
+)
+NOT_FOR_CLIENTS = b"x-request-disconnect-disabled"
+# status: (type, code, message) of what Serve says in its own words, or says nothing about
+SAID: Mapping[int, tuple[str, str, str]] = {
+    404: ("invalid_request_error", "not_found", "no application serves this path"),
+    408: ("server_error", "request_timeout", "the request took longer than the proxy allows"),
+    429: ("overloaded_error", "overloaded", "the server is full; try again shortly"),
+    500: ("server_error", "replica_lost", "the replica that held this request is gone; send it again"),
+    503: ("server_error", "engine_unhealthy", "no replica serves requests now; try again shortly"),
+}
+OURS = (b"/-/healthz", b"/-/routes")  # pages of Serve's own, for machines that know them
+
+
+def middlewares() -> list[Middleware]:
+    """For Serve's setting."""
+    return [Middleware(JsonErrors)]
+
+
+class JsonErrors:
+    """ASGI middleware around Serve's proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; what does not come as JSON or a stream, and is an error, becomes JSON."""
+        if scope["type"] != "http" or scope.get("raw_path", b"") in OURS:
+            await self._app(scope, receive, send)
+            return
+        if (wrong := _wrong_header(scope["headers"])) is not None:
+            error = (
+                "invalid_request_error",
+                "invalid_value",
+                f"{wrong}: must be at most {LONGEST_ID} ASCII characters",
+            )
+            await _answer(send, 400, error, wrong, scope["method"])
+            return
+        headers = [pair for pair in scope["headers"] if pair[0] != NOT_FOR_CLIENTS]
+        state = _Answer(send, scope["method"])
+        try:
+            await self._app({**scope, "headers": headers}, receive, state.send)
+        finally:
+            await state.finish()
+
+
+class _Answer:
+    """The answer to one request as it passes."""
+
+    def __init__(self, send: Send, method: str) -> None:
+        self._send = send
+        self._method = method
+        self._started = self._ended = self._replaced = self._streams = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, or what stands for it."""
+        if message["type"] == "http.response.start":
+            self._started = True
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._streams = kind.startswith(b"text/event-stream")
+            status = message["status"]
+            if status >= 400 and kind.startswith(b"text/plain") and status in SAID:
+                self._replaced = True
+                kept = [pair for pair in message["headers"] if pair[0].lower() in (b"retry-after", b"x-request-id")]
+                await _answer(self._send, status, SAID[status], None, self._method, kept)
+                return
+        if message["type"] == "http.response.body":
+            self._ended = self._ended or not message.get("more_body", False)
+        if not self._replaced:
+            await self._send(message)
+
+    async def finish(self) -> None:
+        """Serve has nothing more to say: say what it left out, so that no client is left with half an answer."""
+        if not self._started:
+            await _answer(self._send, 503, SAID[500], None, self._method)
+        elif self._streams and not self._ended:
+            event = b"data: " + _envelope(SAID[500], None) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _wrong_header(headers: list[tuple[bytes, bytes]]) -> str | None:
+    """The name of a header that Serve would read and cannot."""
+    for name, value in headers:
+        if name.lower().replace(b"_", b"-") in READ_BY_SERVE:
+            printable = all(0x20 <= byte < 0x7F for byte in value)
+            if not printable or len(value) > LONGEST_ID:
+                return name.decode("ascii", "replace")
+    return None
+
+
+def _envelope(error: tuple[str, str, str], param: str | None) -> bytes:
+    kind, code, message = error
+    content: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"error": content}).encode()
+
+
+async def _answer(
+    send: Send,
+    status: int,
+    error: tuple[str, str, str],
+    param: str | None,
+    method: str,
+    kept: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    body = _envelope(error, param)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(kept or [])]
+    if status == 503 and not any(name.lower() == b"retry-after" for name, _ in headers):
+        headers.append(RETRY_AFTER)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else body})

@@ -1,0 +1,192 @@
+"""`aerie bench overload`: five times more requests than a server can do; what do those get who are let in, and who not?
+
+It starts its own `aerie serve` on loopback with few slots, hurts nothing else, and stops by itself. First as many
+clients as the server takes at once measure its capacity, then requests come at a fixed rate, whatever becomes of them.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.bench.report import machine, median, ratio, table
+from cluster.bench.server import ServerProcess
+from cluster.bench.streams import served_model
+from cluster.bench.wire import Reply, call
+
+GANG = ("tp_size=2", "attn_dp_size=2")
+REFUSAL_S = 0.1  # within which 99 of 100 refusals are to come
+GOODPUT = 0.9  # of capacity
+NEAR_S = 2.0  # those let in so close to a refusal show how long the wait really was
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Slots of a rank, tokens of a request, the bound on waiting, and how long each part takes. Seconds."""
+
+    slots: int = 8
+    max_tokens: int = 96
+    max_wait_s: float = 10.0
+    capacity_s: float = 30.0
+    seconds: float = 60.0
+    settle_s: float = 10.0  # of the start, in which the queue fills
+    factor: float = 5.0
+
+
+QUICK = Size(max_tokens=48, max_wait_s=4.0, capacity_s=8.0, seconds=20.0, settle_s=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """What one request got: when it was sent, its status, and seconds from then on."""
+
+    at: float
+    status: int
+    seconds: float
+    retry_after_s: float | None
+    first_s: float | None
+    whole: bool
+    is_json: bool
+
+
+def _one(reply: Reply, began: float) -> One:
+    retry = reply.headers.get("retry-after", "")
+    return One(
+        reply.began - began,
+        reply.status,
+        reply.seconds,
+        float(retry) if retry.isdigit() else None,
+        reply.first_s,
+        reply.whole and not reply.failure and not reply.error,
+        reply.is_json,
+    )
+
+
+def _body(model: str, number: int, max_tokens: int) -> bytes:
+    """A request whose prompt no cache holds, and whose length is known."""
+    prompt = f"{number}: once upon a time there was a fox that"
+    fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    return json.dumps(fields).encode()
+
+
+def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[One]:
+    """So many clients, each sending its next request when the last one has ended."""
+
+    async def run() -> list[One]:
+        began = time.perf_counter()
+        found: list[One] = []
+
+        async def client(number: int) -> None:
+            while time.perf_counter() - began < seconds:
+                number += clients
+                found.append(_one(await call(port, "POST", "/v1/completions", _body(model, number, max_tokens)), began))
+
+        await asyncio.gather(*(client(number) for number in range(clients)))
+        return found
+
+    return asyncio.run(run())
+
+
+def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[One]:
+    """Requests at a fixed rate; returns when all have ended."""
+
+    async def run() -> list[One]:
+        began = time.perf_counter()
+        tasks = []
+        number = 0
+        while (now := time.perf_counter() - began) < seconds:
+            while number < now * per_s:
+                body = _body(model, 1_000_000 + number, max_tokens)
+                tasks.append(asyncio.ensure_future(call(port, "POST", "/v1/completions", body)))
+                number += 1
+            await asyncio.sleep(0.5 / per_s)
+        return [_one(reply, began) for reply in await asyncio.gather(*tasks)]
+
+    return asyncio.run(run())
+
+
+def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+    """Capacity, then overload; see `judge` for what is noted."""
+    settings = [*GANG, f"max_running_requests={size.slots}", f"max_queue_wait_s={size.max_wait_s}"]
+    with ServerProcess(settings) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        say(f"overload: ready after {server.ready_s:.1f} s")
+        model = served_model(server.port)
+        clients = 2 * size.slots
+        other.submit(closed, server.port, model, clients, size.max_tokens, 3.0).result()  # warm
+        done = other.submit(closed, server.port, model, clients, size.max_tokens, size.capacity_s).result()
+        capacity = sum(one.whole for one in done) / max(one.at + one.seconds for one in done)
+        say(f"overload: capacity {capacity:.2f} requests/s with {clients} clients")
+        rate = size.factor * capacity
+        found = other.submit(opened, server.port, model, rate, size.max_tokens, size.seconds).result()
+    return {"machine": machine(), "capacity": capacity, "offered": rate, **judge(found, size, capacity)}
+
+
+def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
+    """What the requests got, and which goals it misses."""
+    refused = [one for one in found if one.status == 503]
+    taken = [one for one in found if one.status == 200 and one.whole]
+    ended = [one for one in taken if size.settle_s <= one.at + one.seconds <= size.seconds]
+    goodput = len(ended) / (size.seconds - size.settle_s)
+    ratios = []
+    for one in refused:
+        near = [two.first_s for two in taken if abs(two.at - one.at) < NEAR_S and two.first_s is not None]
+        if one.at >= size.settle_s and one.retry_after_s is not None and near:
+            ratios.append(one.retry_after_s / max(median(near), 0.001))
+    facts: dict[str, Any] = {
+        "requests": len(found),
+        "taken": len(taken),
+        "refused": len(refused),
+        "other": len(found) - len(taken) - len(refused),
+        "goodput": goodput,
+        "goodput_of_capacity": ratio(goodput, capacity),
+        "refusal_p50_s": quantile([one.seconds for one in refused], 0.5),
+        "refusal_p99_s": quantile([one.seconds for one in refused], 0.99),
+        "retry_after_p50_s": quantile([one.retry_after_s or 0.0 for one in refused if one.at >= size.settle_s], 0.5),
+        "retry_after_over_wait_p50": quantile(ratios, 0.5),
+        "retry_after_within_two": ratio(sum(0.5 <= r <= 2.0 for r in ratios), len(ratios)),
+        "first_token_p50_s": quantile([one.first_s or 0.0 for one in taken], 0.5),
+        "first_token_p99_s": quantile([one.first_s or 0.0 for one in taken], 0.99),
+        "max_wait_s": size.max_wait_s,
+        "not_json": sum(not one.is_json for one in refused),
+    }
+    goals = {
+        "refusal p99 under 0.1 s": facts["refusal_p99_s"] <= REFUSAL_S,
+        "Retry-After within a factor of two of the wait": facts["retry_after_within_two"] >= 0.9,
+        "goodput at least 90% of capacity": facts["goodput_of_capacity"] >= GOODPUT,
+        "first token p99 within the bound": facts["first_token_p99_s"] <= size.max_wait_s,
+        "every refusal is JSON, and nothing else failed": not facts["not_json"] and not facts["other"],
+    }
+    return {**facts, "goals": goals, "failed": sum(not good for good in goals.values())}
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value below which a share of them lies; 0.0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def show(result: dict[str, Any]) -> str:
+    """Figures and goals as two tables."""
+    names = (
+        ("capacity, requests/s", "capacity"),
+        ("offered, requests/s", "offered"),
+        ("goodput, requests/s", "goodput"),
+        ("goodput of capacity", "goodput_of_capacity"),
+        ("taken", "taken"),
+        ("refused", "refused"),
+        ("neither", "other"),
+        ("refusal p50 s", "refusal_p50_s"),
+        ("refusal p99 s", "refusal_p99_s"),
+        ("Retry-After p50 s", "retry_after_p50_s"),
+        ("Retry-After over the real wait, p50", "retry_after_over_wait_p50"),
+        ("share within a factor of two", "retry_after_within_two"),
+        ("first token p50 s", "first_token_p50_s"),
+        ("first token p99 s", "first_token_p99_s"),
+        ("bound on the wait s", "max_wait_s"),
+    )
+    figures = table(["figure", "value"], [[label, result[name]] for label, name in names])
+    return figures + "\n\n" + table(["goal", "met"], [[goal, met] for goal, met in result["goals"].items()])

@@ -1,0 +1,107 @@
+"""/openapi.json is true: it stands on its own, names every status, and does not allow what is refused."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from cluster.api.service import Limits
+from tests.api.scripted import MODEL, Client
+from tests.api.test_bad_input import CHAT, FIELDS, HI
+
+# Refused for what a schema cannot say: another field's value, the model's context or vocabulary, or half characters.
+BEYOND_A_SCHEMA = {
+    "token id outside the vocabulary",
+    "astronomical token id",
+    "half a surrogate pair",
+    "prompt longer than the context",
+    "prompt and output longer",
+    "too many sequences",
+    "stream options without a stream",
+    "stream options of another type",
+    "max_tokens is huge",
+    "two different limits",
+    "chat limit beyond the context",
+    "a stop that is not text",
+    "stop token outside the vocabulary",
+    "top_logprobs without logprobs",
+    "two different dp ranks",
+    "a field in two spellings",
+    "the template refuses",
+    "template arguments that replace ours",
+    "template arguments that are not text",
+    "conversation longer than the context",
+    "tool calls in a message",
+    "template arguments that break it",
+}
+
+
+@pytest.fixture
+def document(client: Client) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/openapi.json").json()
+    return found
+
+
+def references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*map(references, node.values()))
+    return set[str]().union(*map(references, node)) if isinstance(node, list) else set()
+
+
+def test_nothing_is_missing(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    assert references(document) <= {f"#/components/schemas/{name}" for name in schemas}
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_every_status_is_there(document: dict[str, Any]) -> None:
+    paths = document["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        assert {"200", "400", "404", "408", "413", "415", "503"} <= set(paths[path]["post"]["responses"])
+    assert "404" in paths["/v1/models/{model_id}"]["get"]["responses"]
+    for operations in paths.values():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+    assert "text/event-stream" in paths["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert "content" not in paths["/health"]["get"]["responses"]["200"]
+    assert "503" in paths["/ready"]["get"]["responses"]
+    assert [*paths["/metrics"]["get"]["responses"]["200"]["content"]] == ["text/plain"]
+
+
+def fits(document: dict[str, Any], path: str, body: dict[str, Any]) -> bool:
+    name = "ChatRequest" if path == CHAT else "CompletionRequest"
+    schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(body))
+
+
+def test_what_is_refused_does_not_fit(document: dict[str, Any]) -> None:
+    assert {*FIELDS} >= BEYOND_A_SCHEMA
+    fitting = set()
+    for name, (path, fields, _, _) in FIELDS.items():
+        good = {"messages": HI} if path == CHAT else {"prompt": "hello"}
+        assert fits(document, path, good)
+        body = json.loads(json.dumps({"model": MODEL, **good, **fields}))
+        if fits(document, path, body):
+            fitting.add(name)
+    assert fitting <= BEYOND_A_SCHEMA
+
+
+def test_what_is_taken_fits(document: dict[str, Any], client: Client) -> None:
+    parts = [{"type": "text", "text": "hi"}]
+    for fields in (
+        {"stop": "x", "seed": 3, "n": 2, "temperature": 0, "top_logprobs": 2, "logprobs": True, "user": "me"},
+        {"stop": ["x", "y"], "presence_penalty": 0, "response_format": {"type": "text"}, "unheard_of": 1},
+        {"messages": [{"role": "user", "content": parts}], "max_tokens": 3, "stream": False, "stop_token_ids": [1]},
+    ):
+        body = {"model": MODEL, "messages": HI, **fields}
+        assert client.post(CHAT, body).status_code == 200
+        assert fits(document, CHAT, body)
+
+
+def test_the_limits_are_those_of_the_server(document: dict[str, Any]) -> None:
+    fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["n"]["maximum"] == Limits().choices
+    assert fields["presence_penalty"]["enum"] == [0, None]

@@ -1,0 +1,70 @@
+"""Errors of Serve's own proxy, on a real Serve: JSON like all others, also when a replica dies."""
+
+import json
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.actors.counting_engine import SLOW
+from tests.api.apps import arguments, eventually, health, kill, serving
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+
+def raw(url: str, request: bytes) -> tuple[int, dict[str, str], bytes]:
+    """The answer to bytes that no polite client sends."""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
+        connection.sendall(request)
+        connection.settimeout(30)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return int(first.split()[1]), headers, body
+
+
+def test_headers_and_deaths() -> None:
+    with serving(arguments()) as url:
+        request = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: \xff\r\n\r\n"
+        status, headers, body = raw(url, request)
+        assert (status, headers["content-type"]) == (400, "application/json")
+        assert json.loads(body)["error"]["param"] == "x-request-id"
+        assert httpx.head(f"{url}/health").status_code == 200
+
+        seen: list[str] = []
+        statuses: list[int] = []
+
+        def stream() -> None:
+            body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 2000, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+                seen.extend(answer.iter_lines())
+
+        def whole() -> None:
+            body = {"model": "counting", "prompt": [SLOW, 2], "max_tokens": 2000}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.headers["content-type"] == "application/json"
+            statuses.append(answer.status_code)
+            seen.append(answer.json()["error"]["code"])
+
+        threads = [threading.Thread(target=stream), threading.Thread(target=whole)]
+        for thread in threads:
+            thread.start()
+        running = lambda: httpx.get(f"{url}/server_info").json()["running"] == 2  # noqa: E731
+        assert eventually(running)
+        kill("ServeReplica:")
+        for thread in threads:
+            thread.join(60)
+        assert statuses == [503]
+        events = [line for line in seen if line.startswith("data: {")]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "replica_lost"
+        assert "replica_lost" in seen
+        until = time.monotonic() + 60
+        while health(url) != 200 and time.monotonic() < until:
+            time.sleep(0.2)

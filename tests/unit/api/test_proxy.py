@@ -1,0 +1,97 @@
+"""What Serve's proxy answers in plain text, or does not answer at all, reaches a client as JSON."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from cluster.api.proxy import JsonErrors, middlewares
+
+START, BODY = "http.response.start", "http.response.body"
+
+
+def ask(messages: list[dict[str, Any]], headers: Any = (), error: Exception | None = None, **scope: Any) -> Any:
+    """What a client gets when the app behind sends these messages; and the headers that the app saw."""
+    sent: list[Any] = []
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+        for message in messages:
+            await send(message)
+        if error is not None:
+            raise error
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    whole = {"type": "http", "method": "GET", "raw_path": b"/x", "headers": list(headers), **scope}
+    try:
+        asyncio.run(JsonErrors(app)(whole, None, send))  # type: ignore[arg-type]
+    except Exception as raised:
+        assert raised is error
+    return sent, seen
+
+
+def envelope(sent: list[Any]) -> Any:
+    assert (b"content-type", b"application/json") in sent[0]["headers"]
+    error = json.loads(sent[1]["body"])["error"]
+    assert {*error} == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(404, "not_found"), (408, "request_timeout"), (503, "engine_unhealthy"), (500, "replica_lost")]
+)
+def test_plain_text_becomes_json(status: int, code: str) -> None:
+    plain = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-request-id", b"abc")]
+    sent, _ = ask([{"type": START, "status": status, "headers": plain}, {"type": BODY, "body": b"Oh no /secret"}])
+    assert (sent[0]["status"], len(sent)) == (status, 2)
+    assert envelope(sent)["code"] == code
+    assert (b"x-request-id", b"abc") in sent[0]["headers"]
+    assert ((b"retry-after", b"1") in sent[0]["headers"]) == (status == 503)
+
+
+def test_what_is_no_error_or_is_json_passes() -> None:
+    for status, kind in ((200, b"text/plain"), (400, b"application/json"), (200, b"text/event-stream")):
+        messages = [
+            {"type": START, "status": status, "headers": [(b"content-type", kind)]},
+            {"type": BODY, "body": b"x", "more_body": True},
+            {"type": BODY, "body": b"y"},
+        ]
+        assert ask(messages)[0] == messages
+
+
+def test_no_answer_becomes_503() -> None:
+    sent, _ = ask([])
+    assert (sent[0]["status"], envelope(sent)["code"]) == (503, "replica_lost")
+    sent, _ = ask([], error=RuntimeError("the proxy failed"))
+    assert (sent[0]["status"], envelope(sent)["code"]) == (503, "replica_lost")
+
+
+def test_a_stream_that_breaks_off_says_so() -> None:
+    start = {"type": START, "status": 200, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
+    sent, _ = ask([start, {"type": BODY, "body": b"data: {}\n\n", "more_body": True}])
+    assert json.loads(sent[-1]["body"].removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+    assert not sent[-1].get("more_body")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(b"x-request-id", b"\xff"), (b"x-request-id", b"a" * 300), (b"serve_multiplexed_model_id", b"\xfe")],
+)
+def test_a_header_that_serve_cannot_read_is_a_400(name: bytes, value: bytes) -> None:
+    sent, seen = ask([], headers=[(name, value)])
+    assert (sent[0]["status"], envelope(sent)["param"], seen) == (400, name.decode(), [])
+    assert ask([], headers=[(name, value)], method="HEAD")[0][1]["body"] == b""
+
+
+def test_a_client_cannot_keep_its_request_alive() -> None:
+    _, seen = ask([], headers=[(b"x-request-disconnect-disabled", b"?1"), (b"user-agent", b"\xff")])
+    assert seen == [(b"user-agent", b"\xff")]
+
+
+def test_it_is_what_serve_takes() -> None:
+    (middleware,) = middlewares()
+    assert middleware.cls is JsonErrors
