@@ -16,6 +16,7 @@ MORE_DECODES, MORE_ROWS = 4, 2  # from one point of a curve to the next: times s
 STEEP = 2.0  # a curve ends where its step takes so many times its first one: from there on it is a straight line
 READING = 1 / 4  # of a chunk that is not paid for at once, so that a long prefix is not read for a few rows each time
 DEEP = 2048  # tokens before the rows whose attention is measured
+SHALLOW = 128  # where there is room for fewer, what they add is less than a clock's noise
 
 Curve = tuple[tuple[int, float], ...]
 
@@ -126,7 +127,7 @@ def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, 
         crowd = min(1.0, max(0.0, (together - last) / (last - alone) / (groups - 1)))
     deep = min(DEEP, limits.tokens - rows)
     token = prefix = pair = 0.0
-    if deep > 0:
+    if deep >= SHALLOW:
         readers, usual = decode[min(1, len(decode) - 1)]
         token = max(0.0, time(Load(readers, deep)) - usual) / (readers * deep)
         more_few = max(0.0, time(Load(1, rows=few, start=deep)) - first) / deep

@@ -37,6 +37,7 @@ def test_measuring_leaves_nothing_behind() -> None:
     "small",
     [
         {"max_total_tokens": 24, "page_size": 4},
+        {"max_total_tokens": 15, "page_size": 1},
         {"max_total_tokens": 4096, "context_length": 12},
         {"chunked_prefill_size": 1},
         {"chunked_prefill_size": -1},

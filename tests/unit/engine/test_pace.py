@@ -262,6 +262,10 @@ def test_measuring_is_bounded() -> None:
     tiny = fit(time, Limits(1, 1, 1), 0.5, 4, 1)
     assert {load.start + load.committed for load in loads} == {0}
     assert tiny.rows(4, 0, 1, 1e9) == 1
+    loads.clear()
+    small = fit(time, Limits(8, 16, 100), 0.5, 4, 1)
+    assert (small.token, small.prefix, small.pair) == (0.0, 0.0, 0.0), "noise over a few tokens is no cost of a token"
+    assert {load.start + load.committed for load in loads} == {0}
 
 
 def test_a_fixed_number_of_rows_replaces_the_pace() -> None:
