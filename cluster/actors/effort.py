@@ -6,10 +6,13 @@ name of the one that started it, until it is given another; so the computing thr
 operation, and its own are those of that name.
 """
 
+import logging
 import resource
 import threading
 import time
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
 
@@ -20,13 +23,16 @@ class Effort:
     def __init__(self, name: str) -> None:
         """`name` is that of the threads, at most 15 characters; no other thread of the process may have it."""
         self._name = name
+        self._thread = ""
         self._known: dict[str, bool] = {}  # by task id: whether it is one of ours
 
     def begin(self) -> None:
-        """The calling thread computes from now on."""
-        if TASKS.is_dir():
-            (TASKS / str(threading.get_native_id()) / "comm").write_text(self._name)
-            self._known.clear()
+        """The calling thread computes from now on. Where it may not take a name, it alone counts."""
+        self._thread, self._known = str(threading.get_native_id()), {}
+        try:
+            (TASKS / self._thread / "comm").write_text(self._name)
+        except OSError as error:
+            logger.warning("threads that compute cannot be told from others: %s; only one of them counts", error)
 
     def seconds(self) -> float:
         """CPU seconds so far. Where the system does not tell threads apart (no /proc), those of the whole process."""
@@ -41,7 +47,7 @@ class Effort:
         if task in self._known:
             return self._known[task]
         try:
-            return (TASKS / task / "comm").read_text().strip() == self._name
+            return task == self._thread or (TASKS / task / "comm").read_text().strip() == self._name
         except OSError:
             return None
 

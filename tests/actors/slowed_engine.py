@@ -6,15 +6,18 @@ wait for ever, once. `LOAD` makes every load take `LOAD_S` longer.
 
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cluster.actors.loop import EngineLoop
+from cluster.actors.messages import Commands
 from cluster.config import EngineConfig
 from cluster.engine import build_rank
 from cluster.engine.rank import Rank
-from cluster.mesh import Rendezvous, Store
+from cluster.mesh import Rendezvous, Store, open_store
 
 ROWS = 200
 BURN, BLOCK, LOAD = "burn", "block", "load"
@@ -49,3 +52,23 @@ def build(
     layers = engine._lockstep.step._target.model._layers
     layers[1] = SlowedLayer(layers[1], folder)
     return engine
+
+
+def serve_rank(rank: int, folder: str, port: int, pipe: Connection) -> None:
+    """A process of a gang of two: answers with its heartbeats, and with what its loop gave, until the pipe closes."""
+    config = EngineConfig(model_path=folder, tp_size=2, attn_dp_size=2, num_threads=1, max_total_tokens=4096)
+    store = None
+    if rank == 0:
+        store = open_store("127.0.0.1")
+        pipe.send(store.port)
+    loop = EngineLoop(build(config, rank, Rendezvous("127.0.0.1", store.port if store else port), store), rank, 2)
+    loop.start()
+    pipe.send("ready")
+    while True:
+        asked: Any = pipe.recv()
+        if isinstance(asked, Commands):
+            loop.put(asked)
+        elif asked == "heartbeat":
+            pipe.send((loop.heartbeat(), loop.drain(timeout_s=0.0)))
+        else:
+            return

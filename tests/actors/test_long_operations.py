@@ -1,15 +1,21 @@
 """One operation of the real engine that takes longer than any limit, seen through its loop's heartbeats; no Ray."""
 
+import multiprocessing
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
 
 from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands
 from cluster.actors.verdict import Signs, Verdict, judge
 from cluster.config import EngineConfig
 from cluster.request import Request, SamplingParams
-from tests.actors.slowed_engine import BLOCK, BURN, BURN_S, ROWS, build
+from tests.actors.slowed_engine import BLOCK, BURN, BURN_S, ROWS, build, serve_rank
 from tests.tiny import target_folder
 
 LIMIT_S = 0.5
@@ -49,3 +55,49 @@ def test_an_operation_that_does_nothing_is_one(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert (said.rank, said.kind, said.step, said.phase) == (0, "frozen", 0, "target")
     assert "did nothing for" in said.reason
+
+
+@contextmanager
+def two_ranks(folder: Path, trouble: str) -> Iterator[list[Connection]]:
+    shutil.copytree(target_folder(), folder, dirs_exist_ok=True)
+    (folder / trouble).touch()
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes, port = [], [], 0
+    try:
+        for rank in range(2):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=serve_rank, args=(rank, str(folder), port, theirs), daemon=True)
+            process.start()
+            processes.append(process)
+            pipes.append(ours)
+            port = port or ours.recv()
+        assert [pipe.recv() for pipe in pipes] == ["ready", "ready"]
+        yield pipes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("trouble", [BURN, BLOCK])
+def test_of_two_ranks_the_one_that_waits_is_never_blamed(tmp_path: Path, trouble: str) -> None:
+    ids = tuple(3 + i % 60 for i in range(ROWS + 50))
+    request = Request("long", ids, SamplingParams(max_tokens=1, temperature=0.0, seed=1))
+    with two_ranks(tmp_path, trouble) as pipes:
+        pipes[1].send(Commands((request,)))
+        until, waited, said, outputs = time.monotonic() + 90, 0.0, None, []
+        while not outputs and (said is None or not said.final):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+            for pipe in pipes:
+                pipe.send("heartbeat")
+            beats, items = zip(*(pipe.recv() for pipe in pipes), strict=True)
+            outputs = [output for item in items[1] for output in item.outputs]
+            waited = max(waited, beats[0].age_s if beats[0].waits else 0.0)
+            said = judge([Signs(beat) for beat in beats], LIMIT_S)
+            assert said is None or (trouble == BLOCK and said.rank == 1)
+        assert waited > 3 * LIMIT_S, "rank 0 did not have to wait"
+        if trouble == BURN:
+            assert outputs[0].finish_reason == "length"
+        else:
+            assert said is not None and said.phase == "target" and "did nothing for" in said.reason

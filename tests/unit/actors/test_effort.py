@@ -4,6 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 from cluster.actors.effort import Effort, Pulse
 
@@ -70,6 +73,16 @@ def test_no_other_thread_of_the_process_counts() -> None:
     finally:
         over.set()
         other.join()
+
+
+def test_where_threads_may_take_no_names_the_one_that_computes_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    effort = Effort("aerie-test-4")
+    with computing(effort, burn):
+        assert grows(effort)
 
 
 class Spent(Effort):
