@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cluster"
 
-GROUND = ("__init__", "config", "arch", "request", "batch", "mesh", "metrics", "text")
+GROUND = ("__init__", "config", "arch", "request", "batch", "mesh", "exposition", "metrics", "logs", "text")
 LAYERS = (
     "ground",
     "kernels",

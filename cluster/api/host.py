@@ -27,6 +27,7 @@ class GangHost:
         llm = settings.llm
         self.config = resolve_engine_paths(llm.engine_config())
         self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id)
+        self.metrics.expect_ranks(self.config.tp_size)
         self.leaving = False
         name = gang_name(f"{context.app_name}/{context.deployment}", context.replica_id.unique_id)
         self.gang = Gang(GangSpec(self.config, llm.layout(), name, factory), on_loss=self._note)
@@ -68,7 +69,7 @@ class GangHost:
 
     def _note(self, loss: Loss) -> None:
         if loss.restored_s is None:
-            self.metrics.on_loss(loss.rank, loss.kind, loss.phase)
+            self.metrics.on_loss(loss.rank, loss.kind)
         else:
             self.metrics.on_restart(loss.restored_s)
 

@@ -165,7 +165,8 @@ def assemble(
     )
     if sample is not None and folder is not None:
         check_sample(sample, folder, lockstep, cache, context, config.speculative_token_map is not None)
-    metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
+    model_name = Path(config.model_path).name or "model"
+    metrics = EngineMetrics(model_name=model_name, rank=mesh.rank, depths=shape.num_steps)
     info = _info(config, mesh, shape, spec, context, str(dtype), str(device), pages, arch.vocab_size)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
