@@ -16,6 +16,7 @@ from cluster.actors.placement import Layout, Placement
 from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
 from cluster.actors.verdict import Signs
 from cluster.config import ConfigError, EngineConfig
+from cluster.logs import LogSettings
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class GangSpec:
     name: str
     factory: str = FACTORY
     load_timeout_s: float = 3600.0
+    log: LogSettings | None = None
 
     @property
     def world(self) -> int:
@@ -94,7 +96,7 @@ class Life:
         actor = remote(**ACTOR_OPTIONS)(ShardActor)
         name = f"{self.spec.name}#{rank}.{self.epoch}"
         return actor.options(name=name, namespace=NAMESPACE, **options).remote(
-            rank, self.spec.world, neighbours, self.spec.factory, self.epoch
+            rank, self.spec.world, neighbours, self.spec.factory, self.epoch, self.spec.log
         )
 
     def open_stream(self, rank: int) -> Any:

@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ray.exceptions import RayActorError, RayError
 
@@ -64,6 +65,7 @@ class Router:
         self._serving: list[asyncio.Task[None]] = []
         self._watch: asyncio.Task[None] | None = None
         self._down = ""
+        self._down_as: Literal["error", "abort"] = "error"
 
     @property
     def lost(self) -> str:
@@ -79,9 +81,13 @@ class Router:
         self.on_up()
         self._watch = asyncio.create_task(self._gang.watch(self), name="gang-watch")
 
+    def end_streams(self) -> None:
+        """Every open stream ends as aborted, and so does every later one: the server has no more time for them."""
+        self._end_all("the server is shutting down", "abort")
+
     async def close(self) -> None:
-        """End the open streams with an error and stop reading; the gang itself is left to its owner."""
-        self._end_all("the server is shutting down")
+        """End the open streams and stop reading; the gang itself is left to its owner."""
+        self.end_streams()
         tasks = [*self._serving, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
@@ -119,7 +125,7 @@ class Router:
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
         if self._down:
-            yield RequestOutput(request.request_id, (), finish_reason="error", error=self._down)
+            yield RequestOutput(request.request_id, (), finish_reason=self._down_as, error=self._down)
             return
         stream = self._admit(request)
         try:
@@ -275,8 +281,9 @@ class Router:
         if first or stream.ended:
             self._settle(stream)
 
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self, reason: str, finish_reason: Literal["error", "abort"] = "error") -> None:
         """Every open stream ends with the reason, and so does every later one."""
-        self._down = self._down or reason
+        if not self._down:
+            self._down, self._down_as = reason, finish_reason
         for stream in self._streams.values():
-            stream.end(self._down)
+            stream.end(self._down, self._down_as)

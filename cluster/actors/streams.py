@@ -7,6 +7,7 @@ submitted again with the tokens it was sent as part of its prompt, and its clien
 import asyncio
 import random
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from cluster.actors.messages import Loss
 from cluster.request import Request, RequestOutput, SpeculationCounts
@@ -87,11 +88,11 @@ class Stream:
         self.trees = []
         self.submitted = self.fruitful = False
 
-    def end(self, reason: str) -> None:
-        """End it with an error that says why."""
+    def end(self, reason: str, finish_reason: Literal["error", "abort"] = "error") -> None:
+        """End it with an error that says why, or because the server is ending."""
         if not self.ended:
             self.ended = True
-            self.queue.put_nowait(RequestOutput(self.name, (), finish_reason="error", error=reason))
+            self.queue.put_nowait(RequestOutput(self.name, (), finish_reason=finish_reason, error=reason))
 
 
 def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) -> SpeculationCounts | None:

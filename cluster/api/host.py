@@ -30,7 +30,8 @@ class GangHost:
         self.metrics.expect_ranks(self.config.tp_size)
         self.leaving = False
         name = gang_name(f"{context.app_name}/{context.deployment}", context.replica_id.unique_id)
-        self.gang = Gang(GangSpec(self.config, llm.layout(), name, factory), on_loss=self._note)
+        spec = GangSpec(self.config, llm.layout(), name, factory, log=settings.log(context.app_name))
+        self.gang = Gang(spec, on_loss=self._note)
         self.router = Router(self.gang, on_resumed=self.metrics.on_resumed)
         self._publishing: asyncio.Task[None] | None = None
 
@@ -58,6 +59,11 @@ class GangHost:
         """
         if reason := self.router.lost:
             raise RuntimeError(reason)
+
+    def leave(self) -> None:
+        """Serve will end this replica by force soon: end the streams here, where they can be told, or move."""
+        self.leaving = True
+        self.router.end_streams()
 
     async def close(self) -> None:
         """End the streams, the shards and the placement group."""

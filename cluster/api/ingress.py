@@ -7,11 +7,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.routing import Route
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
 from cluster.api import calls, errors
+from cluster.api.access import AccessLog
 from cluster.api.body import read_json
+from cluster.api.drain import Drain, DrainGate
 from cluster.api.errors import unavailable
 from cluster.api.fields import warning_headers
 from cluster.api.openapi import body_of, describe
@@ -25,14 +28,18 @@ STATUS_TIMEOUT_S = 2.0
 DEFAULT_LIMITS = Limits()
 
 
-def make_app(service: Service, limits: Limits = DEFAULT_LIMITS) -> FastAPI:
-    """The REST app over a service, whose parts are looked up on every call."""
+def make_app(service: Service, limits: Limits = DEFAULT_LIMITS, drain: Drain | None = None) -> FastAPI:
+    """The REST app over a service, whose parts are looked up on every call; `drain` tells it when to refuse calls."""
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
     _add_generation(app, service, limits)
     _add_tokens(app, service, limits)
     _add_facts(app, service, limits)
     describe(app)
+    app.add_middleware(DrainGate, drain=drain or Drain())
+    app.add_middleware(
+        AccessLog, service=service, routes=[route.path for route in app.routes if isinstance(route, Route)]
+    )
     return app
 
 
