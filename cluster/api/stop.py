@@ -57,9 +57,7 @@ def drain(name: str, timeout_s: float, say: Callable[[str], None]) -> None:
             time.sleep(POLL_S)
             open_calls = _open_calls(front)
         if open_calls:
-            say(
-                f"{_calls(open_calls)} open after graceful_shutdown_timeout_s ({timeout_s:g} s), ended with an error"
-            )
+            say(f"{_calls(open_calls)} open after graceful_shutdown_timeout_s ({timeout_s:g} s), ended with an error")
             front.broadcast("end_streams").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
             until = time.monotonic() + ERRORS_TIMEOUT_S
             while _open_calls(front) and time.monotonic() < until:
