@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 UNLOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 OTHER = "other"  # the route of what was asked for and is none
 NOTED = "aerie.samples"
-CLIENT_GONE = 499  # what other servers' logs call it
+CLIENT_GONE = 499  # nobody reads it; it is what the logs of other servers say
+SHOWN = 200  # characters of a path
 
 
 def note(scope: Scope, call_id: str, samples: Sequence[Sample]) -> None:
@@ -72,7 +73,10 @@ class AccessLog:
             self._service.metrics.on_response(route, status or CLIENT_GONE)
             if route not in UNLOGGED:
                 logger.info(
-                    "%s %s", scope["method"], scope["path"], extra={"fields": _fields(scope, status, whole, arrived)}
+                    "%s %s",
+                    scope["method"],
+                    scope["path"][:SHOWN],
+                    extra={"fields": _fields(scope, status, whole, arrived)},
                 )
             request_id.reset(token)
 

@@ -1,4 +1,4 @@
-"""The layouts that deploy/serve.yaml shows in comments are as valid as the one that it deploys; probes that do no harm."""
+"""The layouts in the comments of deploy/serve.yaml are as valid as the one that it deploys; probes do no harm."""
 
 from pathlib import Path
 from typing import Any
