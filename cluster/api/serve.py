@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"READY {plan.url}/v1", flush=True)
             stopping.wait()
             _say("stopping")
-            drain(name, plan.settings.drain_timeout_s, _say)
+            drain(importlib.import_module("ray.serve"), name, plan.settings.drain_timeout_s, _say)
         except (RuntimeError, RayError, TimeoutError) as error:
             _say("\n".join(str(error).splitlines()[-SHOWN_LINES:]) or type(error).__name__, error=True)
             return FAILED

@@ -8,10 +8,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 5.0  # of the replicas, when they are told
 ERRORS_TIMEOUT_S = 3.0  # how long error events may take to reach their clients
@@ -38,11 +34,12 @@ class StopSignals:
         self.event.set()
 
 
-def drain(name: str, timeout_s: float, say: Callable[[str], None]) -> None:
+def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -> None:
     """Have an application refuse new calls and end its open ones: in their own time, or with an error at the timeout.
 
     The replicas of its ingress are told again and again, so that one that comes up meanwhile hears of it too. The proxy
-    has to be there all the while: `serve.shutdown` would end it first, and all streams with it.
+    has to be there all the while: `serve.shutdown` would end it first, and all streams with it. `serve` is that module,
+    which takes too long to import for an import here. What goes wrong is said, and the end goes on.
     """
     until = time.monotonic() + timeout_s
     try:
@@ -63,7 +60,7 @@ def drain(name: str, timeout_s: float, say: Callable[[str], None]) -> None:
             while _open_calls(front) and time.monotonic() < until:
                 time.sleep(POLL_S)
         time.sleep(FLUSH_S)
-    except (RayError, RayServeException, TimeoutError) as error:
+    except Exception as error:
         say(f"the replicas could not be told to drain: {type(error).__name__}: {error}")
 
 
