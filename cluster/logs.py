@@ -139,9 +139,12 @@ class SharedFile(logging.Handler):
         facts = os.fstat(self._file)
         if facts.st_size < self._limit or not stat.S_ISREG(facts.st_mode):
             return
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # let go of when the file is closed
-        if self._is_current():
-            Path(self._path).replace(f"{self._path}.1")
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # two that see the limit at once would put the new file away too
+        try:
+            if self._is_current():
+                Path(self._path).replace(f"{self._path}.1")
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class TextLines(logging.Formatter):

@@ -101,6 +101,18 @@ def test_lines_of_several_processes_do_not_mix_and_none_is_lost_when_the_file_is
     assert sorted(name.name for name in tmp_path.iterdir()) in (["server.log", "server.log.1"], ["server.log.1"])
 
 
+def test_two_that_see_the_limit_at_once_put_one_file_away(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    first, second = (SharedFile(str(path), limit_bytes=10) for _ in range(2))
+    first.emit(logging.LogRecord("x", logging.INFO, "", 0, "a line of some length", None, None))
+    second._rotate()  # it wrote its own line before the first put the file away
+    assert Path(f"{path}.1").read_text() == "a line of some length\n" and not path.exists()
+    second.emit(logging.LogRecord("x", logging.INFO, "", 0, "more", None, None))
+    assert path.read_text() == "more\n"
+    first.close()
+    second.close()
+
+
 def test_a_file_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"log_file '.*' cannot be written: .*; set log_file"):
