@@ -1,56 +1,57 @@
-"""Every instrument, declared once; how a process fills them, and how the samples of many become one page.
+"""Every instrument, declared once, and how a process fills them; `cluster.exposition` makes a page of them.
 
 A rank fills `EngineMetrics` once per step, a REST replica fills `ServingMetrics` once per chunk. Each serialises its
 registry to JSON, and `merge` adds the samples of all ranks and replicas, so whichever replica answers `/metrics` says
-the same. Only sums are exported, never ratios: a reader divides after adding. Series that other tools look for by name
-(`vllm:...`) are not filled a second time; `merge` writes them as second names of ours.
+the same. Only sums are exported, never ratios: a reader divides after adding. A series exists, at 0, before its first
+event wherever its labels are known, because Prometheus sees no increase in a series that is born at 1.
 """
 
-import json
+import importlib.metadata
+import platform
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from cluster import __version__
+from cluster.exposition import ProcessFacts, serialize
+from cluster.exposition import merge as merge
 
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
 PHASES = ("schedule", "agree", "draft", "target", "extend", "commit")
 PAGE_STATES = ("free", "used", "cached")
-SCHEMA = 1
+LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
+STATUSES = (200, 400, 404, 413, 499, 500, 503)  # what routes answer; others get their series when they first come
+
+
+def _version(package: str) -> str:
+    """Of an installed package, without importing it; empty where it is not installed, as Ray may be."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+BUILD = {
+    "version": __version__,
+    "torch": _version("torch"),
+    "ray": _version("ray"),
+    "python": platform.python_version(),
+}
 
 _MS = 0.001
 PHASE_BUCKETS = tuple(_MS * t for t in (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096))
-ITL_BUCKETS = tuple(_MS * t for t in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1000, 2500, 10000))
-TTFT_BUCKETS = tuple(_MS * t for t in (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000, 10000, 40000))
+ITL_BUCKETS = (*(_MS * t for t in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)), 1, 2.5, 10, 30, 60)
+TTFT_BUCKETS = (*(_MS * t for t in (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750)), 1, 2.5, 5, 10, 20, 40, 60)
+TTFT_BUCKETS += (120, 240, 480, 960)
 E2E_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 RESTART_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(5) for m in (1, 2, 5))
 ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # a tree has at most 16 levels, and the bonus is included
-
-# Our family -> the second names it is exported under. `engine` is vLLM's word for a data-parallel rank.
-TOOL_NAMES: Mapping[str, tuple[str, ...]] = {
-    "aerie_drafts": ("vllm:spec_decode_num_drafts",),
-    "aerie_verified_nodes": ("vllm:spec_decode_num_draft_tokens",),
-    "aerie_accepted_draft_tokens": ("vllm:spec_decode_num_accepted_tokens",),
-    "aerie_accepted_by_depth": ("vllm:spec_decode_num_accepted_tokens_per_pos",),
-    "aerie_running_requests": ("vllm:num_requests_running",),
-    "aerie_waiting_requests": ("vllm:num_requests_waiting",),
-    "aerie_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
-    "aerie_cached_tokens": ("vllm:prompt_tokens_cached", "vllm:prefix_cache_hits"),
-    "aerie_generated_tokens": ("vllm:generation_tokens",),
-    "aerie_retractions": ("vllm:num_preemptions",),
-    "aerie_ttft_seconds": ("vllm:time_to_first_token_seconds",),
-    "aerie_itl_seconds": ("vllm:inter_token_latency_seconds",),
-    "aerie_e2e_seconds": ("vllm:e2e_request_latency_seconds",),
-    "aerie_request_prompt_tokens": ("vllm:request_prompt_tokens",),
-    "aerie_request_generation_tokens": ("vllm:request_generation_tokens",),
-}
-KV_USAGE = "vllm:kv_cache_usage_perc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,10 @@ class BulkHistogram(Histogram):
 class EngineMetrics:
     """The instruments of one rank. The step loop alone writes; any thread may serialise."""
 
-    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str, rank: int = 0) -> None:
+    def __init__(
+        self, registry: CollectorRegistry | None = None, *, model_name: str, rank: int = 0, depths: int = 0
+    ) -> None:
+        """`depths` are the levels of the draft's trees, 0 without speculation."""
         self.registry = registry if registry is not None else CollectorRegistry()
         self.rank = rank
         names = ("model_name", "rank")
@@ -126,8 +130,9 @@ class EngineMetrics:
         pages = gauge("aerie_kv_pages", "KV pages by state; the three add up to the pool", "state")
         accept = histogram("aerie_accept_length", "Tokens committed per tree, bonus included", ACCEPT_LEN_BUCKETS)
         self._depth = counter("aerie_accepted_by_depth", "Draft tokens accepted at a depth of the tree", "depth")
-        self._depths: list[Counter] = []
         self._own = own
+        self._depths = [self._depth.labels(**own, depth=str(level + 1)) for level in range(depths)]
+        self.registry.register(ProcessFacts({**own, "process": "rank"}))
         self._phases = {name: phase.labels(**own, phase=name) for name in PHASES}
         self._accept = accept.labels(**own)
         self._steps = counter("aerie_steps", "Steps taken").labels(**own)
@@ -191,11 +196,11 @@ class EngineMetrics:
 
     def serialize(self) -> bytes:
         """All series of this rank as JSON, for `merge`."""
-        return _serialize(self.registry)
+        return serialize(self.registry)
 
 
 class ServingMetrics:
-    """The instruments of one Serve replica: its requests, and the losses of its gang.
+    """The instruments of one Serve replica: its requests and answers, and the losses of its gang.
 
     Each sample of a call is a request with its own `RequestTimer`.
     """
@@ -224,9 +229,20 @@ class ServingMetrics:
         self._losses = Counter(
             "aerie_rank_losses",
             "Lives of a gang that ended, by the rank to blame",
-            (*names, "rank", "kind", "phase"),
+            (*names, "rank", "kind"),
             registry=self.registry,
         )
+        self._responses = Counter(
+            "aerie_http_responses",
+            "Answers begun, by route and HTTP status; 499 is a client that left before",
+            (*names, "route", "status"),
+            registry=self.registry,
+        )
+        builds = Gauge(
+            "aerie_build_info", "Always 1; the labels are versions", (*names, *BUILD), registry=self.registry
+        )
+        builds.labels(model_name=model_name, **BUILD).set(1)
+        self.registry.register(ProcessFacts({"model_name": model_name, "rank": "", "process": "replica"}))
         restarts = Counter("aerie_gang_restarts", "Gangs that served again after a loss", names, registry=self.registry)
         self._restarts = restarts.labels(model_name=model_name)
         self._restart_seconds = histogram("aerie_gang_restart_seconds", "Loss to serving again", RESTART_BUCKETS)
@@ -235,9 +251,25 @@ class ServingMetrics:
         )
         self._resumed = resumed.labels(model_name=model_name)
 
-    def on_loss(self, rank: int, kind: str, phase: str) -> None:
+    def expect_ranks(self, world: int) -> None:
+        """A gang of so many ranks may be lost from now on: every series of that is there, at 0."""
+        for rank in range(world):
+            for kind in LOSS_KINDS:
+                self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind)
+
+    def on_loss(self, rank: int, kind: str) -> None:
         """A gang lost a rank, and with it this life."""
-        self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind, phase=phase).inc()
+        self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind).inc()
+
+    def expect_routes(self, routes: Iterable[str]) -> None:
+        """These are the routes that may be asked for: the series of the usual answers are there, at 0."""
+        for route in routes:
+            for status in STATUSES:
+                self._responses.labels(model_name=self._served_as, route=route, status=str(status))
+
+    def on_response(self, route: str, status: int) -> None:
+        """An answer began; `route` is the path as it was declared, never the one that was asked for."""
+        self._responses.labels(model_name=self._served_as, route=route, status=str(status)).inc()
 
     def on_restart(self, seconds: float) -> None:
         """A gang serves again, `seconds` after the loss was noticed."""
@@ -258,29 +290,31 @@ class ServingMetrics:
 
     def serialize(self) -> bytes:
         """All series of this replica as JSON, for `merge`, with the name that clients call the model by."""
-        return _serialize(self.registry, self._served_as)
+        return serialize(self.registry, self._served_as)
 
 
 class RequestTimer:
     """The clock of one request, read with `time.perf_counter`; `now` is for tests and for one reading per batch."""
 
-    __slots__ = ("_arrived", "_ended", "_last", "_metrics", "_tokens")
+    __slots__ = ("_arrived", "_last", "_metrics", "first_token_s", "outcome", "tokens")
 
     def __init__(self, metrics: ServingMetrics, now: float) -> None:
         self._metrics = metrics
         self._arrived = now
         self._last: float | None = None
-        self._tokens = 0
-        self._ended = False
+        self.tokens = 0
+        self.first_token_s: float | None = None  # since arrival
+        self.outcome: Outcome | None = None  # None while the request is open
         metrics.waiting.inc()
 
     def on_tokens(self, count: int, now: float | None = None) -> None:
         """A chunk of `count` tokens arrived. Tokens after the first share the time since the chunk before equally."""
-        if count <= 0 or self._ended:
+        if count <= 0 or self.outcome is not None:
             return
         now = time.perf_counter() if now is None else now
         if self._last is None:
-            self._metrics.ttft.add(now - self._arrived)
+            self.first_token_s = now - self._arrived
+            self._metrics.ttft.add(self.first_token_s)
             self._metrics.waiting.dec()
             self._metrics.streaming.inc()
             if count > 1:
@@ -288,13 +322,13 @@ class RequestTimer:
         else:
             self._metrics.itl.add((now - self._last) / count, count)
         self._last = now
-        self._tokens += count
+        self.tokens += count
 
     def on_finish(self, outcome: Outcome, prompt_tokens: int, now: float | None = None) -> None:
         """The request ended; later calls change nothing, so an abort may race with the end."""
-        if self._ended:
+        if self.outcome is not None:
             return
-        self._ended = True
+        self.outcome = outcome
         metrics = self._metrics
         (metrics.waiting if self._last is None else metrics.streaming).dec()
         metrics.outcomes[outcome].inc()
@@ -302,91 +336,4 @@ class RequestTimer:
             return
         metrics.e2e.add((time.perf_counter() if now is None else now) - self._arrived)
         metrics.prompt_tokens.add(prompt_tokens)
-        metrics.generation_tokens.add(self._tokens)
-
-
-def merge(samples: Iterable[bytes]) -> bytes:
-    """The Prometheus text page of the sum over serialised samples, with the second names that tools read.
-
-    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label. A rank knows its model
-    by the folder it was loaded from; where the replicas agree on the name it is served as, all series carry that name.
-
-    Raises:
-        ValueError: a sample of another schema, or a family that two samples declare with different types.
-    """
-    families: dict[str, Metric] = {}
-    totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    pages = [json.loads(sample) for sample in samples]
-    served_as = {page["served_as"] for page in pages if page.get("served_as")}
-    rename = {"model_name": served_as.pop()} if len(served_as) == 1 else {}
-    for page in pages:
-        if page.get("schema") != SCHEMA:
-            raise ValueError(f"metrics sample has schema {page.get('schema')!r}, this process reads {SCHEMA}")
-        for name, kind, text, series in page["families"]:
-            family = families.setdefault(name, Metric(name, text, kind))
-            if family.type != kind:
-                raise ValueError(f"metric {name!r} is declared as {family.type} and as {kind}")
-            sums = totals.setdefault(name, {})
-            for suffix, labels, value in series:
-                key = (suffix, tuple({**labels, **rename}.items()))
-                sums[key] = sums.get(key, 0.0) + value
-    for name, sums in totals.items():
-        for (suffix, pairs), value in sums.items():
-            families[name].add_sample(name + suffix, dict(pairs), value)
-    return generate_latest(_Page([*families.values(), *_second_names(families)]))
-
-
-class _Page(Collector):
-    """Families that are already collected, in the shape that `generate_latest` takes."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-def _serialize(registry: CollectorRegistry, served_as: str | None = None) -> bytes:
-    """A registry as JSON: per family its name, type, help and series (suffix, labels, value); no creation times."""
-    families: list[Any] = []
-    for family in registry.collect():
-        series = [
-            (sample.name.removeprefix(family.name), sample.labels, sample.value)
-            for sample in family.samples
-            if not sample.name.endswith("_created")
-        ]
-        families.append((family.name, family.type, family.documentation, series))
-    page = {"schema": SCHEMA, "served_as": served_as, "families": families}
-    return json.dumps(page, separators=(",", ":")).encode()
-
-
-def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
-    """The families of `TOOL_NAMES` that are present, and KV usage worked out from the summed pages."""
-    made = []
-    for ours, others in TOOL_NAMES.items():
-        if source := families.get(ours):
-            for other in others:
-                family = Metric(other, source.documentation, source.type)
-                for sample in source.samples:
-                    family.add_sample(other + sample.name.removeprefix(ours), _tool_labels(sample.labels), sample.value)
-                made.append(family)
-    if pages := families.get("aerie_kv_pages"):
-        used: dict[tuple[tuple[str, str], ...], float] = {}
-        total: dict[tuple[tuple[str, str], ...], float] = {}
-        for sample in pages.samples:
-            labels = _tool_labels(sample.labels)
-            state = labels.pop("state")
-            key = tuple(labels.items())
-            total[key] = total.get(key, 0.0) + sample.value
-            used[key] = used.get(key, 0.0) + (sample.value if state == "used" else 0.0)
-        family = Metric(KV_USAGE, "Share of KV pages held by requests, from pages summed over replicas", "gauge")
-        for key, pages_in_all in total.items():
-            family.add_sample(KV_USAGE, dict(key), used[key] / pages_in_all if pages_in_all else 0.0)
-        made.append(family)
-    return made
-
-
-def _tool_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Our labels in vLLM's words: `rank` is `engine`, and `depth` counted from 1 is `position` counted from 0."""
-    words = {"rank": "engine", "depth": "position"}
-    return {words.get(k, k): str(int(v) - 1) if k == "depth" else v for k, v in labels.items()}
+        metrics.generation_tokens.add(self.tokens)

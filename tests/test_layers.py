@@ -15,7 +15,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cluster"
 
-GROUND = ("__init__", "config", "checkout", "arch", "request", "batch", "clock", "mesh", "metrics", "text")
+GROUND = (
+    "__init__",
+    "config",
+    "checkout",
+    "arch",
+    "request",
+    "batch",
+    "clock",
+    "mesh",
+    "exposition",
+    "metrics",
+    "logs",
+    "text",
+)
 LAYERS = (
     "ground",
     "kernels",

@@ -17,6 +17,7 @@ from cluster.actors.placement import Layout, Placement
 from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
 from cluster.actors.verdict import Signs
 from cluster.config import ConfigError, EngineConfig
+from cluster.logs import LogSettings
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class GangSpec:
     factory: str = FACTORY
     load_timeout_s: float = 3600.0
     decided: Mapping[str, Any] = field(default_factory=dict)  # before the start; shown by /server_info
+    log: LogSettings | None = None
 
     @property
     def world(self) -> int:
@@ -142,7 +144,7 @@ class Life:
         actor = remote(**ACTOR_OPTIONS)(ShardActor)
         name = f"{self.spec.name}#{rank}.{self.epoch}"
         return actor.options(name=name, namespace=NAMESPACE, **options).remote(
-            rank, self.spec.world, neighbours, self.spec.factory, self.epoch
+            rank, self.spec.world, neighbours, self.spec.factory, self.epoch, self.spec.log
         )
 
     def open_stream(self, rank: int) -> Any:

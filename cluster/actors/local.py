@@ -9,11 +9,9 @@ import inspect
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,13 @@ import ray._private.parameter
 import ray._private.ray_constants as ray_constants
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
+from cluster.actors.folder import OwnedFolder, remove_orphans
+
 import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
 
 MIB = 1 << 20
 END_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -38,13 +39,14 @@ class LocalRay:
     num_gpus: int | None = None
     object_store_mib: int = 128
     verbose: bool = False
-    _folder: str = ""
+    _folder: OwnedFolder | None = None
     _processes: list[psutil.Process] = field(default_factory=list)
 
     def start(self) -> None:
         """Start Ray and connect this process to it."""
-        self._folder = tempfile.mkdtemp(prefix="aerie-")  # short: Unix sockets live in it
-        prepare_environment(Path(self._folder))
+        remove_orphans()
+        self._folder = OwnedFolder()
+        prepare_environment(self._folder.path)
         before = set(psutil.Process().children(recursive=True))
         with _lean_head(with_logs=self.verbose):
             ray.init(
@@ -55,7 +57,7 @@ class LocalRay:
                 include_dashboard=False,
                 log_to_driver=self.verbose,
                 logging_level=logging.INFO if self.verbose else logging.ERROR,
-                _temp_dir=self._folder,
+                _temp_dir=str(self._folder.inside),
             )
         self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
 
@@ -67,11 +69,23 @@ class LocalRay:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=1.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
+
+    def kill(self) -> None:
+        """End all of Ray's processes now, and remove its folder. For a process that is about to end itself."""
+        processes = self._all_processes()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=KILL_TIMEOUT_S)
+        if self._folder is not None:
+            self._folder.remove()
 
     def logs(self) -> Path:
-        """The folder of the logs of all of Ray's processes."""
-        return Path(self._folder) / "session_latest" / "logs"
+        """The folder of the logs of all of Ray's processes, while it runs."""
+        assert self._folder is not None, "start was not called"
+        return self._folder.inside / "session_latest" / "logs"
 
     def _all_processes(self) -> list[psutil.Process]:
         """Ray's own processes and everything that they started since."""

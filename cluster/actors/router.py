@@ -91,9 +91,13 @@ class Router:
         self.on_up()
         self._watch = asyncio.create_task(self._gang.watch(self), name="gang-watch")
 
-    async def close(self) -> None:
-        """End the open streams with an error and stop reading; the gang itself is left to its owner."""
+    def end_streams(self) -> None:
+        """Every open stream ends as aborted, and so does every later one: the server has no more time for them."""
         self._end_all("the server is shutting down")
+
+    async def close(self) -> None:
+        """End the open streams and stop reading; the gang itself is left to its owner."""
+        self.end_streams()
         tasks = [*self._reading, *self._sending, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()

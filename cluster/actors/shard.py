@@ -18,6 +18,7 @@ from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address
 from cluster.config import ConfigError, EngineConfig
+from cluster.logs import LogSettings, configure
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,17 @@ class ShardActor:
     open, and nothing that a client can flood or cancel comes before a heartbeat.
     """
 
-    def __init__(self, rank: int, world: int, neighbours: int = 1, factory: str = FACTORY, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        neighbours: int = 1,
+        factory: str = FACTORY,
+        epoch: int = 0,
+        log: LogSettings | None = None,
+    ) -> None:
+        if log is not None:
+            configure(log, rank=rank)
         self._rank = rank
         self._world = world
         self._neighbours = neighbours  # ranks on this node, this one included: they share its cores

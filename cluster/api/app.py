@@ -22,11 +22,13 @@ from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
 from cluster.actors.shared import Shared
 from cluster.api.door import EngineDoor
+from cluster.api.drain import Drain, when_leaving
 from cluster.api.feed import feed
 from cluster.api.host import GangHost
 from cluster.api.resilient import SIGN_SHARE, Item, ResilientClient, Sign
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.config import EngineConfig
+from cluster.logs import configure
 from cluster.metrics import ServingMetrics, merge
 from cluster.request import Request
 
@@ -59,7 +61,7 @@ class Replica:
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang and, meanwhile, load what REST needs; returns when requests can be served."""
-        _bind_to_node_only()
+        _begin_process(settings)
         self._host = GangHost(settings, factory)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config))
         try:
@@ -71,10 +73,20 @@ class Replica:
             raise
         model = model_info(created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0]))
         self._service = DirectService(self._host, model, tokenizer)
+        self._drain = Drain()
+        when_leaving(self._host.leave)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
-        return self._make_app(self._service)
+        return self._make_app(self._service, drain=self._drain)
+
+    async def drain(self) -> int:
+        """Refuse new calls from now on; how many are open."""
+        return self._drain.begin()
+
+    async def end_streams(self) -> None:
+        """End all that is open with an error that says so."""
+        self._host.router.end_streams()
 
     async def check_health(self) -> None:
         """Fail once the gang is lost for good; see `GangHost.check_health`."""
@@ -91,7 +103,7 @@ class EngineReplica:
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang; returns when requests can be served."""
-        _bind_to_node_only()
+        _begin_process(settings)
         self._host = GangHost(settings, factory)
         await self._host.start()
         info = self._host.gang.infos[0]
@@ -100,6 +112,7 @@ class EngineReplica:
         model = f"{config.model_path} ({info.get('dtype', config.dtype)})"
         self._sign = Sign(model, int(info.get("speculative_num_draft_tokens", 1)) - 1)
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
+        when_leaving(self._host.leave)
 
     async def generate(self, request: Request) -> AsyncGenerator[Item, None]:
         """What `feed` gives for a request; Serve closes it when the ingress cancels its call."""
@@ -112,6 +125,10 @@ class EngineReplica:
 
     def _leaving(self) -> str:
         return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
+
+    async def end_streams(self) -> None:
+        """End all that is open here; the ingress passes it on to the clients."""
+        self._host.router.end_streams()
 
     async def model_facts(self) -> dict[str, Any]:
         """What a `ModelInfo` is made of, without the time of its creation."""
@@ -175,7 +192,7 @@ class IngressReplica:
 
     async def __init__(self, settings: AppSettings, engine: Any) -> None:  # type: ignore[misc]
         """Load what REST needs, and wait for an engine replica; returns when requests can be served."""
-        _bind_to_node_only()
+        _begin_process(settings)
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
         door = EngineDoor(engine)
@@ -185,17 +202,35 @@ class IngressReplica:
         self._make_app, tokenizer, model_info = await rest
         model = model_info(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id)
-        client = ResilientClient(door, config, context.rank.rank, self._metrics.on_resumed, patience_s)
+        self._client = ResilientClient(door, config, context.rank.rank, self._metrics.on_resumed, patience_s)
+        self._engine = engine
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._service = ResilientService(client, model, tokenizer, self._metrics, peers)
+        self._service = ResilientService(self._client, model, tokenizer, self._metrics, peers)
+        self._drain = Drain()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
-        return self._make_app(self._service)
+        return self._make_app(self._service, drain=self._drain)
+
+    async def drain(self) -> int:
+        """Refuse new calls from now on; how many are open."""
+        return self._drain.begin()
+
+    async def end_streams(self) -> None:
+        """End all that is open, here and at the engine replicas, with an error that says so."""
+        self._client.end_streams()
+        asked = self._engine.broadcast("end_streams")
+        await asked.results_async(timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
 
     async def sample(self) -> bytes:
         """This replica's registry sample, for the other ingress replicas."""
         return self._metrics.serialize()
+
+
+def _begin_process(settings: AppSettings) -> None:
+    """What every replica's process does first."""
+    configure(settings.log(serve.get_replica_context().app_name))
+    _bind_to_node_only()
 
 
 def _bind_to_node_only() -> None:

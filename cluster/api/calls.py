@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from cluster.api import access
 from cluster.api.body import Intake
 from cluster.api.content import conversation
 from cluster.api.errors import ApiError, ClientGoneError, overloaded, shown
@@ -22,13 +23,12 @@ from cluster.api.stream import DONE, EventStream, event, json_bytes, until_clien
 from cluster.request import Request
 from cluster.text import StoppedText
 
-CLIENT_CLOSED = 499  # nobody reads it; it is what access logs of other servers say
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that has been understood: its sequences, the shape of its answer, headers with warnings."""
+    """A call that has been understood: its id, its sequences, the shape of its answer, headers with warnings."""
 
+    call_id: str
     samples: list[Sample]
     shape: Shape
     stream: bool
@@ -54,6 +54,7 @@ async def answer(
         except ApiError as error:
             service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
             raise
+        access.note(request.scope, call.call_id, call.samples)
         for sample in call.samples:
             sample.timer = service.metrics.on_start(arrived)
         deltas = run(service.engine, call.samples)
@@ -63,7 +64,7 @@ async def answer(
             said = await until_client_leaves(request.receive, _all(deltas))
         return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
     except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED)
+        return Response(status_code=access.CLIENT_GONE)
 
 
 async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
@@ -142,7 +143,7 @@ async def _understand(
         usage_at_end=options is not None and options.include_usage,
         usage_in_chunks=options is not None and options.continuous_usage_stats,
     )
-    return Call(samples, shape, fields.stream, warning_headers(warnings))
+    return Call(call_id, samples, shape, fields.stream, warning_headers(warnings))
 
 
 async def _chat_ids(

@@ -30,12 +30,12 @@ class GangHost:
         logger.info("the ranks run on %s (%s)", device, why)
         self.config = resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device})
         self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id)
+        self.metrics.expect_ranks(self.config.tp_size)
         self.leaving = False
         name = gang_name(f"{context.app_name}/{context.deployment}", context.replica_id.unique_id)
-        self.gang = Gang(
-            GangSpec(self.config, llm.layout(device), name, factory, decided={"device_chosen_by": why}),
-            on_loss=self._note,
-        )
+        decided, log = {"device_chosen_by": why}, settings.log(context.app_name)
+        spec = GangSpec(self.config, llm.layout(device), name, factory, decided=decided, log=log)
+        self.gang = Gang(spec, on_loss=self._note)
         self.router = Router(self.gang, on_resumed=self.metrics.on_resumed, replica_rank=context.rank.rank)
         self._publishing: asyncio.Task[None] | None = None
 
@@ -64,6 +64,11 @@ class GangHost:
         if reason := self.router.lost:
             raise RuntimeError(reason)
 
+    def leave(self) -> None:
+        """Serve will end this replica by force soon: end the streams here, where they can be told, or move."""
+        self.leaving = True
+        self.router.end_streams()
+
     async def close(self) -> None:
         """End the streams, the shards and the placement group."""
         self.leaving = True
@@ -74,7 +79,7 @@ class GangHost:
 
     def _note(self, loss: Loss) -> None:
         if loss.restored_s is None:
-            self.metrics.on_loss(loss.rank, loss.kind, loss.phase)
+            self.metrics.on_loss(loss.rank, loss.kind)
         else:
             self.metrics.on_restart(loss.restored_s)
 

@@ -7,11 +7,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.routing import Route
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
 from cluster.api import calls, errors
+from cluster.api.access import AccessLog
 from cluster.api.body import Intake
+from cluster.api.drain import Drain, DrainGate
 from cluster.api.errors import unavailable
 from cluster.api.fields import warning_headers
 from cluster.api.head import HeadAsGet
@@ -26,8 +29,10 @@ logger = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0
 
 
-def make_app(service: Service, limits: Limits | None = None) -> FastAPI:
-    """The REST app over a service, whose parts are looked up on every call. The limits follow from the model."""
+def make_app(service: Service, limits: Limits | None = None, drain: Drain | None = None) -> FastAPI:
+    """The REST app over a service, whose parts are looked up on every call. The limits follow from the model; `drain`
+    tells it when to refuse calls.
+    """
     limits = limits or Limits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
@@ -37,6 +42,10 @@ def make_app(service: Service, limits: Limits | None = None) -> FastAPI:
     _add_facts(app, service, limits)
     describe(app, limits)
     app.add_middleware(HeadAsGet)
+    app.add_middleware(DrainGate, drain=drain or Drain())
+    app.add_middleware(
+        AccessLog, service=service, routes=[route.path for route in app.routes if isinstance(route, Route)]
+    )
     return app
 
 

@@ -109,6 +109,11 @@ class ResilientClient:
         self._on_resumed = on_resumed
         self._status = Shared(self._ask_status)
         self._samples = Shared(self._ask_metrics)
+        self._ending = False
+
+    def end_streams(self) -> None:
+        """No stream that loses its engine from now on is resumed: the server is ending."""
+        self._ending = True
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
@@ -117,7 +122,8 @@ class ResilientClient:
         while True:
             attempt, sign = await self._place(stream)
             if sign is None:
-                yield _ended(stream, "abort", f"no engine replica took it within {self._patience_s:g} s")
+                why = "the server is shutting down" if self._ending else f"nobody took it within {self._patience_s:g} s"
+                yield _ended(stream, "abort", why)
                 return
             if stream.dealt and sign.model != model:
                 attempt.close()
@@ -177,7 +183,7 @@ class ResilientClient:
             finally:
                 if not taken:
                     attempt.close()
-            if time.monotonic() + RETRY_S > until:
+            if self._ending or time.monotonic() + RETRY_S > until:
                 logger.error("request %s: nobody took it within %g s: %s", stream.name, self._patience_s, why)
                 return attempt, None
             await asyncio.sleep(RETRY_S)

@@ -56,8 +56,10 @@ class Sample:
             ApiError: the engine gave the sequence up.
         """
         if output.finish_reason in ("error", "abort"):
-            logger.error("request %s ended by the engine: %s", output.request_id, output.error or output.finish_reason)
-            if output.finish_reason == "abort":
+            ours = output.finish_reason == "error"
+            why = output.error or output.finish_reason
+            logger.log(logging.ERROR if ours else logging.INFO, "request %s was ended: %s", output.request_id, why)
+            if not ours:
                 raise unavailable(f"the server ended request {output.request_id} early; it may be shutting down")
             if output.error_code is not None and output.error is not None:
                 raise ApiError(output.error, status=500, kind="server_error", code=output.error_code)

@@ -1,16 +1,17 @@
 """`aerie serve`: one model on a Ray of its own (or on a running one), until it is told to stop.
 
 The settings are checked before anything starts. Then Ray starts while the Serve application is imported beside it,
-the application is deployed, and its URL is printed once `/health` says 200. On SIGINT or SIGTERM open streams end,
-then Serve, then Ray, and no process is left.
+the application is deployed, and its URL is printed once `/health` says 200. On SIGINT or SIGTERM new calls are refused
+and open ones end, then Serve, then Ray, and no process is left. Warnings and errors of all processes are shown here as
+they come; the log has them too, and stays.
 """
 
 import argparse
+import functools
 import importlib
 import logging
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -18,20 +19,26 @@ import urllib.error
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import ray
 from ray.exceptions import RayError
 
 from cluster.actors.local import LocalRay, gpus_here, uses_haproxy
 from cluster.api import flags
+from cluster.api.console import Console
 from cluster.api.plan import ServePlan, check_port, make_plan
 from cluster.api.proxy import CALLBACK, IMPORT_PATH
+from cluster.api.stop import StopSignals, drain
 from cluster.config import ConfigError
+from cluster.logs import LogFormat, configure, default_path, drop_old
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+DELETE_TIMEOUT_S = 2.0
 FAILED = 1
 SHOWN_LINES = 12  # of an error that came up through Ray
 
@@ -64,19 +71,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", metavar="ADDRESS", help="deploy to this running Ray cluster ('auto' finds it) (env: RAY_ADDRESS)"
     )
+    parser.add_argument(
+        "--log-file",
+        metavar="FILE",
+        help="the log of the whole server (default: one per start in ~/.cache/aerie/logs; the latest 20 are kept)",
+    )
+    parser.add_argument("--log-format", choices=get_args(LogFormat), help="lines of text, or one JSON object per line")
     parser.add_argument("--verbose", action="store_true", help="print the logs of Ray's processes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. 0 after a clean stop, 1 when the application failed to start."""
     phases = Phases()
+    address = args.address or os.environ.get("RAY_ADDRESS")
     plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
     if plan.left_behind:
         _say(plan.left_behind)
-    address = args.address or os.environ.get("RAY_ADDRESS")
+    plan = _with_log(plan, args, own_ray=not address)
+    name = plan.file.applications[0].name
     check_port(plan.http)
     if not address:
         plan.check_room({"GPU": gpus_here()})
+    log = plan.settings.log(name)
+    configure(log, to_stderr=False)
     phases.end("settings")
     signals = StopSignals()
     signals.install()
@@ -84,9 +101,12 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault(CALLBACK, IMPORT_PATH)
     if uses_haproxy():
         _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
+    _say(f"log: {log.path}" + (" on every node" if address else ""))
     with ThreadPoolExecutor(1) as beside:
         importing = beside.submit(importlib.import_module, "cluster.api.app")
         cluster = None if address else _local_ray(plan, args.verbose)
+        signals.at_once = functools.partial(_delete_soon, name) if cluster is None else cluster.kill
+        console = None if address or args.verbose else Console(log.path)
         serving = False
         try:
             _connect(cluster, address)
@@ -100,14 +120,40 @@ def run(args: argparse.Namespace) -> int:
             print(f"READY {plan.url}/v1", flush=True)
             stopping.wait()
             _say("stopping")
+            drain(importlib.import_module("ray.serve"), name, plan.settings.drain_timeout_s, _say)
         except (RuntimeError, RayError, TimeoutError) as error:
             _say("\n".join(str(error).splitlines()[-SHOWN_LINES:]) or type(error).__name__, error=True)
             return FAILED
         except KeyboardInterrupt:
             _say("stopping before the start was over")
         finally:
+            if console is not None:
+                console.stop()
             _shut_down(cluster, plan, serving)
+            _say(f"ended; the log stays: {log.path}")
     return 0
+
+
+def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:
+    """The plan with the log that was asked for; a Ray of our own gets a new one for each start."""
+    given: dict[str, str] = {}
+    if args.log_file is not None:
+        given["log_file"] = str(Path(args.log_file).absolute())
+    elif plan.settings.log_file is None and own_ray:
+        path = default_path(f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        drop_old(path.parent)
+        given["log_file"] = str(path)
+    if args.log_format is not None:
+        given["log_format"] = args.log_format
+    return replace(plan, settings=plan.settings.model_copy(update=given))
+
+
+def _delete_soon(name: str) -> None:
+    """Have Serve end an application on a cluster of others, without waiting; from a signal handler, so in a thread."""
+    serve = importlib.import_module("ray.serve")
+    thread = threading.Thread(target=serve.delete, args=(name,), kwargs={"_blocking": False}, daemon=True)
+    thread.start()
+    thread.join(timeout=DELETE_TIMEOUT_S)
 
 
 def _local_ray(plan: ServePlan, verbose: bool) -> LocalRay:
@@ -192,24 +238,6 @@ def _shut_down(cluster: LocalRay | None, plan: ServePlan, serving: bool) -> None
         cluster.stop()
 
 
-class StopSignals:
-    """An event that SIGINT and SIGTERM set. A third signal ends the process at once; Ray's own notice and follow."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self._seen = 0
-
-    def install(self) -> None:
-        """Take the signals; again after `ray.init`, which takes them for itself."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._seen += 1
-        self.event.set()
-        if self._seen >= 3:
-            os._exit(128 + number)
-
-
 def _say(text: str, *, error: bool = False) -> None:
+    logger.log(logging.ERROR if error else logging.INFO, "%s", text)
     print(f"aerie serve: {text}", file=sys.stderr if error else sys.stdout, flush=True)

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cluster.actors.placement import Device, Layout, Strategy, device_of, layout_of
 from cluster.checkout import homes
 from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, nearest
+from cluster.logs import LogFormat, LogSettings, default_path
 
 # Settings of Ray Serve LLM that are known here and not honoured: said, never dropped.
 FOREIGN: Mapping[str, str] = {
@@ -170,6 +171,8 @@ class AppSettings(ServingSettings):
     llm_configs: list[LLMConfig]
     ingress: Literal["direct", "resilient"] = "direct"
     ingress_deployment_config: dict[str, Any] = Field(default_factory=dict)
+    log_file: str | None = None  # of each node; None: <application>.log in the default folder
+    log_format: LogFormat = "text"
 
     @model_validator(mode="before")
     @classmethod
@@ -181,6 +184,13 @@ class AppSettings(ServingSettings):
             entries = [read_yaml(resolve_path(e)) if isinstance(e, str) else e for e in data["llm_configs"]]
             data = {**data, "llm_configs": entries}
         return data
+
+    @field_validator("log_file")
+    @classmethod
+    def _absolute(cls, path: str | None) -> str | None:
+        if path is not None and not Path(path).is_absolute():
+            raise ConfigError(f"log_file {path!r} must be an absolute path: processes of other folders write to it too")
+        return path
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:
@@ -201,6 +211,16 @@ class AppSettings(ServingSettings):
     def llm(self) -> LLMConfig:
         """The one model."""
         return self.llm_configs[0]
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long the replicas that hold the clients' connections wait for open calls when they end."""
+        options = self.llm.deployment_config if self.ingress == "direct" else self.ingress_deployment_config
+        return float({**DEPLOYMENT_DEFAULTS, **options}["graceful_shutdown_timeout_s"])
+
+    def log(self, application: str) -> LogSettings:
+        """The log of this application on this node."""
+        return LogSettings(str(Path(self.log_file or default_path(application)).absolute()), self.log_format)
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:

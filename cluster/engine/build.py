@@ -178,7 +178,8 @@ def assemble(
     if config.mixed_prefill_size is None and rows * mesh.attn_dp > 1:  # else no prompt meets a request that decodes
         pace = measure_pace(lockstep, cache, config, context, arch.vocab_size)
     watch.take()
-    metrics = EngineMetrics(model_name=Path(config.model_path).name or "model", rank=mesh.rank)
+    model_name = Path(config.model_path).name or "model"
+    metrics = EngineMetrics(model_name=model_name, rank=mesh.rank, depths=shape.num_steps)
     info = _info(config, mesh, shape, spec, context, str(dtype), str(device), arch.vocab_size)
     info |= _kv_info(config, capacity, pages, token_bytes, context, shape.window)
     logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info["kv_tokens"], info["kv_sized_by"])

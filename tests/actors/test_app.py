@@ -15,6 +15,7 @@ from ray.util import list_named_actors
 from cluster.api.app import build_app
 from cluster.api.settings import parse
 from tests.actors.counting_engine import SLOW
+from tests.api.apps import LOG
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -33,7 +34,8 @@ def deploy(replicas: int) -> None:
                     "ray_actor_options": {"num_cpus": 0.1},
                 },
             }
-        ]
+        ],
+        "log_file": str(LOG),
     }
     serve.run(build_app(parse(args), "tests.actors.counting_engine:build"), name="counting", route_prefix="/")
 

@@ -1,11 +1,14 @@
 """`aerie serve` as its users meet it: a process that starts, answers, stops and leaves nothing; or says why not."""
 
+import asyncio
 import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +18,7 @@ import httpx
 import psutil  # Ray's own copy: the actors' conftest imports Ray first
 import pytest
 
+from tests.api.apps import Answer, ask, total
 from tests.tiny import draft_folder, target_folder
 
 pytestmark = pytest.mark.ray
@@ -27,14 +31,15 @@ def free_port() -> int:
 
 
 @contextmanager
-def aerie_serve(*settings: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def aerie_serve(*settings: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     words = [word for setting in settings for word in ("--set", setting)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "serve", *words],
+        [sys.executable, "-m", "cluster.cli", "serve", "--log-file", str(log), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, **environment},
+        start_new_session=True,  # a process group of its own, as in a terminal
     )
     try:
         yield process
@@ -63,22 +68,58 @@ def listening_on(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
-def wait_ready(process: subprocess.Popen[str]) -> str:
-    """The lines up to READY, which names the URL."""
+def wait_for(process: subprocess.Popen[str], words: str) -> str:
+    """The lines up to the first one with these words."""
     said = ""
     assert process.stdout is not None
     for line in process.stdout:
         said += line
-        if line.startswith("READY "):
+        if words in line:
             return said
     raise AssertionError(f"it ended with {process.wait()}: {said}")
 
 
+class Streams:
+    """Some streams of one server, open beside the test; `begun` once as many as are named have their first tokens."""
+
+    def __init__(self, url: str, count: int, max_tokens: int, begun: int) -> None:
+        self.answers: list[Answer] = []
+        self.begun = threading.Event()
+        self._url, self._count, self._max_tokens, self._begun = url, count, max_tokens, begun
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+
+    async def _run(self) -> None:
+        async with httpx.AsyncClient(timeout=120) as client:
+            first = client.post(f"{self._url}/v1/completions", json={"model": "tiny", "prompt": [1], "max_tokens": 1})
+            assert (await first).status_code == 200
+            more = {"model": "tiny", "stream": True, "ignore_eos": True}
+            asked = [
+                asyncio.create_task(ask(client, self._url, [5, 6, i], self._max_tokens, **more))
+                for i in range(self._count)
+            ]
+            while total((await client.get(f"{self._url}/metrics")).text, "aerie_ttft_seconds_count") < 1 + self._begun:
+                await asyncio.sleep(0.02)
+            self.begun.set()
+            self.answers = list(await asyncio.gather(*asked))
+
+    def join(self) -> list[Answer]:
+        self._thread.join()
+        return self.answers
+
+
+def refusal(url: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": [5], "max_tokens": 1}, timeout=20)
+
+
 @pytest.mark.parametrize("proxy", ["0", "1"], ids=["serve's proxy", "haproxy"])
-def test_it_starts_answers_stops_and_leaves_nothing(proxy: str) -> None:
-    port = free_port()
-    with aerie_serve(f"http_port={port}", *tiny_pair(), RAY_SERVE_ENABLE_HA_PROXY=proxy) as process:
-        said = wait_ready(process)
+def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "server.log"
+    url = f"http://127.0.0.1:{port}"
+    settings = (f"http_port={port}", *tiny_pair(), "graceful_shutdown_timeout_s=120", "max_running_requests=2")
+    with aerie_serve(*settings, log=log, RAY_SERVE_ENABLE_HA_PROXY=proxy) as process:
+        said = wait_for(process, "READY ")
+        assert f"log: {log}" in said
         assert f"READY http://127.0.0.1:{port}/v1" in said
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=20)
@@ -87,17 +128,69 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str) -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         assert listening_on(children) <= ({"127.0.0.1"} if proxy == "0" else {"127.0.0.1", "0.0.0.0"})
         folder = next(match for child in children if (match := re.search(r"/tmp/aerie-\w+", " ".join(child.cmdline()))))
-        asked = time.monotonic()
+        assert stat.S_IMODE(Path(folder.group()).stat().st_mode) == 0o700
+        streams = Streams(url, 2, 240, begun=2)
+        assert streams.begun.wait(60)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
-        assert time.monotonic() - asked < 10
-        _, alive = psutil.wait_procs(children, timeout=2)
+        assert "2 calls open" in wait_for(process, "draining")
+        refused = refusal(url)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down", refused.text
+        assert [answer.error for answer in streams.join() if not answer.whole(240)] == []
+        assert process.wait(timeout=40) == 0
+        _, alive = psutil.wait_procs(children, timeout=5)
         assert alive == []
         assert not Path(folder.group()).exists()
+    kept = log.read_text()
+    assert len(re.findall(r"INFO cluster\.api\.access .*POST /v1/completions status=200 .* outcome=ok", kept)) == 4
+    assert kept.count("outcome=refused") == 1 and "/health" not in kept
 
 
-def test_an_interrupt_before_it_is_ready_stops_it_too() -> None:
-    with aerie_serve(f"http_port={free_port()}", *tiny_pair()) as process:
+@pytest.mark.slow
+def test_an_interrupt_of_the_whole_group_ends_streams_with_an_event_at_the_timeout(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    settings = (f"http_port={port}", *tiny_pair(), "graceful_shutdown_timeout_s=1", "max_running_requests=1")
+    with aerie_serve(
+        *settings,
+        "ingress=resilient",
+        "ingress_deployment_config.graceful_shutdown_timeout_s=1",
+        log=tmp_path / "server.log",
+    ) as process:
+        wait_for(process, "READY ")
+        children = psutil.Process(process.pid).children(recursive=True)
+        streams = Streams(url, 8, 480, begun=1)
+        assert streams.begun.wait(60)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(process, "ended with an error")
+        answers = streams.join()
+        assert all("shutting down" in answer.error for answer in answers if not answer.whole(480)), answers
+        assert any(answer.error for answer in answers)
+        assert process.wait(timeout=40) == 0
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert alive == []
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    with aerie_serve(f"http_port={port}", *tiny_pair(), log=tmp_path / "server.log") as process:
+        wait_for(process, "READY ")
+        children = psutil.Process(process.pid).children(recursive=True)
+        folder = next(match for child in children if (match := re.search(r"/tmp/aerie-\w+", " ".join(child.cmdline()))))
+        streams = Streams(f"http://127.0.0.1:{port}", 4, 480, begun=4)
+        assert streams.begun.wait(60)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(process, "draining")
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=10) == 128 + signal.SIGINT
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert alive == []
+        assert not Path(folder.group()).exists()
+        assert all(answer.error for answer in streams.join())
+
+
+def test_an_interrupt_before_it_is_ready_stops_it_too(tmp_path: Path) -> None:
+    with aerie_serve(f"http_port={free_port()}", *tiny_pair(), log=tmp_path / "server.log") as process:
         time.sleep(4)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
@@ -111,20 +204,22 @@ def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
     for file in target.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with aerie_serve(f"http_port={free_port()}", f"model_path={tmp_path}", "speculative_algorithm=null") as process:
+    weights.write_bytes(weights.read_bytes()[:480])
+    with aerie_serve(
+        f"http_port={free_port()}", f"model_path={tmp_path}", "speculative_algorithm=null", log=tmp_path / "server.log"
+    ) as process:
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 2, said
         assert "aerie serve: " in said and "safetensors" in said and "Traceback" not in said
 
 
-def test_a_port_in_use_is_said_before_ray_starts() -> None:
+def test_a_port_in_use_is_said_before_ray_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         asked = time.monotonic()
-        with aerie_serve(f"http_port={port}", *tiny_pair()) as process:
+        with aerie_serve(f"http_port={port}", *tiny_pair(), log=tmp_path / "server.log") as process:
             said, _ = process.communicate(timeout=60)
             assert process.returncode == 2
             assert f"http_port {port} on 127.0.0.1 cannot be used: Address already in use" in said

@@ -5,10 +5,12 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +25,8 @@ from cluster.api.app import build_app
 from cluster.api.settings import parse
 
 FACTORY = "tests.actors.counting_engine:build"
+LOGS = tempfile.TemporaryDirectory(prefix="aerie-logs-")  # of all applications here, gone with this process
+LOG = Path(LOGS.name) / "counting.log"
 
 
 def arguments(replicas: int = 1, ranks: int = 1, app: dict[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
@@ -47,6 +51,7 @@ def arguments(replicas: int = 1, ranks: int = 1, app: dict[str, Any] | None = No
                 "deployment_config": options,
             }
         ],
+        "log_file": str(LOG),
         **(app or {}),
     }
 

@@ -1,4 +1,4 @@
-"""The layouts that deploy/serve.yaml shows in comments are as valid as the one that it deploys."""
+"""The layouts in the comments of deploy/serve.yaml are as valid as the one that it deploys; probes do no harm."""
 
 from pathlib import Path
 from typing import Any
@@ -43,3 +43,15 @@ def test_what_a_redeploy_has_room_for_decides_how_long_its_gang_waits() -> None:
     assert parse(given).llm.layout().timeout_s == 120
     given["llm_configs"][0]["deployment_config"]["max_surge_percent"] = 0
     assert parse(given).llm.layout().timeout_s == 180
+
+
+def test_probes_ask_what_does_not_end_a_pod_that_restarts_its_gang() -> None:
+    cluster = yaml.safe_load((FILE.parent / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
+    for group in cluster["workerGroupSpecs"]:
+        (worker,) = group["template"]["spec"]["containers"]
+        assert worker["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000}
+        assert "livenessProbe" not in worker, "/health is 503 while a gang restarts"
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert "readinessProbe" not in head, "the head has no replica; KubeRay asks it itself"
+    check = (FILE.parent / "Dockerfile").read_text().split("HEALTHCHECK", 1)[1]
+    assert "http://127.0.0.1:8000/health" in check

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,18 @@ import httpx
 import pytest
 
 from tests.actors.counting_engine import SLOW
-from tests.api.apps import Answer, arguments, ask, deploy_config, eventually, serving, settled, shards
+from tests.api.apps import (
+    Answer,
+    arguments,
+    ask,
+    ask_all,
+    deploy_config,
+    eventually,
+    serving,
+    settled,
+    shards,
+    total,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
@@ -110,3 +122,16 @@ def test_a_scale_down_under_load_fails_no_request(app: dict[str, Any], name: str
         check(load)
         assert eventually(lambda: len(shards()) == 1)
         assert set(shards()) < before, "the gang that stays was restarted"
+
+
+def test_streams_that_outlast_their_replica_end_with_an_event() -> None:
+    args = with_options(arguments(), graceful_shutdown_timeout_s=2)
+    with serving(args) as url, ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(ask_all, url, [[SLOW, number] for number in range(6)], 3000)  # half a minute
+        assert eventually(lambda: total(httpx.get(f"{url}/metrics").text, "aerie_ttft_seconds_count") == 6)
+        deploy_config(with_options(arguments(max_queued_tokens=60_000), graceful_shutdown_timeout_s=2))
+        answers = asked.result(timeout=60)
+        assert [answer.status for answer in answers] == [200] * 6
+        assert all("it may be shutting down" in answer.error and answer.tokens for answer in answers), answers
+        settled()
+        assert httpx.get(f"{url}/server_info").json()["healthy"]

@@ -14,7 +14,7 @@ from cluster.metrics import PHASES, EngineMetrics, ServingMetrics, StepStats, me
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
-ROWS = ["Overview", "Latency", "Speculation", "Ranks", "KV", "Requests and errors", "Faults"]
+ROWS = ["Overview", "Latency", "Speculation", "Ranks", "KV", "Requests and errors", "Faults", "Processes"]
 
 FUNCTIONS = {"sum", "rate", "increase", "max", "min", "avg", "count", "histogram_quantile", "clamp_min"}
 WORDS = {"and", "or", "unless", "bool", "offset"}
@@ -37,7 +37,8 @@ def exposed() -> dict[str, dict[str, set[str]]]:
         StepStats(phase_seconds=dict.fromkeys(PHASES, 0.1), accept_lens=[2], accepted_by_depth=[1], drafts=1)
     )
     serving = ServingMetrics(model_name="m")
-    serving.on_loss(0, "died", "target")
+    serving.expect_ranks(1)
+    serving.expect_routes(["/v1/completions", "/v1/chat/completions"])
     page = merge([engine.serialize(), serving.serialize()]).decode()
     series: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):
@@ -89,6 +90,22 @@ def selector_problems(name: str, selector: str) -> list[str]:
             unknown = set(matcher["value"].split("|")) - labels[matcher["label"]]
             found += [f"{name} has no {matcher['label']}={value!r}" for value in sorted(unknown)]
     return found
+
+
+def rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_every_alert_asks_for_series_that_exist_and_says_what_is_wrong(rule: dict[str, Any]) -> None:
+    asked = rule["expr"].replace('up{job="aerie"}', "aerie_steps_total")  # Prometheus's own series
+    assert problems(asked) == []
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
+        by = re.search(r"by \(([^)]*)\)", rule["expr"])
+        assert label == "instance" if by is None else label in by[1], label
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -181,6 +198,7 @@ def test_prometheus_scrapes_the_rest_port_once() -> None:
     assert job["metrics_path"] == "/metrics"
     assert job["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]
     assert re.fullmatch(r"\d+s", config["global"]["scrape_interval"])
+    assert all((DEPLOY / name).is_file() for name in config["rule_files"])
 
 
 def test_grafana_provisions_the_dashboard_and_its_source() -> None:

@@ -3,15 +3,21 @@
 import json
 import time
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.actors.messages import LossKind
+from cluster.exposition import TOOL_NAMES
 from cluster.metrics import (
+    E2E_BUCKETS,
+    LOSS_KINDS,
     OUTCOMES,
     PHASES,
-    TOOL_NAMES,
+    STATUSES,
+    TTFT_BUCKETS,
     BulkHistogram,
     EngineMetrics,
     ServingMetrics,
@@ -278,12 +284,58 @@ def test_merging_nothing_is_an_empty_page() -> None:
 
 def test_losses_and_restarts_of_a_gang() -> None:
     metrics = ServingMetrics(model_name="m")
-    metrics.on_loss(1, "died", "target")
-    metrics.on_loss(1, "died", "target")
+    metrics.on_loss(1, "died")
+    metrics.on_loss(1, "died")
     metrics.on_restart(2.5)
     metrics.on_resumed()
     page = merge([metrics.serialize()]).decode()
-    assert 'aerie_rank_losses_total{kind="died",model_name="m",phase="target",rank="1"} 2.0' in page
+    assert 'aerie_rank_losses_total{kind="died",model_name="m",rank="1"} 2.0' in page
     assert 'aerie_gang_restarts_total{model_name="m"} 1.0' in page
     assert 'aerie_gang_restart_seconds_sum{model_name="m"} 2.5' in page
     assert 'aerie_resumed_streams_total{model_name="m"} 1.0' in page
+
+
+def test_a_series_is_there_before_its_first_event() -> None:
+    """`increase()` of a series that is born at 1 is 0: an alert on it would never fire."""
+    metrics = ServingMetrics(model_name="m")
+    metrics.expect_ranks(3)
+    metrics.expect_routes(["/health", "other"])
+    page = series(merge([metrics.serialize(), EngineMetrics(model_name="m", depths=4).serialize()]))
+    assert get_args(LossKind) == LOSS_KINDS
+    expected = [("aerie_rank_losses_total", {"rank": str(r), "kind": k}) for r in range(3) for k in LOSS_KINDS]
+    expected += [("aerie_requests_total", {"outcome": outcome}) for outcome in OUTCOMES]
+    expected += [
+        ("aerie_http_responses_total", {"route": route, "status": str(status)})
+        for route in ("/health", "other")
+        for status in STATUSES
+    ]
+    expected += [("aerie_accepted_by_depth_total", {"rank": "0", "depth": str(d)}) for d in (1, 2, 3, 4)]
+    expected += [(f"aerie_{name}_total", {}) for name in ("gang_restarts", "resumed_streams")]
+    assert {name: page[name, tuple(sorted(labels.items()))] for name, labels in expected} == {
+        name: 0 for name, _ in expected
+    }
+    metrics.on_loss(2, "frozen")
+    metrics.on_response("/health", 503)
+    page = series(merge([metrics.serialize()]))
+    assert page["aerie_rank_losses_total", (("kind", "frozen"), ("rank", "2"))] == 1
+    assert page["aerie_http_responses_total", (("route", "/health"), ("status", "503"))] == 1
+
+
+def test_a_first_token_may_take_as_long_as_a_request() -> None:
+    assert TTFT_BUCKETS[-1] == E2E_BUCKETS[-1] == 960
+    assert list(TTFT_BUCKETS) == sorted(TTFT_BUCKETS)
+
+
+def test_versions_and_processes_are_told_once_however_many_replicas_there_are() -> None:
+    replicas = [ServingMetrics(model_name="m").serialize() for _ in range(2)]
+    page = series(merge([*replicas, engine(0).serialize(), engine(1).serialize()]))
+    (build,) = [(dict(labels), value) for (name, labels), value in page.items() if name == "aerie_build_info"]
+    assert build[1] == 1
+    assert set(build[0]) == {"version", "torch", "ray", "python"} and all(build[0].values())
+    for labels in ({"process": "replica", "rank": ""}, {"process": "rank", "rank": "1"}):
+        key = tuple(sorted(labels.items()))
+        assert page["process_resident_memory_bytes", key] > 1 << 20
+        assert page["process_cpu_seconds_total", key] > 0
+        assert time.time() - 86400 * 365 < page["process_start_time_seconds", key] <= time.time() + 1
+    both = page["process_open_fds", (("process", "replica"), ("rank", ""))]
+    assert both >= 2 * 3, "amounts are added: each of the two has at least the three standard files"

@@ -1,0 +1,153 @@
+"""Registries as JSON, and the sum of many as one Prometheus page.
+
+A rank and a replica each serialise their registry; `merge` adds the samples of all of them. Series that other tools
+look for by name (`vllm:...`) are not filled a second time: `merge` writes them as second names of ours.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+SCHEMA = 1
+
+# Facts, not amounts: where two processes say them with the same labels, the greatest stands for both. Of start times
+# that is the latest, so that the restart of any process shows.
+LATEST = frozenset({"aerie_build_info", "process_start_time_seconds"})
+
+# Our family -> the second names it is exported under. `engine` is vLLM's word for a data-parallel rank.
+TOOL_NAMES: Mapping[str, tuple[str, ...]] = {
+    "aerie_drafts": ("vllm:spec_decode_num_drafts",),
+    "aerie_verified_nodes": ("vllm:spec_decode_num_draft_tokens",),
+    "aerie_accepted_draft_tokens": ("vllm:spec_decode_num_accepted_tokens",),
+    "aerie_accepted_by_depth": ("vllm:spec_decode_num_accepted_tokens_per_pos",),
+    "aerie_running_requests": ("vllm:num_requests_running",),
+    "aerie_waiting_requests": ("vllm:num_requests_waiting",),
+    "aerie_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+    "aerie_cached_tokens": ("vllm:prompt_tokens_cached", "vllm:prefix_cache_hits"),
+    "aerie_generated_tokens": ("vllm:generation_tokens",),
+    "aerie_retractions": ("vllm:num_preemptions",),
+    "aerie_ttft_seconds": ("vllm:time_to_first_token_seconds",),
+    "aerie_itl_seconds": ("vllm:inter_token_latency_seconds",),
+    "aerie_e2e_seconds": ("vllm:e2e_request_latency_seconds",),
+    "aerie_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "aerie_request_generation_tokens": ("vllm:request_generation_tokens",),
+}
+KV_USAGE = "vllm:kv_cache_usage_perc"
+
+
+def merge(samples: Iterable[bytes]) -> bytes:
+    """The Prometheus text page of the sum over serialised samples, with the second names that tools read.
+
+    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label. A rank knows its model
+    by the folder it was loaded from; where the replicas agree on the name it is served as, all series carry that name.
+
+    Raises:
+        ValueError: a sample of another schema, or a family that two samples declare with different types.
+    """
+    families: dict[str, Metric] = {}
+    totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    pages = [json.loads(sample) for sample in samples]
+    served_as = {page["served_as"] for page in pages if page.get("served_as")}
+    rename = {"model_name": served_as.pop()} if len(served_as) == 1 else {}
+    for page in pages:
+        if page.get("schema") != SCHEMA:
+            raise ValueError(f"metrics sample has schema {page.get('schema')!r}, this process reads {SCHEMA}")
+        for name, kind, text, series in page["families"]:
+            family = families.setdefault(name, Metric(name, text, kind))
+            if family.type != kind:
+                raise ValueError(f"metric {name!r} is declared as {family.type} and as {kind}")
+            sums = totals.setdefault(name, {})
+            for suffix, labels, value in series:
+                key = (suffix, tuple({**labels, **rename}.items()))
+                known = sums.get(key, 0.0)
+                sums[key] = max(known, value) if name in LATEST else known + value
+    for name, sums in totals.items():
+        for (suffix, pairs), value in sums.items():
+            families[name].add_sample(name + suffix, dict(pairs), value)
+    return generate_latest(_Page([*families.values(), *_second_names(families)]))
+
+
+class ProcessFacts(Collector):
+    """This process's CPU, memory and files, under the names of prometheus_client's collector and with labels of ours.
+
+    They are read from /proc when a page is made; where there is none (not on Linux) there are no such series.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+        self._source = ProcessCollector(registry=None)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: a registry would otherwise collect once to learn the names."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per fact."""
+        for source in self._source.collect():
+            family = Metric(source.name, source.documentation, source.type)
+            for sample in source.samples:
+                family.add_sample(sample.name, self._labels, sample.value)
+            yield family
+
+
+class _Page(Collector):
+    """Families that are already collected, in the shape that `generate_latest` takes."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def serialize(registry: CollectorRegistry, served_as: str | None = None) -> bytes:
+    """A registry as JSON, for `merge`: per family its name, type, help and series (suffix, labels, value).
+
+    Creation times are left out.
+    """
+    families: list[Any] = []
+    for family in registry.collect():
+        series = [
+            (sample.name.removeprefix(family.name), sample.labels, sample.value)
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        ]
+        families.append((family.name, family.type, family.documentation, series))
+    page = {"schema": SCHEMA, "served_as": served_as, "families": families}
+    return json.dumps(page, separators=(",", ":")).encode()
+
+
+def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
+    """The families of `TOOL_NAMES` that are present, and KV usage worked out from the summed pages."""
+    made = []
+    for ours, others in TOOL_NAMES.items():
+        if source := families.get(ours):
+            for other in others:
+                family = Metric(other, source.documentation, source.type)
+                for sample in source.samples:
+                    family.add_sample(other + sample.name.removeprefix(ours), _tool_labels(sample.labels), sample.value)
+                made.append(family)
+    if pages := families.get("aerie_kv_pages"):
+        used: dict[tuple[tuple[str, str], ...], float] = {}
+        total: dict[tuple[tuple[str, str], ...], float] = {}
+        for sample in pages.samples:
+            labels = _tool_labels(sample.labels)
+            state = labels.pop("state")
+            key = tuple(labels.items())
+            total[key] = total.get(key, 0.0) + sample.value
+            used[key] = used.get(key, 0.0) + (sample.value if state == "used" else 0.0)
+        family = Metric(KV_USAGE, "Share of KV pages held by requests, from pages summed over replicas", "gauge")
+        for key, pages_in_all in total.items():
+            family.add_sample(KV_USAGE, dict(key), used[key] / pages_in_all if pages_in_all else 0.0)
+        made.append(family)
+    return made
+
+
+def _tool_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Our labels in vLLM's words: `rank` is `engine`, and `depth` counted from 1 is `position` counted from 0."""
+    words = {"rank": "engine", "depth": "position"}
+    return {words.get(k, k): str(int(v) - 1) if k == "depth" else v for k, v in labels.items()}

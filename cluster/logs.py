@@ -1,0 +1,247 @@
+"""One log for a whole server: each of its processes appends whole lines to the same file, one file per machine.
+
+A line has its time (UTC), level, logger and, where there are such, the rank of the process and the id of the request
+that it is about; as `json` it is one object with the same. Our own loggers say what is INFO and above, those of other
+libraries what is WARNING and above. The file outlives the server. Not known here: Ray.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import stat
+import sys
+import time
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.config import ConfigError
+
+LogFormat = Literal["text", "json"]
+
+FOLDER = Path(".cache") / "aerie" / "logs"  # in the home of the user who serves
+LIMIT_BYTES = 64 << 20  # of one file; then it becomes FILE.1, and the FILE.1 before it is gone
+KEPT_LOGS = 20  # of earlier servers, in the default folder
+OURS = "cluster"
+SILENT = "ray.serve"  # Serve's logger in a replica; it passes nothing on to the root
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the request that the present task serves; empty outside of one."""
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+_installed: list[tuple[logging.Logger, logging.Handler]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """Where the log is (an absolute path), and in which form."""
+
+    path: str
+    format: LogFormat = "text"
+
+
+def default_path(name: str) -> Path:
+    """The log of that name in the default folder."""
+    return Path.home() / FOLDER / f"{name}.log"
+
+
+def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
+    """Remove all but the latest logs of servers in a folder; those of other names stay."""
+    logs = sorted(folder.glob("serve-*.log*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in logs[keep:]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool = True) -> None:
+    """Let this process write to the log. Calling it again replaces what the call before has set.
+
+    With `to_stderr` warnings are repeated there, which in Ray's processes is a file of Ray's own for each.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        handlers: list[logging.Handler] = [SharedFile(settings.path)]
+    except OSError as error:
+        raise ConfigError(f"log_file {settings.path!r} cannot be written: {error.strerror}; set log_file") from None
+    if to_stderr:
+        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers[1].setLevel(logging.WARNING)
+    for logger, old in _installed:
+        logger.removeHandler(old)
+        old.close()
+    _installed.clear()
+    formatter = (JsonLines if settings.format == "json" else TextLines)(rank)
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        handler.addFilter(_wanted)
+        _installed.append((logging.getLogger(), handler))
+    if not logging.getLogger(SILENT).propagate:
+        _installed.append((logging.getLogger(SILENT), handlers[0]))
+    for logger, handler in _installed:
+        logger.addHandler(handler)
+    logging.getLogger(OURS).setLevel(logging.INFO)
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] == OURS
+
+
+class SharedFile(logging.Handler):
+    """Appends each line with one write, so that the lines of several processes do not mix; begins anew at a limit.
+
+    A log is what its owner alone may read: prompts are not in it, but the ids and sizes of requests are.
+    """
+
+    def __init__(self, path: str, limit_bytes: int = LIMIT_BYTES) -> None:
+        """Raises OSError where the file cannot be opened."""
+        super().__init__()
+        self._path = path
+        self._limit = limit_bytes
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = self._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record's line; a failure is for `logging` to report, on stderr."""
+        try:
+            line = (self.format(record) + "\n").encode(errors="backslashreplace")
+            if not self._is_current():
+                os.close(self._file)
+                self._file = self._open()
+            os.write(self._file, line)
+            self._rotate()
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            os.close(self._file)
+        super().close()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _is_current(self) -> bool:
+        """Whether the open file is still the one of that name: another process may have begun a new one."""
+        try:
+            named = Path(self._path).stat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._file))
+
+    def _rotate(self) -> None:
+        facts = os.fstat(self._file)
+        if facts.st_size < self._limit or not stat.S_ISREG(facts.st_mode):
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # two that see the limit at once would put the new file away too
+        try:
+            if self._is_current():
+                Path(self._path).replace(f"{self._path}.1")
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class TextLines(logging.Formatter):
+    """`TIME LEVEL LOGGER [rank R] [request ID] message`; further lines of a message or traceback are indented."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record; control characters that came from outside are shown, not written."""
+        words = [_time(record), record.levelname, record.name]
+        if self._rank is not None:
+            words.append(f"[rank {self._rank}]")
+        if request := request_id.get():
+            words.append(f"[request {request}]")
+        words.append(record.getMessage())
+        if fields := getattr(record, "fields", None):
+            words += [f"{name}={value}" for name, value in fields.items() if value is not None]
+        text = " ".join(words)
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text).replace("\n", "\n    ")
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, message and, where they are known, rank, request_id, exception.
+
+    What a record carries as `fields` stands beside them.
+    """
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record."""
+        data: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if self._rank is not None:
+            data["rank"] = self._rank
+        if request := request_id.get():
+            data["request_id"] = request
+        if record.exc_info:
+            data["exception"] = self.formatException(record.exc_info)
+        data |= getattr(record, "fields", {})
+        return json.dumps(data)
+
+
+def _time(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+def level_and_logger(line: str) -> tuple[int, str]:
+    """The level and the logger of a line of a log, of either form; 0 and nothing for what is no first line."""
+    if line.startswith("{"):
+        try:
+            data = json.loads(line)
+            words = ["", data["level"], data["logger"]]
+        except (ValueError, KeyError):
+            return 0, ""
+    else:
+        words = line.split(" ", 3)
+    level = logging.getLevelNamesMapping().get(words[1], 0) if len(words) > 2 else 0
+    return level, words[2] if level else ""
+
+
+class Follower:
+    """Reads what is appended to a log, from where it ended when this was made."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._inode, self._at = self._state()
+        self._rest = ""
+
+    def _state(self) -> tuple[int, int]:
+        try:
+            facts = self._path.stat()
+        except OSError:
+            return 0, 0
+        return facts.st_ino, facts.st_size
+
+    def lines(self) -> list[str]:
+        """The whole lines that came since the call before; what a file got just before it was put away is passed by."""
+        inode, size = self._state()
+        if inode != self._inode:
+            self._inode, self._at, self._rest = inode, 0, ""
+        if size <= self._at:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read(size - self._at)
+        self._at += len(data)
+        *whole, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
+        return whole

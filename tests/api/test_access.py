@@ -1,0 +1,160 @@
+"""One line for each call, none for the probes, and a count of answers by route and status."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from cluster.api.drain import Drain
+from cluster.api.ingress import make_app
+from cluster.logs import TextLines, request_id
+from cluster.request import Request, RequestOutput
+from tests.api.scripted import MODEL, Client, ScriptedService
+from tests.api.test_streams import Visitor, until
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
+    """The fields of the access lines so far, with the path as `asked`."""
+    caplog.set_level(logging.INFO, "cluster.api.access")
+    return lambda: [
+        {"asked": record.getMessage(), **record.__dict__["fields"]}
+        for record in caplog.records
+        if record.name == "cluster.api.access"
+    ]
+
+
+def counted(service: ScriptedService) -> dict[tuple[str, str], float]:
+    """Answers so far by route and status, those there are."""
+    (family,) = [f for f in service.metrics.registry.collect() if f.name == "aerie_http_responses"]
+    return {
+        (s.labels["route"], s.labels["status"]): s.value
+        for s in family.samples
+        if s.name.endswith("_total") and s.value
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_says_what_a_call_was_and_how_it_went(client: Client, lines: Any, stream: bool) -> None:
+    assert client.complete(stream=stream, n=2, max_tokens=7, ignore_eos=True).status_code == 200
+    (line,) = lines()
+    assert line["asked"] == "POST /v1/completions"
+    assert (line["status"], line["outcome"]) == (200, "ok")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (5, 14), "a prompt counts once"
+    assert 0 <= line["first_token_s"] <= line["total_s"]
+
+
+def test_the_line_and_all_others_of_a_call_have_its_id(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+    caplog.handler.setFormatter(TextLines())
+    caplog.set_level(logging.INFO, "cluster")
+    caplog.handler.addFilter(lambda record: not seen.append((record.name, request_id.get())))
+    answer = client.complete().json()
+    assert ("cluster.api.access", answer["id"]) in seen
+    assert request_id.get() == ""
+
+
+def test_refusals_faults_and_clients_that_leave(client: Client, service: ScriptedService, lines: Any) -> None:
+    client.complete(n=99)
+    client.get("/nothing/of/ours")
+    service.engine.full = True
+    client.complete()
+    service.engine.full = False
+    service.engine.fail_at = 0
+    client.complete()
+    service.engine.fail_at = 5
+    client.complete(stream=True, max_tokens=40)
+    said = [(line["asked"], line["status"], line["outcome"]) for line in lines()]
+    assert said == [
+        ("POST /v1/completions", 400, "refused"),
+        ("GET /nothing/of/ours", 404, "refused"),
+        ("POST /v1/completions", 503, "refused"),
+        ("POST /v1/completions", 500, "error"),
+        ("POST /v1/completions", 200, "error"),
+    ]
+    generation = "/v1/completions"
+    assert counted(service) == {
+        (generation, "400"): 1,
+        ("other", "404"): 1,
+        (generation, "503"): 1,
+        (generation, "500"): 1,
+        (generation, "200"): 1,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_gone_and_no_error(
+    app: FastAPI, service: ScriptedService, lines: Any, stream: bool
+) -> None:
+    async def scene() -> None:
+        service.engine.step_s = 0.002
+        visitor = Visitor(app, {"stream": stream, "max_tokens": 400, "ignore_eos": True})
+        await until(lambda: service.engine.running and (len(visitor.sent) > 3 or not stream))
+        visitor.left.set()
+        await asyncio.wait_for(visitor.call, 20)
+
+    asyncio.run(scene())
+    (line,) = lines()
+    assert line["outcome"] == "gone"
+    assert line["status"] == (200 if stream else 499)
+
+
+def test_probes_are_counted_and_not_logged(client: Client, service: ScriptedService, lines: Any) -> None:
+    client.get("/health")
+    client.get("/metrics")
+    assert lines() == []
+    assert counted(service) == {("/health", "200"): 1, ("/metrics", "200"): 1}
+
+
+def test_a_replica_that_drains_refuses_new_calls_and_ends_open_ones_in_their_time(
+    service: ScriptedService, lines: Any
+) -> None:
+    drain = Drain()
+    app = make_app(service, drain=drain)
+
+    async def scene() -> list[httpx.Response]:
+        service.engine.step_s = 0.002
+        visitor = Visitor(app, {"stream": True, "max_tokens": 100, "ignore_eos": True})
+        await until(lambda: len(visitor.sent) > 3)
+        assert (drain.begin(), drain.begin()) == (1, 1)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as http:
+            answers = [
+                await http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}),
+                await http.post("/v1/chat/completions", json={}),
+                await http.get("/ready"),
+                await http.get("/health"),
+            ]
+        assert drain.open == 1
+        await asyncio.wait_for(visitor.call, 30)
+        assert b"".join(message.get("body", b"") for message in visitor.sent).endswith(b"data: [DONE]\n\n")
+        assert drain.open == 0
+        return answers
+
+    answers = asyncio.run(scene())
+    assert [answer.status_code for answer in answers] == [503, 503, 503, 200]
+    for refused in answers[:3]:
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert int(refused.headers["retry-after"]) > 0
+    assert [line["outcome"] for line in lines() if line["asked"].startswith("POST")] == ["refused", "refused", "ok"]
+
+
+def test_what_is_open_when_the_time_is_up_ends_with_an_error(client: Client, service: ScriptedService) -> None:
+    """As `Router.end_streams` ends it: an abort by the server."""
+
+    async def aborting(request: Request) -> AsyncIterator[RequestOutput]:
+        yield RequestOutput(request.request_id, (97,))
+        yield RequestOutput(request.request_id, (), finish_reason="abort", error="the server is shutting down")
+
+    service.engine.generate = aborting  # type: ignore[method-assign]
+    stream = client.complete(stream=True)
+    assert stream.status_code == 200
+    assert (
+        "it may be shutting down"
+        in json.loads(stream.text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"]
+    )
+    assert client.complete().status_code == 503
