@@ -3,9 +3,10 @@
 A request waits for one of two things. While slots are free it waits for the prompts before its own; else for streams to
 end. Both rates are measured, as means over the last seconds: prompt tokens that left the queue while slots were free,
 and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these rates:
-running streams end after the tokens they still expect, and those who wait take their slots in turn. How many tokens to
-expect is learnt too: every token is the last one with the same chance, so many of all tokens as were, or it reaches
-`max_tokens`. Before a second of work was seen nothing is known: then as many may wait as there are slots.
+running streams end after the tokens they still expect, those who wait take their slots in turn, and from a slot to the
+first token it takes as long as it took others. How many tokens to expect is learnt too: every token is the last with the
+same chance, so many of all tokens as were, or it reaches `max_tokens`. Before a second of work was seen nothing is known:
+then as many may wait as there are slots.
 
 No Ray and no event loop here: plain bookkeeping over a clock that is given.
 """
@@ -84,11 +85,15 @@ class Lengths:
 
 @dataclass(slots=True)
 class Guest:
-    """One open request: tokens of its prompt, all its tokens as far as expected, its new ones at most and by now."""
+    """One open request: tokens of its prompt, all its tokens as far as expected, its new ones at most and by now.
+
+    `came` is when it entered, None when it had to wait for a slot.
+    """
 
     prompt: int
     tokens: float
     most: int
+    came: float | None
     dealt: int = 0
 
 
@@ -105,6 +110,7 @@ class Admission:
         self._tokens = 0.0  # of all guests, expected ones included
         self.queued_tokens = 0.0  # of those waiting
         self._lengths = Lengths()
+        self._first_s = 0.0  # mean time to the first token of those who found a slot
         self._pace, self._prompts = Rate(), Rate()
         self._at = clock()
         self._serving = True
@@ -145,8 +151,9 @@ class Admission:
     def entered(self, request: Request) -> None:
         """A request was let in, and waits."""
         prompt = len(request.prompt_token_ids)
-        guest = Guest(prompt, prompt + self.new_tokens(request), request.params.max_tokens)
         self._pass()
+        came = self._at if self._free() else None
+        guest = Guest(prompt, prompt + self.new_tokens(request), request.params.max_tokens, came)
         self._waiting[request.request_id] = guest
         self._tokens += guest.tokens
         self.queued_tokens += guest.tokens
@@ -163,6 +170,9 @@ class Admission:
             self._running[name] = guest
             self._leave(guest)
             self._prompts.happened(guest.prompt)
+            if guest.came is not None:
+                took = self._at - guest.came
+                self._first_s += (MEMORY if self._first_s else 1.0) * (took - self._first_s)
         guest.dealt += tokens
         self._pace.happened(tokens)
 
@@ -221,7 +231,7 @@ class Admission:
         for guest in self._waiting.values():
             starts = heapq.heappop(ends) if len(ends) >= slots else 0.0
             heapq.heappush(ends, starts + lasts(guest))
-        return ends[0] if len(ends) >= slots else 0.0
+        return self._first_s + (ends[0] if len(ends) >= slots else 0.0)
 
     def _free(self) -> bool:
         """Whether a newcomer would find a slot. While nobody waits, the cache has room, whatever `_room` says of it."""

@@ -194,6 +194,19 @@ def test_long_prompts_before_one_count_while_slots_are_free() -> None:
     assert admission.full() is not None
 
 
+def test_the_time_from_a_slot_to_the_first_token_counts() -> None:
+    clock = Hand()
+    admission = Admission(config(max_running_requests=1, max_queue_wait_s=60.0), clock)
+    admission.started(None)
+    admission.entered(request("r0", max_tokens=50))
+    clock.now += 4.0  # its prompt
+    for _ in range(10):
+        admission.progressed("r0", 1)
+        clock.now += 0.1
+    # 40 tokens are left, and 10 took 5 s of the slot; then comes a prompt like the first one's
+    assert admission.wait_s() == pytest.approx(20.0 + 4.0, rel=0.05)
+
+
 def test_a_small_cache_is_fewer_slots() -> None:
     clock = Hand()
     admission = Admission(config(), clock)
