@@ -258,7 +258,7 @@ def test_a_step_without_work_is_a_step_like_any_other() -> None:
 
 
 NEAR_TIE = {"float32": 64, "bfloat16": 8, "float16": 8}
-"""By how many roundings of the larger log-probability two tokens may differ where a text parts from plain decoding's."""
+"""By how many roundings of the larger log-probability two tokens may differ where texts part."""
 PARTED = {"float32": 0.05, "bfloat16": 0.5, "float16": 0.2}
 """How many of the texts may part at all."""
 
@@ -285,7 +285,3 @@ def test_lower_precisions_part_from_plain_decoding_at_near_ties_only(dtype: str)
             rounding = torch.finfo(getattr(torch, dtype)).eps * max(1.0, abs(line.logprob))
             assert gap <= NEAR_TIE[dtype] * rounding, (one.request_id, at, gap, rounding)
     assert parted <= PARTED[dtype] * compared
-
-
-def named(sampling: str) -> list[Request]:
-    return [replace(one, request_id=f"{one.request_id}/{sampling}") for one in grid_requests(sampling, 2)]
