@@ -46,11 +46,12 @@ def test_two_wrong_facts_are_found_and_the_sample_then_taken_holds(
     assert (mine["tokens"], mine["token"]) == (ours["tokens"], ours["token"])
     off = math.dist(mine["hidden"], ours["hidden"]) / math.hypot(*ours["hidden"])
     assert off < ROUNDING and abs(mine["logprob"] - ours["logprob"]) < ROUNDING
-    settings = EngineConfig.from_kwargs(settings_of(draft, TARGET, "EAGLE3"))
+    settings = settings_of(draft, TARGET, "EAGLE3") | {"context_length": 128, "max_running_requests": 1}
     with pytest.raises(ConfigError, match="is off by"):
-        build_engine(settings)
-    overrides = found["speculative_draft_overrides"]
-    build_engine(settings.model_copy(update={"speculative_draft_overrides": overrides, "context_length": 128}))
+        build_engine(EngineConfig.from_kwargs(settings))
+    build_engine(
+        EngineConfig.from_kwargs(settings | {"speculative_draft_overrides": found["speculative_draft_overrides"]})
+    )
 
 
 def test_what_cannot_be_probed_is_said(tmp_path: Path) -> None:

@@ -259,18 +259,31 @@ def test_a_step_without_work_is_a_step_like_any_other() -> None:
         assert engine.step().outputs == ()
 
 
+NEAR_TIE = {"float32": 64, "bfloat16": 8, "float16": 8}
+"""By how many roundings of the larger log-probability two tokens may differ where texts part."""
+PARTED = {"float32": 0.05, "bfloat16": 0.5, "float16": 0.2}
+"""How many of the texts may part at all."""
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_lower_precisions_run_the_same_code(dtype: str) -> None:
-    """In float32 tiny texts have no near-ties; in half precision trees, noise and filters still work."""
+def test_lower_precisions_part_from_plain_decoding_at_near_ties_only(dtype: str) -> None:
+    """Greedy texts: where one first parts, both tokens are equally likely up to a few roundings of the dtype."""
+    asked = [replace(one, params=replace(one.params, logprobs=20)) for one in grid_requests("greedy", 8)]
+    slow = run(plain_engine(dtype=dtype), asked)
+    parted = compared = 0
     for topk, num_steps in ((1, 3), (4, 3)):
-        asked = [one for sampling in SAMPLING for one in named(sampling)]
         fast = run(build_engine(config_of(*tiny_pair(), topk, num_steps, dtype=dtype)), asked)
-        slow = run(plain_engine(dtype=dtype), asked)
-        assert all(0 <= token < VOCAB for tokens in fast.tokens.values() for token in tokens)
-        if dtype == "float32":
-            assert fast.ended == slow.ended
         assert fast.accept_length > 1
-
-
-def named(sampling: str) -> list[Request]:
-    return [replace(one, request_id=f"{one.request_id}/{sampling}") for one in grid_requests(sampling, 2)]
+        for one in asked:
+            got, wanted = fast.tokens[one.request_id], slow.tokens[one.request_id]
+            compared += 1
+            at = next((i for i, (x, y) in enumerate(zip(got, wanted, strict=False)) if x != y), None)
+            if at is None:
+                assert got == wanted
+                continue
+            parted += 1
+            line = [line for output in slow.outputs[one.request_id] for line in output.logprobs][at]
+            gap = line.logprob - dict(line.top)[got[at]]
+            rounding = torch.finfo(getattr(torch, dtype)).eps * max(1.0, abs(line.logprob))
+            assert gap <= NEAR_TIE[dtype] * rounding, (one.request_id, at, gap, rounding)
+    assert parted <= PARTED[dtype] * compared
