@@ -39,7 +39,7 @@ class KVPool:
         device: torch.device,
         parts: int = 2,
     ) -> None:
-        """`slots` counts the sink page too. Zeroed, so that a masked read is always finite."""
+        """`slots` counts the sink page too. Zeros are no requirement: nothing is read that was not written."""
         self.kv = _zeros((layers, slots, parts, kv_heads, head_dim), dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
