@@ -5,8 +5,8 @@ end. Both rates are measured, as means over the last seconds: prompt tokens that
 and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these rates:
 running streams end after the tokens they still expect, those who wait take their slots in turn, and from a slot to the
 first token it takes as long as it took others. How many tokens to expect is learnt too: every token is the last with
-the same chance, so many of all tokens as were, or it reaches `max_tokens`. Before a second of work was seen nothing is
-known: then as many may wait as there are slots.
+the same chance, so many of all tokens as were, or it reaches `max_tokens`. Before a second of work was seen, a
+slot is taken to give `GUESSED_PER_S` tokens a second.
 
 No Ray and no event loop here: plain bookkeeping over a clock that is given.
 """
@@ -22,11 +22,13 @@ from cluster.config import EngineConfig
 from cluster.request import Request
 
 FIRST_GUESS = 128.0  # tokens per stop before any request has ended
+LONG = 4096.0  # the same for whoever waits for them to end: most limits are shorter, and are what counts then
 MEMORY = 0.05  # weight of the latest ended request in what is learnt of lengths
 TAU_S = 10.0  # how far back the rates look
 FRESH_S = 0.1  # how old an estimate may be: one costs a millisecond, and refusals may come by the hundred
 HEADROOM = 0.8  # of max_queue_wait_s: estimates err, and those let in are to stay within the bound
-KNOWN_S = 1.0  # of one slot's work, after which the pace is taken to be known
+KNOWN_S = 1.0  # of one slot's work, after which the pace is taken to be known,
+GUESSED_PER_S = 10.0  # and what it is taken for before, in tokens of one slot: slow, as a start is
 GOLDEN = 0.6180339887498949  # its multiples, without whole parts, are spread evenly over [0, 1)
 SHORTEST = 1.0  # tokens: of what `full` speaks
 
@@ -75,12 +77,14 @@ class Lengths:
         return -math.expm1(most * math.log1p(-chance)) / chance
 
     def quantile(self, share: float, most: int, lived: int) -> float:
-        """The number of tokens that this share of requests stays under; before any has stopped, that is the limit.
+        """The number of tokens that this share of requests stays under; until one has stopped, one stop in `LONG` tokens
+        or more is assumed.
 
         `lived` are the tokens of those that still run: to leave them out would favour the short.
         """
-        chance = min(self._stops / max(self._tokens + lived, 1.0), 0.5)
-        return min(float(most), math.log1p(-share) / math.log1p(-chance)) if chance > 1e-9 else float(most)
+        seen = max(self._tokens + lived, 1.0)
+        chance = min(max(self._stops / seen, 1.0 / max(seen, LONG)), 0.5)
+        return min(float(most), math.log1p(-share) / math.log1p(-chance))
 
 
 @dataclass(slots=True)
@@ -138,8 +142,6 @@ class Admission:
         wait = self.wait_s()
         if waiting >= config.max_queued_requests:
             return Overloaded(f"{waiting} requests wait (max_queued_requests is {config.max_queued_requests})", wait)
-        if not self._pace.known and waiting + len(self._running) >= 2 * self._room():
-            return Overloaded(f"{waiting} requests wait, and how long that takes is not known yet", wait)
         if waiting and self.queued_tokens + tokens > config.max_queued_tokens:
             held = f"the queue holds {self.queued_tokens:.0f} tokens (max_queued_tokens is {config.max_queued_tokens})"
             return Overloaded(held, wait)
@@ -215,9 +217,7 @@ class Admission:
         if self._free():
             rate = self._prompts.per_s
             return sum(guest.prompt for guest in self._waiting.values()) / rate if rate else 0.0
-        if not self._pace.known:
-            return 0.0
-        each = self._pace.per_s
+        each = self._pace.per_s if self._pace.known else GUESSED_PER_S
         # Lengths are spread as those learnt are: were all taken for the mean, all slots would seem to end at once.
         shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._running) + len(self._waiting)))
         lived = sum(guest.dealt for guest in self._running.values())

@@ -145,15 +145,28 @@ def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
     return admission
 
 
-@pytest.mark.parametrize(("bound", "words"), [(5, "max_queued_requests is 5"), (100, "is not known yet")])
-def test_before_anything_is_known_the_counts_bind(bound: int, words: str) -> None:
-    admission = Admission(config(max_queued_requests=bound), Hand())
+def test_requests_in_the_queue_are_counted() -> None:
+    admission = Admission(config(max_queued_requests=5), Hand())
     admission.started(None)
-    for i in range(min(bound, 2 * 8)):
+    for i in range(5):
         admission.check(request(f"r{i}"))
         admission.entered(request(f"r{i}"))
-    with pytest.raises(Overloaded, match=words):
+    with pytest.raises(Overloaded, match="max_queued_requests is 5"):
         admission.check(request("one more"))
+
+
+@pytest.mark.parametrize(("bound_s", "taken"), [(5.0, 8), (30.0, 24), (600.0, 200)])
+def test_before_anything_was_measured_as_many_wait_as_a_slow_server_would_serve_in_time(
+    bound_s: float, taken: int
+) -> None:
+    admission = Admission(config(max_queue_wait_s=bound_s), Hand())  # 8 slots
+    admission.started(None)
+    for i in range(200):
+        if admission.full() is not None:
+            assert i == taken
+            return
+        admission.entered(request(f"r{i}"))
+    assert taken == 200
 
 
 def test_the_wait_is_known_before_any_request_has_ended() -> None:
