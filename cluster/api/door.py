@@ -90,9 +90,16 @@ class HandleAttempt:
     def close(self) -> None:
         """Withdraw the call, unless it came to its end."""
         if self._coming is not None:
+            self._coming.add_done_callback(_looked_at)
             self._coming.cancel()
         if not self._over:
             self._response.cancel()
+
+
+def _looked_at(task: "asyncio.Task[Item | None]") -> None:
+    """Read how a call that nobody waits for has ended, or asyncio logs it with a traceback, each of thousands."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _first_line(error: BaseException) -> str:

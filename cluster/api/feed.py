@@ -17,8 +17,12 @@ async def feed(
 
     A full queue is `Refused` without a sign, and a request that the engine will not serve `Refused` after one. Where
     the engine ends the stream because the replica is `leaving` (it says why), the ingress is told so: it may go on
-    elsewhere. Closing this aborts the request.
+    elsewhere. A replica that is leaving already says so instead of the sign, and has not taken the request. Closing
+    this aborts the request.
     """
+    if reason := leaving():
+        yield Leaving(reason)
+        return
     async with aclosing(_outputs(engine, request)) as outputs:
         coming: asyncio.Task[RequestOutput | None] | None = None
         try:

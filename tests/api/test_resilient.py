@@ -256,12 +256,20 @@ FAILED = RequestOutput("r", (), finish_reason="error", error="the gang is lost")
 )
 def test_feed(script: Any, leaving: str, items: list[Item]) -> None:
     engine = Scripted(*script)
+    asked = iter([""])  # it begins to leave only after it has taken the request
 
     async def whole() -> list[Item]:
-        return [item async for item in feed(engine, Request("r", (1,)), SIGN, 0.05, lambda: leaving)]
+        return [item async for item in feed(engine, Request("r", (1,)), SIGN, 0.05, lambda: next(asked, leaving))]
 
     assert asyncio.run(whole()) == items
     assert engine.closed
+
+
+def test_an_engine_that_is_leaving_already_takes_nothing() -> None:
+    async def whole() -> list[Item]:
+        return [item async for item in feed(Scripted(OUTPUT), Request("r", (1,)), SIGN, 0.05, lambda: "leaving")]
+
+    assert asyncio.run(whole()) == [Leaving("leaving")], "without a sign, so that no resume is counted"
 
 
 def test_a_feed_that_is_closed_while_it_waits_closes_the_engines_stream() -> None:
