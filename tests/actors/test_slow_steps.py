@@ -31,6 +31,7 @@ def real(name: str, folder: Path, world: int, trouble: str = "", **more: object)
     if trouble:
         (folder / trouble).touch()
     settings = {"dtype": "float64", "max_total_tokens": 4096, "num_threads": 1, "watchdog_timeout_s": LIMIT_S, **more}
+    settings |= {"mixed_prefill_size": 512}  # the long prompt in one step, whoever decodes
     return spec(name, "tests.actors.slowed_engine:build", world, model_path=str(folder), **settings)
 
 
