@@ -1,12 +1,12 @@
 """Who is let into the queue of a gang, and how long whoever is not should stay away.
 
-A request waits for one of two things. While slots are free it waits for the prompts before its own; else for streams to
-end. Both rates are measured, as means over the last seconds: prompt tokens that left the queue while slots were free,
-and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these rates:
-running streams end after the tokens they still expect, those who wait take their slots in turn, and from a slot to the
-first token it takes as long as it took others. How many tokens to expect is learnt too: every token is the last with the
-same chance, so many of all tokens as were, or it reaches `max_tokens`. Before a second of work was seen nothing is known:
-then as many may wait as there are slots.
+A request waits for one of two things. While slots are free it waits for the prompts before its own; else for streams
+to end. Both rates are measured, as means over the last seconds: prompt tokens that left the queue while slots were
+free, and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these
+rates: running streams end after the tokens they still expect, those who wait take their slots in turn, and from a slot
+to the first token it takes as long as it took others. How many tokens to expect is learnt too: every token is the last
+with the same chance, so many of all tokens as were, or it reaches `max_tokens`. Before a second of work was seen
+nothing is known: then as many may wait as there are slots.
 
 No Ray and no event loop here: plain bookkeeping over a clock that is given.
 """
