@@ -77,8 +77,8 @@ class Lengths:
         return -math.expm1(most * math.log1p(-chance)) / chance
 
     def quantile(self, share: float, most: int, lived: int) -> float:
-        """The number of tokens that this share of requests stays under; until one has stopped, one stop in `LONG` tokens
-        or more is assumed.
+        """The number of tokens that this share of requests stays under; until one has stopped, one stop in `LONG`
+        tokens or more is assumed.
 
         `lived` are the tokens of those that still run: to leave them out would favour the short.
         """
