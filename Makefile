@@ -58,13 +58,16 @@ bench: $(VENV)/.stamp
 	$(BIN)/aerie bench
 
 # What depends on floating point runs once more, first, without this CPU's vector instructions: no test may hold only
-# on the machine it was written on.
+# on the machine it was written on. What starts processes of its own (Ray, ranks) runs last and one at a time.
 FLOATING := tests/unit/attention tests/unit/forward tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
     tests/dialects/test_probe.py
+PROCESSES := tests/actors tests/api tests/ranks
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow"
 
 test: $(VENV)/.stamp-dev
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(FLOATING)
-	$(BIN)/python -m pytest -m "not slow"
+	ATEN_CPU_CAPABILITY=default $(SIDE_BY_SIDE) $(FLOATING)
+	$(SIDE_BY_SIDE) $(addprefix --ignore=,$(PROCESSES)) tests
+	$(BIN)/python -m pytest -m "not slow" $(PROCESSES)
 
 test-all: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest
@@ -73,7 +76,7 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow" tests/test_layers.py tests/unit
+	$(SIDE_BY_SIDE) tests/test_layers.py tests/unit
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
