@@ -61,7 +61,7 @@ def test_configuring_again_replaces_what_was_set(tmp_path: Path) -> None:
 def test_json_is_one_object_a_line_whatever_the_message_holds(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger(), "handlers", [])  # pytest's own, whose report would hold half a surrogate pair
+        patch.setattr(logging.getLogger(), "handlers", [])  # pytest's own: a report cannot hold half a pair
         configure(LogSettings(str(path), "json"), rank=0, to_stderr=False)
         try:
             raise KeyError("x\ny")
