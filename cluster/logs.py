@@ -27,7 +27,7 @@ FOLDER = Path(".cache") / "aerie" / "logs"  # in the home of the user who serves
 LIMIT_BYTES = 64 << 20  # of one file; then it becomes FILE.1, and the FILE.1 before it is gone
 KEPT_LOGS = 20  # of earlier servers, in the default folder
 OURS = "cluster"
-SILENT = "ray.serve"  # Serve's logger in a replica; it passes nothing on to the root
+SERVE = "ray.serve"  # Serve's logger; in a replica it passes nothing on to the root, nor does Ray's above it
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the present task serves; empty outside of one."""
@@ -81,11 +81,19 @@ def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool
         handler.setFormatter(formatter)
         handler.addFilter(_wanted)
         _installed.append((logging.getLogger(), handler))
-    if not logging.getLogger(SILENT).propagate:
-        _installed.append((logging.getLogger(SILENT), handlers[0]))
+    if (last := _last_logger(SERVE)) is not logging.getLogger():
+        _installed.append((last, handlers[0]))
     for logger, handler in _installed:
         logger.addHandler(handler)
     logging.getLogger(OURS).setLevel(logging.INFO)
+
+
+def _last_logger(name: str) -> logging.Logger:
+    """The logger at which what is logged under a name ends: the root, unless one on the way passes nothing on."""
+    logger = logging.getLogger(name)
+    while logger.propagate and logger.parent is not None:
+        logger = logger.parent
+    return logger
 
 
 def _wanted(record: logging.LogRecord) -> bool:

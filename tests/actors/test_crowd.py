@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.actors.test_serve_command import aerie_serve, free_port, wait_ready
+from tests.actors.test_serve_command import aerie_serve, free_port, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -17,10 +17,11 @@ PROMPTS = ("def main(", "import os\n", "class Reader:\n    ", "# The following",
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
-    with aerie_serve(f"http_port={port}", "dtype=float64", "max_total_tokens=12000") as process:
-        wait_ready(process)
+    settings = (f"http_port={port}", "dtype=float64", "max_total_tokens=12000", "max_queue_wait_s=600")
+    with aerie_serve(*settings, log=tmp_path_factory.mktemp("crowd") / "server.log") as process:
+        wait_for(process, "READY ")
         yield f"http://127.0.0.1:{port}"
         process.terminate()
         assert process.wait(60) == 0

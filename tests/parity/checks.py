@@ -50,6 +50,20 @@ def texts() -> Texts:
     return {one.request_id: [*one.prompt_token_ids, *plain().tokens[one.request_id]] for one in requests()}
 
 
+def short() -> list[Request]:
+    """The first ones with prompts of unequal lengths, which make one group of chunks."""
+    return [
+        replace(one, prompt_token_ids=one.prompt_token_ids[:n]) for one, n in zip(requests(), (5, 7, 9), strict=False)
+    ]
+
+
+@cache
+def short_alone() -> dict[str, tuple[list[int], str | None, str | int | None]]:
+    """What each of them gives alone, without any planted bug."""
+    engine = build_engine(config_of(target_folder(**TARGET_OPTIONS), disable_radix_cache=True))
+    return {one.request_id: run(engine, [one]).ended[one.request_id] for one in short()}
+
+
 def engine_of(topk: int, num_steps: int, memory: str = "ample", rate: float = 0.8) -> tuple[Engine, Watch]:
     """An engine whose draft has a reduced vocabulary and is corrected towards the truth, and its watch."""
     target = target_folder(**TARGET_OPTIONS)
@@ -104,11 +118,19 @@ def stopping() -> None:
     assert result.tokens["b"] == text[: at + 1], "the cut"
 
 
+def meeting() -> None:
+    """Prompts of unequal lengths that begin in one step."""
+    target = target_folder(**TARGET_OPTIONS)
+    engine = build_engine(config_of(target, page_size=4, chunked_prefill_size=-1, disable_radix_cache=True))
+    assert run(engine, short()).ended == short_alone(), "tokens"
+
+
 CHECKS: list[Callable[[], None]] = [
     lambda: decoding(3, 3),
     lambda: decoding(1, 3),
     stopping,
     aborting,
+    meeting,
     lambda: decoding(3, 3, "scarce"),
 ]
 

@@ -53,7 +53,7 @@ def test_memory_after_long_runs_retraction_and_reuse(topk: int, num_steps: int, 
     watch = Watch(target_reference(target), draft_reference(folder, target), truth("0.8"))
     config = config_of(target, folder, topk, num_steps, page_size=page_size)
     requests = grid_requests("0.8", 8)
-    more = 10 if page_size == 1 else 1  # room for those that are admitted to meet
+    more = 10 if page_size == 1 else 6  # room for those that are admitted to meet
     engine = build_engine(config if memory == "ample" else scarce(config, requests, more))
     watch.attach(engine, trees=False)
     correct(engine, truth("0.8"), 0.8)

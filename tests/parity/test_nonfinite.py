@@ -113,11 +113,17 @@ def test_it_ends_alone_and_where_plain_decoding_would_end_it(
     assert counted(engine) == ended
 
 
-def test_its_pages_are_not_kept() -> None:
-    engine = build_engine(config_of(spoiled(target_folder(vocab_size=VOCAB), EMBEDDING), chunked_prefill_size=8))
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_only_pages_before_the_bad_token_are_kept(page_size: int) -> None:
+    """Chunks that ended before it are sound, and stay for others; nothing of the chunk that holds it does."""
+    settings = {"chunked_prefill_size": 8, "page_size": page_size}
+    engine = build_engine(config_of(spoiled(target_folder(vocab_size=VOCAB), EMBEDDING), **settings))
+    sound = requests()[-1].prompt_token_ids.index(BAD) // 8 * 8  # tokens in whole chunks before the bad one's
     for turn in range(2):
         late = run(engine, [replace(requests()[-1], request_id=f"late{turn}")]).last[f"late{turn}"]
-        assert (late.finish_reason, late.cached_tokens, engine._p.cache.cached) == ("error", 0, 0)
+        assert late.finish_reason == "error"
+        assert late.cached_tokens == (sound // page_size * page_size if turn else 0)
+        assert engine._p.cache.cached == sound // page_size
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mistral", "mixtral"])

@@ -27,7 +27,7 @@ from cluster.spec.draft import EagleDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.step import Step
 from cluster.spec.verify import Accepted
-from tests.parity.checks import caught, plain, texts
+from tests.parity.checks import caught, plain, short_alone, texts
 
 Patch = pytest.MonkeyPatch
 
@@ -369,7 +369,7 @@ def test_without_a_planted_bug_every_check_passes() -> None:
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: Patch) -> None:
-    plain(), texts()  # the truth is made before the bug is planted
+    plain(), texts(), short_alone()  # the truth is made before the bug is planted
     BUGS[name](monkeypatch)
     assert caught() is not None
 

@@ -29,11 +29,12 @@ def as_before() -> Iterator[None]:
     logging.getLogger("cluster").setLevel(level)
 
 
-@pytest.mark.parametrize("propagate", [True, False])
+@pytest.mark.parametrize("silent", [(), ("ray.serve",), ("ray",)])
 def test_a_line_has_time_level_logger_rank_and_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, propagate: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("ray.serve"), "propagate", propagate)
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", name not in silent)
     path = tmp_path / "new" / "server.log"
     configure(LogSettings(str(path)), rank=3, to_stderr=False)
     token = request_id.set("cmpl-7")
