@@ -62,8 +62,9 @@ MILD: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "ids counted as boundaries": ({}, {"aux_numbering": "boundaries"}),
     "rope over neighbouring pairs": ({}, {"rope_layout": "interleaved"}),
 }
-"""These cost this draft less than 10%, in one greedy run nothing; presumably neighbouring boundaries of so small a
-target hold nearly the same. The draft's sample refuses them."""
+"""These cost this draft little: ids one too high nothing (333 steps for ten texts, as the right ones), one too low 2%, the
+other rope layout 12%; presumably neighbouring boundaries of so small a target hold nearly the same. The draft's sample
+refuses them."""
 REFUSED: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a lost final norm": (no_norm, r"norm\.weight' is missing"),
     "d2t read as absolute ids": (absolute, r"'d2t'.*must hold\s+offsets"),
@@ -82,7 +83,7 @@ def test_a_mild_mistake_costs_little_and_is_refused(name: str, tmp_path: Path) -
     config, overrides = MILD[name]
     lens, texts = accept_lens(spoiled(tmp_path, **config), speculative_draft_overrides=overrides)
     assert lens != right()[0]
-    assert mean(lens) < mean(right()[0])
+    assert 0.8 < mean(lens) / mean(right()[0]) < 1.02, "acceptance hardly tells"
     assert texts == right()[1], "the text stays that of plain decoding"
     with pytest.raises(ConfigError, match="is off by"):
         accept_lens(copy_of(DRAFT, tmp_path / "sampled", None, **config), speculative_draft_overrides=overrides)
