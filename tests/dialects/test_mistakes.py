@@ -62,9 +62,9 @@ MILD: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "ids counted as boundaries": ({}, {"aux_numbering": "boundaries"}),
     "rope over neighbouring pairs": ({}, {"rope_layout": "interleaved"}),
 }
-"""These cost this draft little: ids one too high nothing (333 steps for ten texts, as the right ones), one too low 2%, the
-other rope layout 12%; presumably neighbouring boundaries of so small a target hold nearly the same. The draft's sample
-refuses them."""
+"""These cost this draft little: ids one too high nothing (333 steps for ten texts, as the right ones), one too low 2%,
+the other rope layout 12%; presumably neighbouring boundaries of so small a target hold nearly the same. The draft's
+sample refuses them."""
 REFUSED: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "a lost final norm": (no_norm, r"norm\.weight' is missing"),
     "d2t read as absolute ids": (absolute, r"'d2t'.*must hold\s+offsets"),
