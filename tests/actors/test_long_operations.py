@@ -24,7 +24,8 @@ LIMIT_S = 0.5
 def run_loop(folder: Path, trouble: str) -> EngineLoop:
     shutil.copytree(target_folder(), folder, dirs_exist_ok=True)
     (folder / trouble).touch()
-    loop = EngineLoop(build(EngineConfig(model_path=str(folder), num_threads=2, max_total_tokens=4096)))
+    config = EngineConfig(model_path=str(folder), num_threads=2, max_total_tokens=4096, mixed_prefill_size=512)
+    loop = EngineLoop(build(config))
     loop.start()
     ids = tuple(3 + i % 60 for i in range(ROWS + 50))
     loop.put(Commands((Request("long", ids, SamplingParams(max_tokens=1, temperature=0.0)),)))

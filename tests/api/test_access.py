@@ -62,9 +62,9 @@ def test_the_line_and_all_others_of_a_call_have_its_id(client: Client, caplog: p
 def test_refusals_faults_and_clients_that_leave(client: Client, service: ScriptedService, lines: Any) -> None:
     client.complete(n=99)
     client.get("/nothing/of/ours")
-    service.engine.full = True
+    service.engine.queue_is_full = True
     client.complete()
-    service.engine.full = False
+    service.engine.queue_is_full = False
     service.engine.fail_at = 0
     client.complete()
     service.engine.fail_at = 5
