@@ -239,8 +239,9 @@ def other_results(true: Callable[..., Any], *args: Any) -> Any:
 
 
 def other_draws(true: Callable[..., Any], batch: Batch, shape: TreeShape) -> Any:
-    """Draws with other noise than its leader, whose order it runs."""
-    return true(replace(batch, sampling=replace(batch.sampling, seeds=batch.sampling.seeds + 1)), shape)
+    """Draws with other noise than its leader, whose order it runs: loud enough to choose another token at once."""
+    own = replace(batch.sampling, seeds=batch.sampling.seeds + 1, noise_scale=batch.sampling.noise_scale * 1e3)
+    return true(replace(batch, sampling=own), shape)
 
 
 def weak_draft(harm: Harm) -> None:

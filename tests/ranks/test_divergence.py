@@ -163,6 +163,10 @@ def test_a_sleeping_gang_uses_no_cpu_and_wakes_as_one(ranks: Gangs, tp: int, dp:
             assert 0 <= nap.woke - rang < 0.5, f"rank {rank} woke {nap.woke - rang:.3f} s after rank {ringer} rang"
 
 
+BEFORE_THE_FIRST_STEP = ("cluster/engine/calibrate.py", "cluster/kv/budget.py")
+"""What asks all ranks while they start: the pace of steps and the room for pages."""
+
+
 def test_collectives_are_entered_by_the_script_only() -> None:
     """What the script does not know cannot be held to it."""
     names = {"reduce_scatter", "all_reduce", "broadcast", "all_gather_row"}
@@ -173,7 +177,11 @@ def test_collectives_are_entered_by_the_script_only() -> None:
             called = isinstance(node, ast.Attribute) and node.attr in names
             imported = isinstance(node, ast.Import | ast.ImportFrom) and "torch.distributed" in ast.unparse(node)
             seen += called or imported
-            if called and where.parts[1] in ("models", "forward", "spec", "kv", "attention", "engine"):
+            if (
+                called
+                and str(where) not in BEFORE_THE_FIRST_STEP
+                and where.parts[1] in ("models", "forward", "spec", "kv", "attention", "engine")
+            ):
                 wrong.append(f"{where}:{node.lineno} calls {node.attr}")  # type: ignore[attr-defined]
             if imported and path.name != "mesh.py":
                 wrong.append(f"{where}:{node.lineno} imports torch.distributed")  # type: ignore[attr-defined]

@@ -212,13 +212,13 @@ def _shake(engine: Engine, random: Random) -> None:
     scheduler, deepest = engine._p.scheduler, engine._p.shape.num_steps
     true = scheduler.schedule
 
-    def schedule(mixed: bool = False) -> Any:
+    def schedule(*given: int) -> Any:
         scheduler._budget = random.choice((1, 2, 5, 13, 64, 1 << 30))
         scheduler._mixed_budget = random.choice((1, 3, scheduler._budget))
-        return true(mixed)
+        return true(*given)
 
     scheduler.schedule = schedule  # type: ignore[method-assign]
-    engine._vote = lambda _: random.randint(0, deepest)  # type: ignore[method-assign]
+    object.__setattr__(engine._p.config, "levels_at", lambda *_: random.randint(0, deepest))  # it is frozen
 
 
 def _do(engine: Rank, action: dict[str, Any]) -> None:
