@@ -13,6 +13,7 @@ from fastapi import Request
 from cluster.actors.messages import Overloaded
 from cluster.api.errors import ApiError, ClientGoneError, overloaded, shown
 from cluster.api.offload import off_loop
+from cluster.api.proxy import too_slow
 from cluster.api.service import Limits
 
 MAX_DEPTH = 64
@@ -81,8 +82,7 @@ class Intake:
                     patience.reschedule(began + limits.body_grace_s + len(body) / limits.body_bytes_per_s)
         except TimeoutError:
             raise ApiError(
-                f"the body came too slowly: {len(body)} bytes in {loop.time() - began:.0f} s; it must be there within "
-                f"{limits.body_grace_s:g} s and a second for every {limits.body_bytes_per_s} bytes",
+                too_slow(len(body), loop.time() - began, limits.body_grace_s, limits.body_bytes_per_s),
                 status=408,
                 code="request_timeout",
                 headers={"Connection": "close"},

@@ -1,11 +1,16 @@
-"""What stands before Serve's HTTP proxy: errors of the proxy itself in the same JSON as all others.
+"""What stands before Serve's HTTP proxy: requests enter it whole and one by one, and its own errors are JSON too.
 
 Serve answers in plain text where the application cannot: while no replica is there, when one dies with a request, when
 a request takes too long. Some request headers it reads before the application sees them, and fails on bytes that are
-no text. `middlewares` is what Serve's setting RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH may name; `aerie serve` sets
-it, and elsewhere it is an environment variable of the nodes. Nothing heavy is imported here: it runs in the proxy.
+no text. It passes each piece of a body on by a call of its own, some milliseconds, so that a few hundred clients that
+send a byte a second would keep it busy; and it begins requests as they come, hundreds in one turn of its event loop,
+while the streams that it carries wait.
+
+`middlewares` is what Serve's setting RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH may name; `aerie serve` sets it, and
+elsewhere it is an environment variable of the nodes. Nothing heavy is imported here: it runs in the proxy.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -37,12 +42,75 @@ SAID: Mapping[int, tuple[str, str, str]] = {
     500: ("server_error", "replica_lost", "the replica that held this request is gone; send it again"),
     503: ("server_error", "engine_unhealthy", "no replica serves requests now; try again shortly"),
 }
+GATHERED = 1 << 20  # bytes of a body that are waited for here; what is longer goes on in pieces
+GATHERED_BY_ALL = 256 << 20  # bytes; beyond that bodies go on as they come
+GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must be there within so long, and a second more for so many bytes of it
 OURS = (b"/-/healthz", b"/-/routes")  # pages of Serve's own, for machines that know them
 
 
 def middlewares() -> list[Middleware]:
     """For Serve's setting."""
-    return [Middleware(JsonErrors)]
+    return [Middleware(JsonErrors), Middleware(WholeRequests)]
+
+
+def too_slow(received: int, seconds: float, grace_s: float = GRACE_S, bytes_per_s: int = BYTES_PER_S) -> str:
+    """What the client of a slow body is told."""
+    return (
+        f"the body came too slowly: {received} bytes in {seconds:.0f} s; it must be there within {grace_s:g} s and a "
+        f"second for every {bytes_per_s} bytes"
+    )
+
+
+class WholeRequests:
+    """ASGI middleware: a request goes on when its body is there, and each after a turn of the event loop."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._turn = asyncio.Lock()
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on. A body that comes too slowly is a 408; a client that leaves meanwhile is forgotten."""
+        if scope["type"] != "http" or scope.get("raw_path", b"") in OURS:
+            await self._app(scope, receive, send)
+            return
+        body, clock = bytearray(), asyncio.get_running_loop().time
+        began = clock()
+        try:
+            more = await self._gather(receive, body, began)
+        except TimeoutError:
+            error = ("invalid_request_error", "request_timeout", too_slow(len(body), clock() - began))
+            await _answer(send, 408, error, None, scope["method"], [(b"connection", b"close")])
+            return
+        finally:
+            self._held -= len(body)
+        if more is None:
+            return
+        first: Message | None = {"type": "http.request", "body": bytes(body), "more_body": more}
+
+        async def replayed() -> Message:
+            nonlocal first
+            message, first = first, None
+            return message or await receive()
+
+        async with self._turn:
+            await asyncio.sleep(0)
+        await self._app(scope, replayed, send)
+
+    async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
+        """Read the body, or as much as is waited for; whether there is more of it. None when the client has left."""
+        async with asyncio.timeout_at(began + GRACE_S) as patience:
+            while len(body) < GATHERED and self._held < GATHERED_BY_ALL:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                piece = message.get("body", b"")
+                body += piece
+                self._held += len(piece)
+                if not message.get("more_body", False):
+                    return False
+                patience.reschedule(began + GRACE_S + len(body) / BYTES_PER_S)
+        return True
 
 
 class JsonErrors:

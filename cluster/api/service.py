@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from cluster.actors.messages import EngineClient
+from cluster.api.proxy import BYTES_PER_S, GRACE_S
 from cluster.api.tokenizer import ChatTokenizer
 from cluster.metrics import ServingMetrics
 
@@ -41,8 +42,8 @@ class Limits:
 
     body_bytes: int = LEAST_BODY
     held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies that are being read and encoded; beyond, a 503
-    body_grace_s: float = 10.0  # a body must be there within so long,
-    body_bytes_per_s: int = 16384  # and a second more for so many bytes of it
+    body_grace_s: float = GRACE_S  # a body must be there within so long,
+    body_bytes_per_s: int = BYTES_PER_S  # and a second more for so many bytes of it
     choices: int = 8  # n
     sequences: int = 128  # prompts * n
     messages: int = LEAST_MESSAGES

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.proxy import JsonErrors, middlewares
+from cluster.api import proxy
+from cluster.api.proxy import JsonErrors, WholeRequests, middlewares
 
 START, BODY = "http.response.start", "http.response.body"
 
@@ -93,5 +94,85 @@ def test_a_client_cannot_keep_its_request_alive() -> None:
 
 
 def test_it_is_what_serve_takes() -> None:
-    (middleware,) = middlewares()
-    assert middleware.cls is JsonErrors
+    assert [middleware.cls for middleware in middlewares()] == [JsonErrors, WholeRequests]
+
+
+def piece(body: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def passed_on(*coming: dict[str, Any] | float) -> tuple[list[Any], list[Any]]:
+    """What the app is given of what a client sends (a number is a pause in seconds), and what the client gets."""
+    given: list[Any] = []
+    sent: list[Any] = []
+
+    async def whole() -> None:
+        rest = iter(coming)
+
+        async def receive() -> Any:
+            for message in rest:
+                if not isinstance(message, float):
+                    return message
+                await asyncio.sleep(message)
+            return {"type": "http.disconnect"}
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (message := await receive())["type"] != "http.disconnect":
+                given.append((message["body"], message["more_body"]))
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        outer = WholeRequests(app)
+        await outer({"type": "http", "method": "POST", "raw_path": b"/x"}, receive, send)
+        assert outer._held == 0
+
+    asyncio.run(whole())
+    return given, sent
+
+
+def test_a_body_goes_on_in_one_piece() -> None:
+    assert passed_on(piece(b"a"), 0.01, piece(b"b"), piece(b"c", False)) == ([(b"abc", False)], [])
+    assert passed_on(piece(b"", False)) == ([(b"", False)], [])
+
+
+def test_a_long_body_goes_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "GATHERED", 3)
+    coming = [piece(b"ab"), piece(b"cd"), piece(b"ef"), piece(b"g", False)]
+    assert passed_on(*coming) == ([(b"abcd", True), (b"ef", True), (b"g", False)], [])
+
+
+def test_a_client_that_leaves_with_half_a_body_starts_nothing() -> None:
+    assert passed_on(piece(b"half"), {"type": "http.disconnect"}) == ([], [])
+
+
+def test_a_slow_body_is_answered_before_serve_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "GRACE_S", 0.02)
+    given, sent = passed_on(piece(b"a"), 60.0, piece(b"b", False))
+    assert given == [] and sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert envelope(sent)["code"] == "request_timeout"
+
+
+def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop() -> None:
+    """Whoever shares the loop with 100 new requests is served between any two of them."""
+    order: list[str] = []
+
+    async def whole() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            order.append("new")
+
+        async def receive() -> Any:
+            return piece(b"", False)
+
+        async def stream() -> None:
+            while order.count("new") < 100:
+                order.append("old")
+                await asyncio.sleep(0)
+
+        outer = WholeRequests(app)
+        scope = {"type": "http", "method": "POST", "raw_path": b"/x"}
+        await asyncio.gather(*(outer(scope, receive, receive) for _ in range(100)), stream())  # type: ignore[arg-type]
+
+    asyncio.run(whole())
+    assert "new,new" not in ",".join(order)
