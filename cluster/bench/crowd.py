@@ -57,10 +57,12 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     """Kill a rank under the crowd, `size.kills` times; see `Round`."""
     prompts = prompts_of(size.streams + size.queued)
     rounds: list[Round] = []
-    with ServerProcess([*GANG, f"max_running_requests={size.streams // 2}"]) as server:
+    with ServerProcess([*GANG, f"max_running_requests={size.streams // 2}", "max_queue_wait_s=600"]) as server:
         say(f"crowd: ready after {server.ready_s:.1f} s")
         model = served_model(server.port)
         wanted = run_together(server.port, model, prompts, size.max_tokens)
+        if broken := [s.error for s in wanted if s.error]:
+            raise RuntimeError(f"the undisturbed run failed: {broken[0]}")
         for number in range(size.kills):
             killed = f"rank {number % 2}"
             counter = Counter(server.port, size.streams, victim_of(server, server_info(server.port), killed))
