@@ -29,13 +29,8 @@ class Effort:
         self._known: dict[str, bool] = {}  # by task id: whether it is one of ours
 
     def begin(self) -> None:
-        """The calling thread computes from now on, and so do those that it starts: a little nicer than others, which
-        carry streams, heartbeats and collectives and need the CPU at once. Where it may not take a name, it alone
-        counts.
-        """
-        thread = threading.get_native_id()
-        self._thread, self._known = str(thread), {}
-        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + NICER, 19))
+        """The calling thread computes from now on. Where it may not take a name, it alone counts."""
+        self._thread, self._known = str(threading.get_native_id()), {}
         try:
             (TASKS / self._thread / "comm").write_text(self._name)
         except OSError as error:
@@ -65,6 +60,14 @@ def _cpu_seconds(thread: int) -> float:
         return time.clock_gettime(~thread << 3 | 6)  # clock_getcpuclockid(3): per thread, as the scheduler counts
     except OSError:
         return 0.0
+
+
+def be_nicer() -> None:
+    """Let the calling thread, and those that it starts, give way a little to all others: those that carry streams,
+    heartbeats and collectives have little to do and need the CPU at once.
+    """
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + NICER, 19))
 
 
 def reads() -> int:
