@@ -5,8 +5,8 @@ end. Both rates are measured, as means over the last seconds: prompt tokens that
 and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these rates:
 running streams end after the tokens they still expect, those who wait take their slots in turn, and from a slot to the
 first token it takes as long as it took others. How many tokens to expect is learnt too: every token is the last with
-the same chance, so many of all tokens as were, or it reaches `max_tokens`. Before a second of work was seen, a
-slot is taken to give `GUESSED_PER_S` tokens a second.
+the same chance, so many of all tokens as were, or it reaches `max_tokens`. Before every slot in use gave
+`KNOWN_TOKENS`, a slot is taken to give `GUESSED_PER_S` tokens a second.
 
 No Ray and no event loop here: plain bookkeeping over a clock that is given.
 """
@@ -27,8 +27,9 @@ MEMORY = 0.05  # weight of the latest ended request in what is learnt of lengths
 TAU_S = 10.0  # how far back the rates look
 FRESH_S = 0.1  # how old an estimate may be: one costs a millisecond, and refusals may come by the hundred
 HEADROOM = 0.8  # of max_queue_wait_s: estimates err, and those let in are to stay within the bound
-KNOWN_S = 1.0  # of one slot's work, after which the pace is taken to be known,
-GUESSED_PER_S = 10.0  # and what it is taken for before, in tokens of one slot: slow, as a start is
+KNOWN_S = 1.0  # of work, after which the rate of prompts is taken to be known
+KNOWN_TOKENS = 8  # of each slot that is taken, after which the pace is; their prompts made the first of them late
+GUESSED_PER_S = 10.0  # what the pace is taken for before, in tokens of one slot: slow, as a start is
 GOLDEN = 0.6180339887498949  # its multiples, without whole parts, are spread evenly over [0, 1)
 SHORTEST = 1.0  # tokens: of what `full` speaks
 
@@ -116,6 +117,7 @@ class Admission:
         self._lengths = Lengths()
         self._first_s = 0.0  # mean time to the first token of those who found a slot
         self._pace, self._prompts = Rate(), Rate()
+        self._given = 0  # tokens, ever
         self._at = clock()
         self._serving = True
         self._known: tuple[float, float] | None = None  # when the wait was estimated last, and what it was
@@ -176,6 +178,7 @@ class Admission:
                 took = self._at - guest.came
                 self._first_s += (MEMORY if self._first_s else 1.0) * (took - self._first_s)
         guest.dealt += tokens
+        self._given += tokens
         self._pace.happened(tokens)
 
     def left(self, name: str, stopped: bool) -> None:
@@ -215,9 +218,10 @@ class Admission:
 
     def _estimate(self) -> float:
         if self._free():
-            rate = self._prompts.per_s
+            rate = self._prompts.per_s if self._prompts.known else 0.0
             return sum(guest.prompt for guest in self._waiting.values()) / rate if rate else 0.0
-        each = self._pace.per_s if self._pace.known else GUESSED_PER_S
+        known = self._given >= KNOWN_TOKENS * max(1, len(self._running))
+        each = self._pace.per_s if known else GUESSED_PER_S
         # Lengths are spread as those learnt are: were all taken for the mean, all slots would seem to end at once.
         shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._running) + len(self._waiting)))
         lived = sum(guest.dealt for guest in self._running.values())

@@ -14,6 +14,7 @@ SHARES = (0.25, 0.5, 0.75)
 DEFAULT_SHARE = 0.5
 GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at the default share: median step over the usual one, first token over that alone
 OPENING_TOKENS = 8
+LASTING = 5  # times `steady_tokens`: of those beside whom a rank alone takes the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ def alone_case(pair: Pair, size: Size, world: int) -> Case:
 
 def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
     """Rank A (0) decodes all the time; with two of them rank B (1) decodes as well, then takes the long prompt, then
-    decodes again; a rank alone takes it beside its own. A's requests start anew when they end, from so short a prompt
-    that it is decoding that is measured.
+    decodes again; there A's requests start anew when they end, from so short a prompt that it is decoding that is
+    measured. A rank alone takes it beside its own, which last: whoever came behind it would wait for its end.
     """
     prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
     [long] = pair.prompts(1, size.long_tokens)
@@ -141,9 +142,12 @@ def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
             for i in range(size.requests)
         ]
 
-    settings, jobs = _settings(pair, size, world, prefill_share=share), steady("a", 0, again=True)
+    settings = _settings(pair, size, world, prefill_share=share)
     if world == 1:
-        return Case(settings, [*jobs, Job(LONG, 0, long, 2, after="a0")], until=LONG)
+        lasting = [Job(f"a{i + 1}", 0, prompts[i], LASTING * size.steady_tokens) for i in range(size.requests)]
+        first = Job("a0", 0, prompts[-1], size.steady_tokens)
+        return Case(settings, [first, *lasting, Job(LONG, 0, long, 2, after="a0")], until=LONG)
+    jobs = steady("a", 0, again=True)
     jobs += [*steady("b", 1), Job(LONG, 1, long, 2, alone=True), *steady("c", 1, after=True)]
     return Case(settings, jobs, until=f"c{size.requests - 1}")
 
@@ -188,7 +192,7 @@ def _name(world: int, share: float) -> str:
 
 
 def _settings(pair: Pair, size: Size, world: int, **more: object) -> dict[str, Any]:
-    room = {"max_total_tokens": size.long_tokens + size.requests * 1024, "mixed_prefill_size": None}
+    room = {"max_total_tokens": size.long_tokens + size.requests * 2048 + 1024, "mixed_prefill_size": None}
     return settings_of(pair, 2 * size.requests, world, **room, **more)
 
 
