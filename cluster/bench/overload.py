@@ -51,6 +51,7 @@ class One:
     first_s: float | None
     whole: bool
     is_json: bool
+    said: str = ""
 
 
 def _one(reply: Reply, began: float) -> One:
@@ -63,6 +64,7 @@ def _one(reply: Reply, began: float) -> One:
         reply.first_s,
         reply.whole and not reply.failure and not reply.error,
         reply.is_json,
+        reply.failure or reply.error,
     )
 
 
@@ -141,6 +143,7 @@ def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
         "taken": len(taken),
         "refused": len(refused),
         "other": len(found) - len(taken) - len(refused),
+        "other_said": [f"{one.status}: {one.said}" for one in found if one not in taken and one not in refused][:3],
         "goodput": goodput,
         "goodput_of_capacity": ratio(goodput, capacity),
         "refusal_p50_s": quantile([one.seconds for one in refused], 0.5),
