@@ -1,6 +1,7 @@
 """What is measured: a target, its draft, held-out prompts, and engines over them with one setting changed at a time."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ PLAIN = Shape(0)
 DEFAULT = shipped()
 
 
+@cache
+def _tokenizer(target: str) -> Any:
+    if not (Path(target) / "tokenizer.json").is_file():
+        raise ValueError(f"target {target!r} has no tokenizer.json, which held-out prompts need")
+    return AutoTokenizer.from_pretrained(target, local_files_only=True)
+
+
+@cache
+def _prompts(target: str, count: int, length: int) -> list[list[int]]:
+    """Held-out prompts, made once for all who ask: it takes a second to read the files they are cut from."""
+    return heldout_prompts(_tokenizer(target), count, length)
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A target and its draft, and how their engines compute."""
@@ -75,7 +89,7 @@ class Pair:
         Raises:
             ValueError: the target has no tokenizer, or this Python has no source of its library.
         """
-        return heldout_prompts(self._tokenizer(), count, length)
+        return [list(ids) for ids in _prompts(self.target, count, length)]
 
     def texts(self, count: int, length: int) -> list[str]:
         """The same as text, for a server.
@@ -83,12 +97,7 @@ class Pair:
         Raises:
             ValueError: as `prompts`.
         """
-        return [str(self._tokenizer().decode(ids)) for ids in self.prompts(count, length)]
-
-    def _tokenizer(self) -> Any:
-        if not (Path(self.target) / "tokenizer.json").is_file():
-            raise ValueError(f"target {self.target!r} has no tokenizer.json, which held-out prompts need")
-        return AutoTokenizer.from_pretrained(self.target, local_files_only=True)
+        return [str(_tokenizer(self.target).decode(ids)) for ids in self.prompts(count, length)]
 
     def config(self, shape: Shape, requests: int) -> EngineConfig:
         """An engine for `requests` at once, without prefix reuse, since a repeat must do all of the work again, and
