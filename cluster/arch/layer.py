@@ -90,11 +90,6 @@ class LayerGeometry:
     latent: Latent | None = None
 
     @property
-    def qkv_rows(self) -> int:
-        """Rows of the packed q, k, v weight, gates included."""
-        return ((2 if self.gated else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
     def softmax_scale(self) -> float:
         """What attention logits are multiplied by."""
         return float(self.head_dim**-0.5) if self.scale is None else self.scale
@@ -113,13 +108,6 @@ class LayerGeometry:
     def rope_dim(self) -> int:
         """Width of the rotated part of a head."""
         return int(self.head_dim * self.rope.partial) if self.latent is None else self.latent.rope
-
-    @property
-    def token_columns(self) -> int:
-        """How many MLP columns a token takes."""
-        if self.moe is None:
-            return self.intermediate
-        return self.moe.active * self.moe.intermediate + self.moe.shared
 
     @property
     def mlp_columns(self) -> int:
