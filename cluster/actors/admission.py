@@ -23,10 +23,10 @@ from cluster.request import Request
 
 FIRST_GUESS = 128.0  # tokens per stop before any request has ended
 LONG = 4096.0  # the same for whoever waits for them to end: most limits are shorter, and are what counts then
-MEMORY = 0.05  # weight of the latest ended request in what is learnt of lengths
+MEMORY = 0.02  # weight of the latest ended request in what is learnt of lengths
 TAU_S = 10.0  # how far back the rates look
 FRESH_S = 0.1  # how old an estimate may be: one costs a millisecond, and refusals may come by the hundred
-HEADROOM = 0.8  # of max_queue_wait_s: estimates err, and those let in are to stay within the bound
+HEADROOM = 0.7  # of max_queue_wait_s: estimates err, and 99 of 100 of those let in are to stay within the bound
 KNOWN_S = 1.0  # of work, after which the rate of prompts is taken to be known
 KNOWN_TOKENS = 8  # of each slot that is taken, after which the pace is; their prompts made the first of them late
 GUESSED_PER_S = 10.0  # what the pace is taken for before, in tokens of one slot: slow, as a start is

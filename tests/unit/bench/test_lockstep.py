@@ -3,11 +3,10 @@ import pytest
 from cluster.bench import lockstep
 from cluster.bench.lockstep import Figures, figures, report, show
 from cluster.bench.pair import Pair
-from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord
+from cluster.bench.ranks import Life, Size, StepRecord
 from cluster.bench.routing import Row
 from cluster.bench.stall import SHARES, First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
 from cluster.config import EngineConfig
-from tests.tiny import draft_folder, target_folder
 
 ALONE = First(0.5, 0.25)
 
@@ -134,38 +133,3 @@ def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.
     assert "6 of 7 texts" in text
     assert "agreement: 4.0% of a step" in text
     assert "round_robin" in text
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_ranks_run_a_case_to_its_end(world: int) -> None:
-    """Real processes over gloo: repeated requests go on until the awaited one has ended, the same on every rank."""
-    target = target_folder()
-    settings = {
-        "model_path": target, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft_folder(target),
-        "dtype": "float64", "device": "cpu", "max_total_tokens": 512, "num_threads": 1,
-        "tp_size": world, "attn_dp_size": world,
-    }  # fmt: skip
-    jobs = [
-        Job("a", 0, [3, 4, 5], 6, again=True),
-        Job("b", world - 1, [6, 7], 9),
-        Job("long", world - 1, list(range(1, 60)), 30, alone=world > 1),
-        Job("after", world - 1, [8, 9], 50),
-        Job("last", world - 1, [8, 9], 5, after="b"),
-    ]
-    with RankProcesses(world) as ranks:
-        lives = ranks.run(Case(settings, jobs, until="long"))
-        again = ranks.run(Case(settings, [job for job in jobs if not job.again]))
-        with pytest.raises(RuntimeError, match="failed: ConfigError"):
-            ranks.run(Case({**settings, "model_path": "/nowhere"}, jobs))
-    assert len({len(life.steps) for life in lives}) == 1
-    tokens = {name: got for life in lives for name, got in life.tokens.items()}
-    assert any(name.startswith("a#") for name in tokens)
-    assert (len(tokens["b"]), len(tokens["long"])) == (9, 30)
-    alone = {name: got for life in again for name, got in life.tokens.items()}
-    assert (alone["b"], alone["long"]) == (tokens["b"], tokens["long"])
-    for name in ("b", "last"):
-        assert name in lives[world - 1].times
-    assert lives[world - 1].submitted["last"] >= lives[world - 1].times["b"][-1], "it waits until that one has ended"
-    if world > 1:
-        assert lives[1].submitted["long"] >= lives[1].times["b"][-1], "it waits until nothing else runs"
-        assert lives[1].submitted["after"] > lives[1].submitted["long"], "it waits behind the one that waits"
