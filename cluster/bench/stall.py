@@ -65,7 +65,7 @@ def stall_of(lives: Sequence[Life], alone: First) -> Stall:
     early = [b.times[name] for name, at in b.submitted.items() if name != LONG and at < submitted]
     late = [b.times[name] for name, at in b.submitted.items() if name != LONG and at >= first]
     windows = [(max(times[0] for times in early), min(submitted, *(times[-1] for times in early)))]
-    if late and len(lives) > 1:
+    if late:
         windows.append((max(times[0] for times in late), min(times[-1] for times in late)))
     busy = [gap for window in windows for gap in gaps(a, *window)]
     prefill, middle = gaps(a, submitted, first), median(busy)
@@ -130,7 +130,8 @@ def alone_case(pair: Pair, size: Size, world: int) -> Case:
 def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
     """Rank A (0) decodes all the time; with two of them rank B (1) decodes as well, then takes the long prompt, then
     decodes again; there A's requests start anew when they end, from so short a prompt that it is decoding that is
-    measured. A rank alone takes it beside its own, which last: whoever came behind it would wait for its end.
+    measured. A rank alone takes it beside its own, which last: whoever came behind it would wait for its end. Their
+    steps grow with their contexts, so a last request after the prompt shows what is usual then.
     """
     prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
     [long] = pair.prompts(1, size.long_tokens)
@@ -146,7 +147,8 @@ def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
     if world == 1:
         lasting = [Job(f"a{i + 1}", 0, prompts[i], LASTING * size.steady_tokens) for i in range(size.requests)]
         first = Job("a0", 0, prompts[-1], size.steady_tokens)
-        return Case(settings, [first, *lasting, Job(LONG, 0, long, 2, after="a0")], until=LONG)
+        last = Job("z", 0, prompts[-2], size.steady_tokens, after=LONG)
+        return Case(settings, [first, *lasting, Job(LONG, 0, long, 2, after="a0"), last], until="z")
     jobs = steady("a", 0, again=True)
     jobs += [*steady("b", 1), Job(LONG, 1, long, 2, alone=True), *steady("c", 1, after=True)]
     return Case(settings, jobs, until=f"c{size.requests - 1}")

@@ -39,7 +39,7 @@ class Replica:
 
     async def start(self) -> dict[str, Any]:
         config = EngineConfig(model_path="counting", tp_size=2, attn_dp_size=2)
-        layout = Layout(({"CPU": 1.0},) * 2, "STRICT_SPREAD", 20.0)
+        layout = Layout(({"CPU": 1.0, "b": 0.1}, {"CPU": 1.0}), "STRICT_SPREAD", 20.0)
         self.gang = Gang(GangSpec(config, layout, gang_name("test", "wide"), "tests.actors.counting_engine:build"))
         await self.gang.start()
         self.router = Router(self.gang)

@@ -149,7 +149,13 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) 
 def test_an_interrupt_of_the_whole_group_ends_streams_with_an_event_at_the_timeout(tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    settings = (f"http_port={port}", *tiny_pair(), "graceful_shutdown_timeout_s=1", "max_running_requests=1")
+    settings = (
+        f"http_port={port}",
+        *tiny_pair(),
+        "graceful_shutdown_timeout_s=1",
+        "max_running_requests=1",
+        "max_queue_wait_s=600",  # eight for one slot, whose pace nobody knows yet
+    )
     with aerie_serve(
         *settings,
         "ingress=resilient",
