@@ -7,7 +7,6 @@ operation, and its own are those of that name.
 """
 
 import logging
-import os
 import resource
 import threading
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
-NICER = 5  # of Linux's 40 steps: where both want a CPU, who carries streams gets three parts of four
 
 
 class Effort:
@@ -60,14 +58,6 @@ def _cpu_seconds(thread: int) -> float:
         return time.clock_gettime(~thread << 3 | 6)  # clock_getcpuclockid(3): per thread, as the scheduler counts
     except OSError:
         return 0.0
-
-
-def be_nicer() -> None:
-    """Let the calling thread, and those that it starts, give way a little to all others: those that carry streams,
-    heartbeats and collectives have little to do and need the CPU at once.
-    """
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + NICER, 19))
 
 
 def reads() -> int:

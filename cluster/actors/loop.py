@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, Protocol
 
-from cluster.actors.effort import Effort, Pulse, be_nicer
+from cluster.actors.effort import Effort, Pulse
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
 from cluster.request import Request, RequestOutput
 
@@ -214,7 +214,6 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._effort.begin()
-            be_nicer()
             while not self.engine.left:
                 self._turn()
         except Exception as error:

@@ -12,6 +12,7 @@ elsewhere it is an environment variable of the nodes. Nothing heavy is imported 
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ SAID: Mapping[int, tuple[str, str, str]] = {
 GATHERED = 1 << 20  # bytes of a body that are waited for here; what is longer goes on in pieces
 GATHERED_BY_ALL = 256 << 20  # bytes; beyond that bodies go on as they come
 GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must be there within so long, and a second more for so many bytes of it
+REST, LONGEST_REST_S = 8.0, 0.1  # between two requests: so many times what the loop had to wait for a core, at most
 OURS = (b"/-/healthz", b"/-/routes")  # pages of Serve's own, for machines that know them
 
 
@@ -86,16 +88,24 @@ class WholeRequests:
             self._held -= len(body)
         if more is None:
             return
-        first: Message | None = {"type": "http.request", "body": bytes(body), "more_body": more}
+        rest = _Rest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
+        body.clear()  # it is not kept for as long as the answer takes
+        try:
+            await self._take_turn()
+            if not rest.gone:
+                await self._app(scope, rest.receive, send)
+        finally:
+            rest.close()
 
-        async def replayed() -> Message:
-            nonlocal first
-            message, first = first, None
-            return message or await receive()
-
+    async def _take_turn(self) -> None:
+        """Until this request may begin. One does per turn of the event loop; and where the loop had to wait for a core,
+        the machine is full, and the next begins after a rest, so that the ranks of open streams get their part of it.
+        """
         async with self._turn:
+            began, worked = time.perf_counter(), time.thread_time()
             await asyncio.sleep(0)
-        await self._app(scope, replayed, send)
+            waited = time.perf_counter() - began - (time.thread_time() - worked)
+            await asyncio.sleep(min(REST * waited, LONGEST_REST_S))
 
     async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
         """Read the body, or as much as is waited for; whether there is more of it. None when the client has left."""
@@ -111,6 +121,34 @@ class WholeRequests:
                     return False
                 patience.reschedule(began + GRACE_S + len(body) / BYTES_PER_S)
         return True
+
+
+class _Rest:
+    """What a request still has to say: what was gathered of it, then what its client sends meanwhile."""
+
+    def __init__(self, first: Message, receive: Receive) -> None:
+        self._first: Message | None = first
+        self._receive = receive
+        self._next: asyncio.Future[Message] | None = asyncio.ensure_future(receive())
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left already: nobody would read the answer."""
+        following = self._next
+        return following is not None and following.done() and following.result()["type"] == "http.disconnect"
+
+    async def receive(self) -> Message:
+        """The next message."""
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        following, self._next = self._next, None
+        return await (following or self._receive())
+
+    def close(self) -> None:
+        """Nobody will ask again."""
+        if self._next is not None:
+            self._next.cancel()
 
 
 class JsonErrors:

@@ -99,7 +99,9 @@ def test_five_times_overload(kind: str, burst: bool) -> None:
     times += [seconds * i / count for i in range(count)]
     sim.run([(at, *size) for at, size in zip(times, lengths_of(kind, len(times)), strict=True)], seconds)
     taken = sorted(wait for _, wait in sim.waits)
-    sure = 0.95 if kind == "unknown" else 0.99  # chance has its say where there are 8 slots and nobody knows the lengths
+    sure = (
+        0.95 if kind == "unknown" else 0.99
+    )  # chance has its say where there are 8 slots and nobody knows the lengths
     assert taken[int(sure * len(taken))] <= 10.0
     mean = 93.3 if kind == "known" else 100
     assert sim.finished >= 0.9 * (seconds * 8 * 20.0 / mean - 8)

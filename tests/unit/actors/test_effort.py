@@ -1,6 +1,5 @@
 """Progress that is seen from outside: CPU time of the threads that compute, and of no others."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.effort import NICER, Effort, Pulse, be_nicer
+from cluster.actors.effort import Effort, Pulse
 
 
 def burn(until: threading.Event) -> None:
@@ -128,24 +127,3 @@ def test_the_cpu_time_of_a_thread_that_ended_is_not_missed() -> None:
     effort.spent = 1.1
     pulse.look(1)
     assert pulse.age_s < 0.1
-
-
-def test_only_the_thread_that_asks_and_those_it_starts_give_way() -> None:
-    found: list[int] = []
-
-    def note() -> None:
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    def asks() -> None:
-        be_nicer()
-        note()
-        inner = threading.Thread(target=note)
-        inner.start()
-        inner.join()
-
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    thread = threading.Thread(target=asks)
-    thread.start()
-    thread.join()
-    note()
-    assert found == [min(before + NICER, 19)] * 2 + [before]

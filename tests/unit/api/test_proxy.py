@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -114,6 +115,7 @@ def passed_on(*coming: dict[str, Any] | float) -> tuple[list[Any], list[Any]]:
                 if not isinstance(message, float):
                     return message
                 await asyncio.sleep(message)
+            await asyncio.sleep(0.2)
             return {"type": "http.disconnect"}
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -146,6 +148,10 @@ def test_a_client_that_leaves_with_half_a_body_starts_nothing() -> None:
     assert passed_on(piece(b"half"), {"type": "http.disconnect"}) == ([], [])
 
 
+def test_a_client_that_leaves_before_its_turn_starts_nothing() -> None:
+    assert passed_on(piece(b"whole", False), {"type": "http.disconnect"}) == ([], [])
+
+
 def test_a_slow_body_is_answered_before_serve_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "GRACE_S", 0.02)
     given, sent = passed_on(piece(b"a"), 60.0, piece(b"b", False))
@@ -176,3 +182,26 @@ def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop() -> None:
 
     asyncio.run(whole())
     assert "new,new" not in ",".join(order)
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_requests_begin_with_rests_where_the_loop_waits_for_a_core(free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full machine: of the time in which the loop ran its turn, it had a core for none."""
+    began: list[float] = []
+    monkeypatch.setattr(time, "thread_time", (lambda: time.perf_counter()) if free else (lambda: 0.0))
+    monkeypatch.setattr(proxy, "LONGEST_REST_S", 0.05)
+
+    async def whole() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            began.append(time.perf_counter())
+
+        async def receive() -> Any:
+            return piece(b"", False)
+
+        outer = WholeRequests(app)
+        scope = {"type": "http", "method": "POST", "raw_path": b"/x"}
+        await asyncio.gather(*(outer(scope, receive, receive) for _ in range(5)))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(proxy, "REST", 1e4)
+    asyncio.run(whole())
+    assert (began[-1] - began[0] >= 4 * 0.05) is not free
