@@ -1,7 +1,7 @@
 """The real engine with one layer that is slow, or stands still, at prompts of `ROWS` rows: one operation, no marks.
 
 The model's folder says how, by a file in it: `BURN` makes the layer compute for `BURN_S` of CPU time, `BLOCK` makes it
-wait for ever, once. `LOAD` makes every load take `LOAD_S` longer.
+wait for ever, once. `LOAD` makes every load take as many seconds longer as it says.
 """
 
 import threading
@@ -22,7 +22,6 @@ from cluster.mesh import Rendezvous, Store, open_store
 ROWS = 200
 BURN, BLOCK, LOAD = "burn", "block", "load"
 BURN_S = 4.0
-LOAD_S = 6.0
 
 
 class SlowedLayer:
@@ -47,7 +46,7 @@ def build(
 ) -> Rank:
     folder = Path(config.model_path)
     if (folder / LOAD).exists():
-        time.sleep(LOAD_S)
+        time.sleep(float((folder / LOAD).read_text()))
     engine = build_rank(config, rank, rendezvous, store)
     layers = engine._lockstep.step._target.model._layers
     layers[1] = SlowedLayer(layers[1], folder)

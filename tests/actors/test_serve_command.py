@@ -129,10 +129,10 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) 
         assert listening_on(children) <= ({"127.0.0.1"} if proxy == "0" else {"127.0.0.1", "0.0.0.0"})
         folder = next(match for child in children if (match := re.search(r"/tmp/aerie-\w+", " ".join(child.cmdline()))))
         assert stat.S_IMODE(Path(folder.group()).stat().st_mode) == 0o700
-        streams = Streams(url, 2, 240, begun=2)
+        streams = Streams(url, 8, 240, begun=8)
         assert streams.begun.wait(60)
         process.send_signal(signal.SIGTERM)
-        assert "2 calls open" in wait_for(process, "draining")
+        assert "8 calls open" in wait_for(process, "draining")
         refused = refusal(url)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down", refused.text
         assert [answer.error for answer in streams.join() if not answer.whole(240)] == []
@@ -141,7 +141,7 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) 
         assert alive == []
         assert not Path(folder.group()).exists()
     kept = log.read_text()
-    assert len(re.findall(r"INFO cluster\.api\.access .*POST /v1/completions status=200 .* outcome=ok", kept)) == 4
+    assert len(re.findall(r"INFO cluster\.api\.access .*POST /v1/completions status=200 .* outcome=ok", kept)) == 10
     assert kept.count("outcome=refused") == 1 and "/health" not in kept
 
 
@@ -183,7 +183,7 @@ def test_a_second_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -
         wait_for(process, "READY ")
         children = psutil.Process(process.pid).children(recursive=True)
         folder = next(match for child in children if (match := re.search(r"/tmp/aerie-\w+", " ".join(child.cmdline()))))
-        streams = Streams(f"http://127.0.0.1:{port}", 4, 480, begun=4)
+        streams = Streams(f"http://127.0.0.1:{port}", 8, 480, begun=8)
         assert streams.begun.wait(60)
         os.killpg(process.pid, signal.SIGINT)
         wait_for(process, "draining")

@@ -16,7 +16,7 @@ from cluster.actors.gang import Gang
 from cluster.actors.router import Router
 from cluster.request import Request, SamplingParams
 from tests.actors.gangs import left_behind, spec, with_gang
-from tests.actors.slowed_engine import BLOCK, BURN, BURN_S, LOAD, LOAD_S, ROWS
+from tests.actors.slowed_engine import BLOCK, BURN, BURN_S, LOAD, ROWS
 from tests.actors.test_faults import pids, unhealthy, until
 from tests.tiny import target_folder
 
@@ -98,18 +98,27 @@ def test_a_rank_that_waits_for_nothing_in_a_layer_is_frozen_and_its_streams_go_o
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("load_s", "floors"), [(6.0, 1.0), (90.0, None)])
 def test_a_restart_may_take_as_long_as_the_first_start_made_likely(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load_s: float, floors: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gangs, "PATIENCE_FLOOR_S", 1.0)
-    monkeypatch.setattr(gangs, "STILL_FLOOR_S", 1.0)
+    """A short load where restarts have little patience, and a long one where they have what a server has."""
+    if floors is not None:
+        monkeypatch.setattr(gangs, "PATIENCE_FLOOR_S", floors)
+        monkeypatch.setattr(gangs, "STILL_FLOOR_S", floors)
 
     async def body(gang: Gang, router: Router) -> None:
-        assert gang.start_s > LOAD_S and gang.patience_s > 2 * LOAD_S
-        async with streams_of(router, 1):
-            os.kill(pids(gang)[0], signal.SIGKILL)
-            await until(lambda: gang.losses and gang.losses[0].restored_s is not None, 120)
+        assert gang.start_s > load_s and gang.patience_s > 2 * load_s
+        readers = [Reader(router, f"r{i}", 5, TOKENS, 0) for i in range(2)]
+        await until(lambda: all(reader.tokens for reader in readers), 60)
+        os.kill(pids(gang)[0], signal.SIGKILL)
+        await until(lambda: gang.losses and gang.losses[0].restored_s is not None, 2 * load_s + 120)
+        await asyncio.wait_for(asyncio.gather(*(reader.task for reader in readers)), 120)
+        assert [(reader.finish, len(reader.tokens)) for reader in readers] == [("length", TOKENS)] * 2
         (loss,) = gang.losses
-        assert loss.attempts == 1 and (loss.restored_s or 0.0) > LOAD_S
+        assert loss.attempts == 1 and (loss.restored_s or 0.0) > load_s
 
-    with_gang(real("slow-to-load", tmp_path, 1, LOAD), body)
+    name = f"loads-{load_s:.0f}"
+    (tmp_path / LOAD).write_text(str(load_s))
+    with_gang(real(name, tmp_path, 1), body)
+    assert left_behind(name) == []
