@@ -63,12 +63,12 @@ def measure(target: str, dtype: str, size: Size, say: Callable[[str], None]) -> 
     """Run every round against one server of the model in folder `target`, without a draft; see `Round`."""
     pair = Pair(target)
     short = pair.texts(size.streams, size.prompt_tokens)
-    (long,) = pair.texts(1, size.long_prompt_tokens)
+    longs = pair.texts(len(size.rounds), size.long_prompt_tokens)  # no round finds its own in the radix tree
     settings = [*NO_DRAFT, f"model_path={target}", "model_id=strained", f"dtype={dtype}"]
     rounds = []
     with ServerProcess(settings) as server, busy_loops(size.busy):
         say(f"strain: ready after {server.ready_s:.1f} s")
-        for what in size.rounds:
+        for what, long in zip(size.rounds, longs, strict=True):
             done = one_round(server, size, short, long, what)
             rounds.append(done)
             say(f"strain: {what}: {done.answered} of {done.asked} answered, {done.losses} lost {done.named}")
