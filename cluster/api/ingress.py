@@ -66,8 +66,8 @@ def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) 
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
         async with intake.json(request) as (body, length):
-            fields, warnings = await off_loop(length, lambda: TokenizeRequest.read(body))
-            ids = await calls.tokens_of(service, limits, fields)
+            fields, warnings = await off_loop(length, lambda: calls.checked(service, limits, TokenizeRequest, body))
+            ids = await calls.tokens_of(service, fields, length)
         facts = {"count": len(ids), "max_model_len": service.model.room, "tokens": list(ids)}
         return await off_loop(len(ids), lambda: _json(facts, warnings))
 
@@ -76,7 +76,8 @@ def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) 
         """The text of token ids."""
         async with intake.json(request) as (body, length):
             fields, warnings = await off_loop(length, lambda: DetokenizeRequest.read(body))
-            return _json({"prompt": await calls.text_of(service, fields)}, warnings)
+            text = await calls.text_of(service, fields, length)
+            return await off_loop(len(text), lambda: _json({"prompt": text}, warnings))
 
 
 def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
