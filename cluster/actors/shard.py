@@ -66,6 +66,7 @@ class ShardActor:
     @ray.method(concurrency_group="control")
     def open_store(self) -> tuple[str, int]:
         """Rank 0: open the store in which the ranks meet; its host and port."""
+        self._loading.begin()  # the store's module imports torch, which may take long
         host = node_address()
         self._store = self._beside_factory("open_store")(host)
         return host, self._store.port
