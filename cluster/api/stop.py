@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -15,10 +14,13 @@ FLUSH_S = 0.5  # between the end of the last call at its replica and the end of 
 
 
 class StopSignals:
-    """The first SIGINT or SIGTERM asks for an orderly end and sets `event`; the second ends everything at once."""
+    """The first SIGINT or SIGTERM asks for an orderly end; the second ends everything at once.
+
+    A handler runs between any two instructions of the main thread, which may hold any lock: so it takes none.
+    """
 
     def __init__(self) -> None:
-        self.event = threading.Event()
+        self.asked = False
         self.at_once: Callable[[], None] | None = None  # what the second signal does before the process ends
 
     def install(self) -> None:
@@ -26,12 +28,17 @@ class StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
+    def wait(self) -> None:
+        """Return once an end is asked for."""
+        while not self.asked:
+            time.sleep(POLL_S)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.event.is_set():
+        if self.asked:
             if self.at_once is not None:
                 self.at_once()
             os._exit(128 + number)
-        self.event.set()
+        self.asked = True
 
 
 def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -> None:
