@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ray.exceptions import ActorUnavailableError, RayActorError
+
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 5.0  # of the replicas, when they are told
 ERRORS_TIMEOUT_S = 3.0  # how long error events may take to reach their clients
@@ -72,9 +74,16 @@ def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -
 
 
 def _open_calls(front: Any) -> int:
-    """Tell all replicas of the ingress to refuse new calls; how many are open in all. One that is gone has none."""
-    counts = front.broadcast("drain").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
-    return sum(count for count in counts if isinstance(count, int))
+    """Tell all replicas of the ingress to refuse new calls; how many are open in all, as far as they say.
+
+    A replica that is dead has none; one that does not answer may have some, and counts as one.
+    """
+    answers = front.broadcast("drain").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+    return sum(answer if isinstance(answer, int) else not _is_dead(answer) for answer in answers)
+
+
+def _is_dead(answer: Any) -> bool:
+    return isinstance(answer, RayActorError) and not isinstance(answer, ActorUnavailableError)
 
 
 def _calls(count: int) -> str:

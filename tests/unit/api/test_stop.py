@@ -1,13 +1,65 @@
-"""How a server ends."""
+"""How a server ends: signals, and the calls that are still open."""
 
 import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from cluster.api.stop import StopSignals
+from cluster.api import stop
+from cluster.api.stop import StopSignals, drain
+
+
+class Front:
+    """The handle of an ingress: what its replicas answer to one broadcast after the other."""
+
+    def __init__(self, *rounds: list[Any]) -> None:
+        self.told: list[str] = []
+        self._rounds = list(rounds)
+
+    def get_app_handle(self, name: str) -> "Front":
+        return self
+
+    def broadcast(self, method: str) -> "Front":
+        self.told.append(method)
+        return self
+
+    def results(self, **_: Any) -> list[Any]:
+        return self._rounds.pop(0) if len(self._rounds) > 1 else self._rounds[0]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POLL_S", "ERRORS_TIMEOUT_S", "FLUSH_S"):
+        monkeypatch.setattr(stop, name, 0.01)
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [GetTimeoutError(), ActorUnavailableError("", None), RuntimeError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_replica_that_does_not_answer_is_asked_again(silent: Exception) -> None:
+    front, said = Front([silent], [silent, 0], [3, 0], [0, 0]), []  # type: ignore[var-annotated]
+    drain(front, "aerie", 60.0, said.append)
+    assert front.told == ["drain"] * 4
+    assert said and "draining" in said[0]
+
+
+def test_a_replica_that_is_dead_has_no_calls() -> None:
+    front = Front([ActorDiedError(), 0])
+    drain(front, "aerie", 60.0, print)
+    assert front.told == ["drain"]
+
+
+def test_calls_that_are_open_at_the_timeout_are_ended() -> None:
+    front, said = Front([GetTimeoutError()]), []  # type: ignore[var-annotated]
+    drain(front, "aerie", 0.05, said.append)
+    assert "end_streams" in front.told
+    assert "after graceful_shutdown_timeout_s" in said[-1]
 
 
 class Left(BaseException):
