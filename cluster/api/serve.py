@@ -228,14 +228,18 @@ def _shut_down(cluster: LocalRay | None, plan: ServePlan, serving: bool) -> None
     """End what was started here: all of a Ray of our own, only the application on a cluster of others."""
     serve = importlib.import_module("ray.serve")
     if cluster is None:
-        if serving and ray.is_initialized():
-            serve.delete(plan.file.applications[0].name)
-        ray.shutdown()
+        try:
+            if serving and ray.is_initialized():
+                serve.delete(plan.file.applications[0].name)
+        finally:
+            ray.shutdown()
         return
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # Ray reports each actor that we end
-        if serving and ray.is_initialized():
-            serve.shutdown()
-        cluster.stop()
+        try:
+            if serving and ray.is_initialized():
+                serve.shutdown()
+        finally:
+            cluster.stop()
 
 
 def _say(text: str, *, error: bool = False) -> None:

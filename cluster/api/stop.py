@@ -37,9 +37,11 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            if self.at_once is not None:
-                self.at_once()
-            os._exit(128 + number)
+            try:
+                if self.at_once is not None:
+                    self.at_once()
+            finally:
+                os._exit(128 + number)
         self.asked = True
 
 

@@ -4,11 +4,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
+from cluster.api import serve as serve_command
 from cluster.api import stop
 from cluster.api.stop import StopSignals, drain
 
@@ -89,3 +91,32 @@ def test_the_first_signal_asks_and_the_second_ends(signals: StopSignals) -> None
     with pytest.raises(Left, match="143"):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
+
+
+def test_the_second_signal_ends_whatever_fails(signals: StopSignals) -> None:
+    def fails() -> None:
+        raise RuntimeError("Ray is half gone")
+
+    signals.at_once = fails
+    os.kill(os.getpid(), signal.SIGTERM)
+    signals.wait()
+    with pytest.raises(Left, match="130"):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+
+def test_ray_ends_whatever_serve_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the controller is gone")
+
+    ended: list[str] = []
+    halves = SimpleNamespace(shutdown=fails, delete=fails)
+    monkeypatch.setattr(serve_command.importlib, "import_module", lambda _: halves)
+    monkeypatch.setattr(serve_command.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve_command.ray, "shutdown", lambda: ended.append("disconnected"))
+    plan: Any = SimpleNamespace(file=SimpleNamespace(applications=[SimpleNamespace(name="aerie")]))
+    own: Any = SimpleNamespace(stop=lambda: ended.append("stopped"))
+    for cluster in (own, None):
+        with pytest.raises(RuntimeError, match="controller is gone"):
+            serve_command._shut_down(cluster, plan, serving=True)
+    assert ended == ["stopped", "disconnected"]
