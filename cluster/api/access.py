@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.errors import CLIENT_GONE
 from cluster.api.samples import Sample
 from cluster.api.service import Service
 from cluster.api.usage import usage
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 UNLOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 OTHER = "other"  # the route of what was asked for and is none
 NOTED = "aerie.samples"
-CLIENT_GONE = 499  # nobody reads it; it is what the logs of other servers say
 SHOWN = 200  # characters of a path
 
 

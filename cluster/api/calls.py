@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from cluster.api import access
 from cluster.api.body import Intake
-from cluster.api.errors import ApiError, ClientGoneError, overloaded, shown
+from cluster.api.errors import ApiError, overloaded, shown
 from cluster.api.fields import warning_headers
 from cluster.api.offload import off_loop
 from cluster.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
@@ -49,26 +49,23 @@ async def answer(
     """Answer /v1/completions or /v1/chat/completions."""
     arrived = time.perf_counter()
     try:
-        try:
-            if (why := service.engine.full()) is not None:  # before its body costs anything
-                raise overloaded(why)
-            async with intake.json(request) as (body, length):
-                fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
-                call = await _understand(service, limits, fields, warnings, length)
-        except ApiError as error:
-            service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
-            raise
-        access.note(request.scope, call.call_id, call.samples)
-        for sample in call.samples:
-            sample.timer = service.metrics.on_start(arrived)
-        deltas = run(service.engine, call.samples)
-        if call.stream:
-            return await _streamed(request, call, deltas)
-        async with aclosing(deltas):
-            said = await until_client_leaves(request.receive, _all(deltas))
-        return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
-    except ClientGoneError:
-        return Response(status_code=access.CLIENT_GONE)
+        if (why := service.engine.full()) is not None:  # before its body costs anything
+            raise overloaded(why)
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
+            call = await _understand(service, limits, fields, warnings, length)
+    except ApiError as error:
+        service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
+        raise
+    access.note(request.scope, call.call_id, call.samples)
+    for sample in call.samples:
+        sample.timer = service.metrics.on_start(arrived)
+    deltas = run(service.engine, call.samples)
+    if call.stream:
+        return await _streamed(request, call, deltas)
+    async with aclosing(deltas):
+        said = await until_client_leaves(request.receive, _all(deltas))
+    return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
 
 
 async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:

@@ -246,7 +246,7 @@ class Drip:
         return {"type": "http.request", "body": b" ", "more_body": True}
 
 
-def send(app: FastAPI, drip: Any, **headers: str) -> tuple[int, dict[str, str], dict[str, Any]]:
+def send(app: FastAPI, drip: Any, path: str = COMPLETE, **headers: str) -> tuple[int, dict[str, str], Any]:
     """The answer to a POST whose body `drip` gives."""
     sent: list[dict[str, Any]] = []
 
@@ -259,8 +259,8 @@ def send(app: FastAPI, drip: Any, **headers: str) -> tuple[int, dict[str, str], 
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
-        "path": COMPLETE,
-        "raw_path": COMPLETE.encode(),
+        "path": path,
+        "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
         "headers": [(b"content-type", b"application/json"), *((k.encode(), v.encode()) for k, v in headers.items())],
@@ -269,7 +269,8 @@ def send(app: FastAPI, drip: Any, **headers: str) -> tuple[int, dict[str, str], 
     }
     asyncio.run(app(scope, drip.receive, note))
     head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], head, json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], head, json.loads(body or b"null")
 
 
 @pytest.mark.parametrize("pause_s", [0.005, 60.0])
@@ -313,3 +314,17 @@ def test_a_full_server_says_so_before_it_reads_a_body(app: FastAPI, service: Scr
     assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "overloaded", "24")
     assert drip.asked == 0
     assert service.outcomes() == {"overloaded": 1.0}
+
+
+@pytest.mark.parametrize("path", [COMPLETE, "/tokenize", "/detokenize"])
+def test_a_client_that_leaves_while_it_sends_is_no_fault_of_ours(
+    app: FastAPI, service: ScriptedService, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    class Leaver:
+        async def receive(self) -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+    status, _, _ = send(app, Leaver(), path=path)
+    assert status == 499
+    assert "Traceback" not in caplog.text
+    assert service.outcomes() == {}
