@@ -107,7 +107,7 @@ class GangStatus:
 
     `healthy` is False as soon as a rank is dead, failed, or gives no sign of progress for `watchdog_timeout_s`, and
     until the gang serves again; `reason` then names rank, step and phase. `info` is JSON-ready: the resolved config of
-    rank 0, per-rank counters, `epoch` and `restarts` (every `Loss` so far).
+    rank 0, per-rank counters, `epoch` and `restarts` (the latest losses).
     """
 
     healthy: bool

@@ -15,7 +15,7 @@ from cluster.api import calls, errors
 from cluster.api.access import AccessLog
 from cluster.api.body import Intake
 from cluster.api.drain import Drain, DrainGate
-from cluster.api.errors import unavailable
+from cluster.api.errors import RESTART_S, unavailable
 from cluster.api.fields import warning_headers
 from cluster.api.head import HeadAsGet
 from cluster.api.offload import off_loop
@@ -123,7 +123,8 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
 async def _check_progress(service: Service) -> None:
     status = await _status(service)
     if not status.healthy:
-        raise unavailable(status.reason or "the engine is not healthy")
+        start_s = status.info.get("start_seconds") or RESTART_S  # none is known before the first start is over
+        raise unavailable(status.reason or "the engine is not healthy", start_s)
 
 
 async def _status(service: Service) -> GangStatus:

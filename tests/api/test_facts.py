@@ -56,6 +56,17 @@ def test_ready_follows_the_engine(client: Client, service: ScriptedService) -> N
     assert int(sick.headers["retry-after"]) >= 1
 
 
+@pytest.mark.parametrize(("took_s", "after"), [(None, "5"), (0.0, "5"), (12.2, "13")])
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_an_engine_that_is_lost_comes_back_in_about_the_time_of_its_first_start(
+    client: Client, service: ScriptedService, path: str, took_s: float | None, after: str
+) -> None:
+    service.engine.reason = "rank 0 died"
+    if took_s is not None:
+        service.engine.info["start_seconds"] = took_s
+    assert client.get(path).headers["retry-after"] == after
+
+
 @pytest.mark.parametrize(
     "path", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/demo", "/version", "/none"]
 )
