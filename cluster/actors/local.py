@@ -78,11 +78,6 @@ class LocalRay:
         finally:
             self._remove_folder()
 
-    def logs(self) -> Path:
-        """The folder of the logs of all of Ray's processes, while it runs."""
-        assert self._folder is not None, "start was not called"
-        return self._folder.inside / "session_latest" / "logs"
-
     def _remove_folder(self) -> None:
         if self._folder is not None:
             self._folder.remove()

@@ -57,7 +57,7 @@ class Heartbeat:
     `step` and `phase` are where the rank is now; `busy` says that it has something to do. `age_s` is the time since it
     last did anything, `unmarked_s` the time since it last came to another step, phase, collective or part of a layer:
     CPU time counts for the first, not for the second. `waits`: it is in a collective, for its peers to come to.
-    `failure` tells why its loop ended, if it did; `status` holds the counters of the engine after its last step.
+    `status` holds the counters of the engine after its last step.
     """
 
     rank: int
@@ -66,15 +66,9 @@ class Heartbeat:
     age_s: float
     step: int = 0
     phase: str = ""
-    failure: Failure | None = None
     unmarked_s: float = 0.0
     waits: bool = False
     status: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def failed(self) -> str:
-        """The reason that the loop ended, or empty."""
-        return "" if self.failure is None else self.failure.reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ async def _understand(
     shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
         call_id,
         int(time.time()),
-        fields.model or model.model_id,
+        model.model_id,
         samples,
         None if tokenizer is None else tokenizer.text,
         ids_as_text=fields.return_tokens_as_token_ids,

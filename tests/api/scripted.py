@@ -154,7 +154,7 @@ class ScriptedService:
     def __init__(self, folder: Path) -> None:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(str(folder))
         self.engine = ScriptedEngine(self.tokenizer)
-        self.model = ModelInfo(MODEL, CONTEXT, VOCAB, created=1_700_000_000, aliases=("demo-alias",))
+        self.model = ModelInfo(MODEL, CONTEXT, VOCAB, created=1_700_000_000)
         self.metrics = ServingMetrics(model_name=MODEL)
 
     async def metrics_page(self) -> bytes:

@@ -25,9 +25,7 @@ def test_models(client: Client) -> None:
     }
     assert client.get("/v1/models").json() == {"object": "list", "data": [card]}
     assert client.get("/v1/models/demo").json() == card
-    assert client.get("/v1/models/demo-alias").json() == card
     assert client.get("/v1/models/org/demo").json()["error"]["code"] == "model_not_found"
-    assert client.complete(model="demo-alias").json()["model"] == "demo-alias"
 
 
 def test_health_follows_the_engine(client: Client, service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
