@@ -25,7 +25,17 @@ OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded
 PHASES = ("schedule", "agree", "draft", "target", "extend", "commit")
 PAGE_STATES = ("free", "used", "cached")
 LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
-STATUSES = (200, 400, 404, 413, 499, 500, 503)  # what routes answer; others get their series when they first come
+STATUSES = (
+    200,
+    400,
+    404,
+    408,
+    413,
+    415,
+    499,
+    500,
+    503,
+)  # what routes answer; others get their series when they first come
 
 
 def _version(package: str) -> str:

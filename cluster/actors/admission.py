@@ -92,7 +92,7 @@ class Lengths:
 class Guest:
     """One open request: tokens of its prompt, all its tokens as far as expected, its new ones at most and by now.
 
-    `came` is when it entered, None when it had to wait for a slot.
+    `came` is when it entered, None when it had to wait for a slot or for the gang.
     """
 
     prompt: int
@@ -156,7 +156,7 @@ class Admission:
         """A request was let in, and waits."""
         prompt = len(request.prompt_token_ids)
         self._pass()
-        came = self._at if self._free() else None
+        came = self._at if self._serving and self._free() else None
         guest = Guest(prompt, prompt + self.new_tokens(request), request.params.max_tokens, came)
         self._waiting[request.request_id] = guest
         self._tokens += guest.tokens
@@ -200,6 +200,8 @@ class Admission:
         """The gang is down: its time does not count, and no wait can be told."""
         self._pass()
         self._serving = False
+        for guest in self._waiting.values():
+            guest.came = None
 
     def started(self, kv_tokens: int | None) -> None:
         """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank, None when it is not known."""

@@ -44,10 +44,12 @@ class Effort:
 
     def _is_own(self, task: str) -> bool | None:
         """Whether a thread is one of ours; None when it has ended."""
+        if task == self._thread:  # whatever is known: it may have begun while another thread looked
+            return True
         if task in self._known:
             return self._known[task]
         try:
-            return task == self._thread or (TASKS / task / "comm").read_text().strip() == self._name
+            return (TASKS / task / "comm").read_text().strip() == self._name
         except OSError:
             return None
 

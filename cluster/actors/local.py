@@ -64,28 +64,23 @@ class LocalRay:
     def stop(self) -> None:
         """Stop Ray, wait until its processes are gone, and remove its folder."""
         started = self._all_processes()
-        ray.shutdown()
-        _, alive = psutil.wait_procs(started, timeout=END_TIMEOUT_S)
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=1.0)
-        if self._folder is not None:
-            self._folder.remove()
+        try:
+            ray.shutdown()
+            _, alive = psutil.wait_procs(started, timeout=END_TIMEOUT_S)
+            _kill(alive, timeout_s=1.0)
+        finally:
+            self._remove_folder()
 
     def kill(self) -> None:
         """End all of Ray's processes now, and remove its folder. For a process that is about to end itself."""
-        processes = self._all_processes()
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, timeout=KILL_TIMEOUT_S)
+        try:
+            _kill(self._all_processes(), KILL_TIMEOUT_S)
+        finally:
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             self._folder.remove()
-
-    def logs(self) -> Path:
-        """The folder of the logs of all of Ray's processes, while it runs."""
-        assert self._folder is not None, "start was not called"
-        return self._folder.inside / "session_latest" / "logs"
 
     def _all_processes(self) -> list[psutil.Process]:
         """Ray's own processes and everything that they started since."""
@@ -96,6 +91,14 @@ class LocalRay:
             except psutil.NoSuchProcess:
                 continue
         return list(found.values())
+
+
+def _kill(processes: list[psutil.Process], timeout_s: float) -> None:
+    """End processes and wait for that; some may end by themselves meanwhile."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=timeout_s)
 
 
 @contextmanager

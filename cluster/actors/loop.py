@@ -199,7 +199,6 @@ class EngineLoop:
                 self._busy and not self.over,
                 self._pulse.age_s,
                 *position,
-                self.failure,
                 self._pulse.unmarked_s,
                 waits,
                 self._status,

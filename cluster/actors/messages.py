@@ -57,7 +57,7 @@ class Heartbeat:
     `step` and `phase` are where the rank is now; `busy` says that it has something to do. `age_s` is the time since it
     last did anything, `unmarked_s` the time since it last came to another step, phase, collective or part of a layer:
     CPU time counts for the first, not for the second. `waits`: it is in a collective, for its peers to come to.
-    `failure` tells why its loop ended, if it did; `status` holds the counters of the engine after its last step.
+    `status` holds the counters of the engine after its last step.
     """
 
     rank: int
@@ -66,15 +66,9 @@ class Heartbeat:
     age_s: float
     step: int = 0
     phase: str = ""
-    failure: Failure | None = None
     unmarked_s: float = 0.0
     waits: bool = False
     status: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def failed(self) -> str:
-        """The reason that the loop ended, or empty."""
-        return "" if self.failure is None else self.failure.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +101,7 @@ class GangStatus:
 
     `healthy` is False as soon as a rank is dead, failed, or gives no sign of progress for `watchdog_timeout_s`, and
     until the gang serves again; `reason` then names rank, step and phase. `info` is JSON-ready: the resolved config of
-    rank 0, per-rank counters, `epoch` and `restarts` (every `Loss` so far).
+    rank 0, per-rank counters, `epoch` and `restarts` (the latest losses).
     """
 
     healthy: bool

@@ -60,12 +60,12 @@ class ShardActor:
         self._loop: EngineLoop | None = None
         self._loading = Effort(LOAD_THREADS)
         self._pulse = Pulse(self._loading)
-        self._info: dict[str, Any] = {}
         self._serving: bytes | None = None
 
     @ray.method(concurrency_group="control")
     def open_store(self) -> tuple[str, int]:
         """Rank 0: open the store in which the ranks meet; its host and port."""
+        self._loading.begin()  # the store's module imports torch, which may take long
         host = node_address()
         self._store = self._beside_factory("open_store")(host)
         return host, self._store.port
@@ -97,10 +97,10 @@ class ShardActor:
         except Exception as error:
             logger.exception("rank %d could not load", self._rank)
             raise LoadError(f"{type(error).__name__}: {error}", kind_of(error)) from None
-        self._info = engine.info() | {"world": self._world, "pid": os.getpid(), "interface": interface}
+        info = engine.info() | {"world": self._world, "pid": os.getpid(), "interface": interface}
         self._loop = EngineLoop(engine, self._rank, self._world)
         self._loop.start()
-        return self._info
+        return info
 
     @ray.method(concurrency_group="commands")
     def put(self, commands: Commands) -> None:
@@ -127,11 +127,6 @@ class ShardActor:
             return self._loop.heartbeat()
         self._pulse.look(reads())
         return Heartbeat(self._rank, 0, True, self._pulse.age_s, 0, "load")
-
-    @ray.method(concurrency_group="control")
-    def info(self) -> dict[str, Any]:
-        """The resolved config."""
-        return self._info
 
     @ray.method(concurrency_group="control")
     def metrics(self) -> list[bytes]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.errors import CLIENT_GONE
 from cluster.api.samples import Sample
 from cluster.api.service import Service
 from cluster.api.usage import usage
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 UNLOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 OTHER = "other"  # the route of what was asked for and is none
 NOTED = "aerie.samples"
-CLIENT_GONE = 499  # nobody reads it; it is what the logs of other servers say
 SHOWN = 200  # characters of a path
 
 
@@ -33,7 +33,8 @@ class AccessLog:
     """ASGI middleware around everything else. A line says what was asked, how it ended and how long it took.
 
     `outcome`: "ok"; "gone", the client left first; "refused", turned away before it began (4xx, or 503 for load or
-    the server's end); "error", a fault of ours, also in a stream that began with 200. Seconds are since arrival.
+    while the server drains); "error", a fault of ours or our end before the call's, as 503, another 5xx, or in a stream
+    that began with 200. Seconds are since arrival.
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: Iterable[str]) -> None:
@@ -104,8 +105,8 @@ def _fields(scope: Scope, status: int, whole: bool, arrived: float) -> dict[str,
 def _outcome(ends: set[Outcome | None], status: int, whole: bool) -> str:
     if status in (0, CLIENT_GONE):
         return "gone"
-    if status == 503 or 400 <= status < 500:
-        return "refused"
-    if status >= 500 or "error" in ends:
+    if "error" in ends or (status >= 500 and status != 503):
         return "error"
+    if status >= 400:
+        return "refused"
     return "ok" if whole and "abort" not in ends else "gone"

@@ -2,17 +2,18 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from cluster.api import access
 from cluster.api.body import Intake
-from cluster.api.content import conversation
-from cluster.api.errors import ApiError, ClientGoneError, overloaded, shown
+from cluster.api.errors import ApiError, overloaded, shown
 from cluster.api.fields import warning_headers
 from cluster.api.offload import off_loop
 from cluster.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
@@ -22,6 +23,9 @@ from cluster.api.shapes import ChatShape, CompletionShape, Shape
 from cluster.api.stream import DONE, EventStream, event, json_bytes, until_client_leaves
 from cluster.request import Request
 from cluster.text import StoppedText
+
+F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
+G = TypeVar("G", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +44,28 @@ async def answer(
     limits: Limits,
     intake: Intake,
     request: HttpRequest,
-    kind: type[CompletionRequest] | type[ChatRequest],
+    kind: type[G],
 ) -> Response:
     """Answer /v1/completions or /v1/chat/completions."""
     arrived = time.perf_counter()
     try:
-        try:
-            if (why := service.engine.full()) is not None:  # before its body costs anything
-                raise overloaded(why)
-            async with intake.json(request) as (body, length):
-                fields, warnings = await off_loop(length, lambda: kind.read(body))
-                call = await _understand(service, limits, fields, warnings)
-        except ApiError as error:
-            service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
-            raise
-        access.note(request.scope, call.call_id, call.samples)
-        for sample in call.samples:
-            sample.timer = service.metrics.on_start(arrived)
-        deltas = run(service.engine, call.samples)
-        if call.stream:
-            return await _streamed(request, call, deltas)
-        async with aclosing(deltas):
-            said = await until_client_leaves(request.receive, _all(deltas))
-        return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
-    except ClientGoneError:
-        return Response(status_code=access.CLIENT_GONE)
+        if (why := service.engine.full()) is not None:  # before its body costs anything
+            raise overloaded(why)
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
+            call = await _understand(service, limits, fields, warnings, length)
+    except ApiError as error:
+        service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
+        raise
+    access.note(request.scope, call.call_id, call.samples)
+    for sample in call.samples:
+        sample.timer = service.metrics.on_start(arrived)
+    deltas = run(service.engine, call.samples)
+    if call.stream:
+        return await _streamed(request, call, deltas)
+    async with aclosing(deltas):
+        said = await until_client_leaves(request.receive, _all(deltas))
+    return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
 
 
 async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
@@ -93,49 +94,64 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
+def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
+    """The request in a JSON body, within the limits, and warnings about fields nobody knows.
+
+    Raises:
+        ApiError: it cannot be served; the field at fault is named.
+    """
+    fields, warnings = kind.read(body)
+    fields.check(service.model, limits)
+    return fields, warnings
+
+
 async def _understand(
-    service: Service, limits: Limits, fields: CompletionRequest | ChatRequest, warnings: list[str]
+    service: Service, limits: Limits, fields: CompletionRequest | ChatRequest, warnings: list[str], length: int
 ) -> Call:
-    """Check a request, turn its prompts into tokens, and give every sequence its settings and seed.
+    """Turn the prompts of a request into tokens, and give every sequence its settings and seed. What comes from a body
+    of many bytes (`length`) is not worked on in the event loop.
 
     Raises:
         ApiError: the request cannot be served; the field at fault is named.
     """
     model = service.model
-    fields.check(model, limits)
     tokenizer = service.tokenizer
     if fields.stop and tokenizer is None:
         raise _needs_tokenizer("stop")
     if isinstance(fields, ChatRequest):
-        prompts = [await _chat_ids(service, fields, fields.add_special_tokens, model.room)]
+        prompts = [await _chat_ids(service, fields, length, fields.add_special_tokens, model.room)]
         blamed, default_tokens, prefix = ["messages"], model.room, "chatcmpl-"
     else:
-        prompts = await _prompt_ids(service, limits, fields)
+        prompts = await _prompt_ids(service, limits, fields, length)
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
         default_tokens, prefix = limits.default_completion_tokens, "cmpl-"
 
     unique = uuid.uuid4().hex
     call_id = prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
-    samples: list[Sample] = []
-    for at, ids in enumerate(prompts):
-        if not ids:
-            raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
-        params = fields.sampling(model, len(ids), default_tokens, blamed[at])
-        for i in range(fields.n):
-            text = None
-            if tokenizer is not None:
-                text = StoppedText(tokenizer.text, ids, params.stop, fields.include_stop_str_in_output)
-            own = replace(params, seed=fields.seed_of(i))
-            index = len(samples)
-            sequence = Request(f"{sequence_id}-{index}", ids, own, routed_dp_rank=fields.routed_dp_rank)
-            samples.append(Sample(index, at, sequence, text, fields.include_stop_str_in_output))
 
+    def make_samples() -> list[Sample]:
+        samples: list[Sample] = []
+        for at, ids in enumerate(prompts):
+            if not ids:
+                raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
+            params = fields.sampling(model, len(ids), default_tokens, blamed[at])
+            for i in range(fields.n):
+                text = None
+                if tokenizer is not None:
+                    text = StoppedText(tokenizer.text, ids, params.stop, fields.include_stop_str_in_output)
+                own = replace(params, seed=fields.seed_of(i))
+                index = len(samples)
+                sequence = Request(f"{sequence_id}-{index}", ids, own, routed_dp_rank=fields.routed_dp_rank)
+                samples.append(Sample(index, at, sequence, text, fields.include_stop_str_in_output))
+        return samples
+
+    samples = await off_loop(length, make_samples)
     options = fields.stream_options
     shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
         call_id,
         int(time.time()),
-        fields.model or model.model_id,
+        model.model_id,
         samples,
         None if tokenizer is None else tokenizer.text,
         ids_as_text=fields.return_tokens_as_token_ids,
@@ -147,13 +163,18 @@ async def _understand(
 
 
 async def _chat_ids(
-    service: Service, fields: ChatRequest | TokenizeRequest, special: bool, context_length: int | None = None
+    service: Service,
+    fields: ChatRequest | TokenizeRequest,
+    length: int,
+    special: bool,
+    context_length: int | None = None,
 ) -> tuple[int, ...]:
     if service.tokenizer is None:
         raise _needs_tokenizer("messages")
     return tuple(
         await service.tokenizer.encode_chat(
-            conversation(fields.messages),
+            fields.messages,
+            length,
             add_generation_prompt=fields.add_generation_prompt,
             add_special_tokens=special,
             template_kwargs=fields.chat_template_kwargs,
@@ -162,22 +183,21 @@ async def _chat_ids(
     )
 
 
-async def tokens_of(service: Service, limits: Limits, fields: TokenizeRequest) -> tuple[int, ...]:
-    """Answer /tokenize.
+async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> tuple[int, ...]:
+    """Answer /tokenize; the body has `length` bytes.
 
     Raises:
-        ApiError: another model is asked for, or this one has no tokenizer.
+        ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
     """
-    fields.check(service.model, limits)
     if fields.prompt is None:
-        return await _chat_ids(service, fields, special=False)
+        return await _chat_ids(service, fields, length, special=False)
     if service.tokenizer is None:
         raise _needs_tokenizer("prompt")
-    return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens))
+    return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens, length))
 
 
-async def text_of(service: Service, fields: DetokenizeRequest) -> str:
-    """Answer /detokenize.
+async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:
+    """Answer /detokenize; the body has `length` bytes.
 
     Raises:
         ApiError: another model is asked for, this one has no tokenizer, or a token id is not in its vocabulary.
@@ -185,7 +205,7 @@ async def text_of(service: Service, fields: DetokenizeRequest) -> str:
     check_model(service.model, fields.model)
     if service.tokenizer is None:
         raise _needs_tokenizer("tokens")
-    _check_ids(fields.tokens, service.model.vocab_size, "tokens")
+    await off_loop(length, lambda: _check_ids(fields.tokens, service.model.vocab_size, "tokens"))
     return await service.tokenizer.decode(fields.tokens)
 
 
@@ -196,7 +216,9 @@ def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
         raise ApiError(message, param=param, code="invalid_value")
 
 
-async def _prompt_ids(service: Service, limits: Limits, fields: CompletionRequest) -> list[tuple[int, ...]]:
+async def _prompt_ids(
+    service: Service, limits: Limits, fields: CompletionRequest, length: int
+) -> list[tuple[int, ...]]:
     prompts = fields.prompt
     if len(prompts) * fields.n > limits.sequences:
         raise ApiError(
@@ -206,15 +228,15 @@ async def _prompt_ids(service: Service, limits: Limits, fields: CompletionReques
             code="invalid_value",
         )
     vocab, context = service.model.vocab_size, service.model.context_length
-    found = []
+    special, found = fields.add_special_tokens, []
     for at, prompt in enumerate(prompts):
         blamed = "prompt" if len(prompts) == 1 else f"prompt.{at}"
         if isinstance(prompt, str):
             if service.tokenizer is None:
                 raise _needs_tokenizer("prompt")
-            found.append(tuple(await service.tokenizer.encode(prompt, fields.add_special_tokens, context, blamed)))
+            found.append(tuple(await service.tokenizer.encode(prompt, special, length, context, blamed)))
             continue
-        _check_ids(prompt, vocab, blamed)
+        await off_loop(length, partial(_check_ids, prompt, vocab, blamed))
         found.append(tuple(prompt))
     return found
 

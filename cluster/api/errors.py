@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1  # where nothing better is known
 RESTART_S = 5.0  # after how long to try again where nothing says how long a start takes
+CLIENT_GONE = 499  # nobody reads it; it is what the logs of other servers say
 MAX_PATH = 200  # characters of a field's path, which may hold a name that the client made up
 SHOWN_CHARACTERS = 60  # of a refused value, in a message
 
@@ -182,9 +183,13 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, ApiError)
         return error.response()
 
+    async def nobody_there(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
     async def unexpected(request: Request, error: Exception) -> Response:
         return internal(request.url.path).response()
 
     app.add_exception_handler(HTTPException, from_routing)
     app.add_exception_handler(ApiError, from_us)
+    app.add_exception_handler(ClientGoneError, nobody_there)
     app.add_exception_handler(Exception, unexpected)

@@ -15,7 +15,7 @@ from cluster.api import calls, errors
 from cluster.api.access import AccessLog
 from cluster.api.body import Intake
 from cluster.api.drain import Drain, DrainGate
-from cluster.api.errors import unavailable
+from cluster.api.errors import RESTART_S, unavailable
 from cluster.api.fields import warning_headers
 from cluster.api.head import HeadAsGet
 from cluster.api.offload import off_loop
@@ -66,8 +66,8 @@ def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) 
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
         async with intake.json(request) as (body, length):
-            fields, warnings = await off_loop(length, lambda: TokenizeRequest.read(body))
-            ids = await calls.tokens_of(service, limits, fields)
+            fields, warnings = await off_loop(length, lambda: calls.checked(service, limits, TokenizeRequest, body))
+            ids = await calls.tokens_of(service, fields, length)
         facts = {"count": len(ids), "max_model_len": service.model.room, "tokens": list(ids)}
         return await off_loop(len(ids), lambda: _json(facts, warnings))
 
@@ -76,7 +76,8 @@ def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) 
         """The text of token ids."""
         async with intake.json(request) as (body, length):
             fields, warnings = await off_loop(length, lambda: DetokenizeRequest.read(body))
-            return _json({"prompt": await calls.text_of(service, fields)}, warnings)
+            text = await calls.text_of(service, fields, length)
+            return await off_loop(len(text), lambda: _json({"prompt": text}, warnings))
 
 
 def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
@@ -122,7 +123,8 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
 async def _check_progress(service: Service) -> None:
     status = await _status(service)
     if not status.healthy:
-        raise unavailable(status.reason or "the engine is not healthy")
+        start_s = status.info.get("start_seconds") or RESTART_S  # none is known before the first start is over
+        raise unavailable(status.reason or "the engine is not healthy", start_s)
 
 
 async def _status(service: Service) -> GangStatus:

@@ -88,10 +88,10 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
         _set_model(llm, value)
     elif key in MODEL_KEYS:
         _inner(llm, "model_loading_config")[MODEL_KEYS[key]] = value
+    elif ALIASES.get(key, key) in EngineConfig.model_fields:  # before Serve's: max_queued_requests is in both
+        _set_engine(llm, key, value)
     elif key in DEPLOYMENT_OPTIONS:
         _inner(llm, "deployment_config")[key] = value
-    elif ALIASES.get(key, key) in EngineConfig.model_fields:
-        _set_engine(llm, key, value)
     elif head == "speculative_config" and rest in SPECULATIVE_CONFIG:
         _set_engine(llm, SPECULATIVE_CONFIG[rest], spelled(rest, value))
     elif key == "accelerator_type":

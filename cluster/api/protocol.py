@@ -29,7 +29,7 @@ def check_model(model: ModelInfo, asked: str | None) -> None:
     Raises:
         ApiError: 404.
     """
-    if asked is not None and asked not in (model.model_id, *model.aliases):
+    if asked is not None and asked != model.model_id:
         message = f"the model {shown(asked)} does not exist; this server has {model.model_id!r}"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 

@@ -97,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
     phases.end("settings")
     signals = StopSignals()
     signals.install()
-    stopping = signals.event
     os.environ.setdefault(CALLBACK, IMPORT_PATH)
     if uses_haproxy():
         _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
@@ -114,11 +113,11 @@ def run(args: argparse.Namespace) -> int:
             phases.end("ray")
             serving = True
             _deploy(plan, importing, phases)
-            _wait_ready(plan, stopping)
+            _wait_ready(plan, signals)
             phases.end("model")
             _say(f"started in {phases}")
             print(f"READY {plan.url}/v1", flush=True)
-            stopping.wait()
+            signals.wait()
             _say("stopping")
             drain(importlib.import_module("ray.serve"), name, plan.settings.drain_timeout_s, _say)
         except (RuntimeError, RayError, TimeoutError) as error:
@@ -191,7 +190,7 @@ def _deploy(plan: ServePlan, importing: "Future[Any]", phases: Phases) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _wait_ready(plan: ServePlan, stopping: threading.Event) -> None:
+def _wait_ready(plan: ServePlan, signals: StopSignals) -> None:
     """Wait until the proxy answers for a healthy engine.
 
     Raises:
@@ -201,7 +200,8 @@ def _wait_ready(plan: ServePlan, stopping: threading.Event) -> None:
     serve = importlib.import_module("ray.serve")
     name = plan.file.applications[0].name
     while True:
-        if stopping.wait(POLL_S):
+        time.sleep(POLL_S)
+        if signals.asked:
             raise KeyboardInterrupt
         application = serve.status().applications.get(name)
         if application is None:
@@ -228,14 +228,18 @@ def _shut_down(cluster: LocalRay | None, plan: ServePlan, serving: bool) -> None
     """End what was started here: all of a Ray of our own, only the application on a cluster of others."""
     serve = importlib.import_module("ray.serve")
     if cluster is None:
-        if serving and ray.is_initialized():
-            serve.delete(plan.file.applications[0].name)
-        ray.shutdown()
+        try:
+            if serving and ray.is_initialized():
+                serve.delete(plan.file.applications[0].name)
+        finally:
+            ray.shutdown()
         return
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # Ray reports each actor that we end
-        if serving and ray.is_initialized():
-            serve.shutdown()
-        cluster.stop()
+        try:
+            if serving and ray.is_initialized():
+                serve.shutdown()
+        finally:
+            cluster.stop()
 
 
 def _say(text: str, *, error: bool = False) -> None:

@@ -11,7 +11,7 @@ from cluster.metrics import ServingMetrics
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The one model that is served. `aliases` are further names that requests may use; `created` is Unix seconds.
+    """The one model that is served. `created` is Unix seconds.
 
     `context_length` counts prompt and output tokens together; `kv_room` is how many of them the KV cache of a rank
     holds for one request, where that is less. `vocab_size` bounds the token ids of a prompt.
@@ -21,7 +21,6 @@ class ModelInfo:
     context_length: int
     vocab_size: int
     created: int
-    aliases: tuple[str, ...] = ()
     kv_room: int | None = None
 
     @property

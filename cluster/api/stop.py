@@ -2,11 +2,12 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 5.0  # of the replicas, when they are told
@@ -15,10 +16,13 @@ FLUSH_S = 0.5  # between the end of the last call at its replica and the end of 
 
 
 class StopSignals:
-    """The first SIGINT or SIGTERM asks for an orderly end and sets `event`; the second ends everything at once."""
+    """The first SIGINT or SIGTERM asks for an orderly end; the second ends everything at once.
+
+    A handler runs between any two instructions of the main thread, which may hold any lock: so it takes none.
+    """
 
     def __init__(self) -> None:
-        self.event = threading.Event()
+        self.asked = False
         self.at_once: Callable[[], None] | None = None  # what the second signal does before the process ends
 
     def install(self) -> None:
@@ -26,12 +30,19 @@ class StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
+    def wait(self) -> None:
+        """Return once an end is asked for."""
+        while not self.asked:
+            time.sleep(POLL_S)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.event.is_set():
-            if self.at_once is not None:
-                self.at_once()
-            os._exit(128 + number)
-        self.event.set()
+        if self.asked:
+            try:
+                if self.at_once is not None:
+                    self.at_once()
+            finally:
+                os._exit(128 + number)
+        self.asked = True
 
 
 def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -> None:
@@ -65,9 +76,16 @@ def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -
 
 
 def _open_calls(front: Any) -> int:
-    """Tell all replicas of the ingress to refuse new calls; how many are open in all. One that is gone has none."""
-    counts = front.broadcast("drain").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
-    return sum(count for count in counts if isinstance(count, int))
+    """Tell all replicas of the ingress to refuse new calls; how many are open in all, as far as they say.
+
+    A replica that is dead has none; one that does not answer may have some, and counts as one.
+    """
+    answers = front.broadcast("drain").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+    return sum(answer if isinstance(answer, int) else not _is_dead(answer) for answer in answers)
+
+
+def _is_dead(answer: Any) -> bool:
+    return isinstance(answer, RayActorError) and not isinstance(answer, ActorUnavailableError)
 
 
 def _calls(count: int) -> str:

@@ -11,13 +11,13 @@ from typing import Any, Self
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from cluster.api.content import ChatMessage, conversation
 from cluster.api.errors import ApiError
 from cluster.api.floor import TokenFloor
 from cluster.api.offload import off_loop
 from cluster.config import ConfigError
 from cluster.text import TextTokenizer
 
-FRAME = 32  # characters that a template may put around a message, and its price in a template's loop
 TEMPLATE_WORDS = frozenset(
     {"tokenize", "chat_template", "conversation", "messages", "tools", "documents", "return_dict"}
 )
@@ -49,9 +49,9 @@ class ChatTokenizer:
         return cls(text, template)
 
     async def encode(
-        self, text: str, add_special_tokens: bool, context_length: int | None = None, param: str = "prompt"
+        self, text: str, add_special_tokens: bool, length: int, context_length: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Token ids of a text; a long one is encoded in a thread.
+        """Token ids of a text, encoded in a thread where the body that it came in is long (`length` bytes).
 
         Raises:
             ApiError: 400 that blames `param` when the text cannot fit into the context; it is not encoded then.
@@ -61,7 +61,7 @@ class ChatTokenizer:
             self._check_length(text, context_length, param)
             return self.text.encode(text, add_special_tokens)
 
-        return await off_loop(len(text), work)
+        return await off_loop(length, work)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; many are decoded in a thread."""
@@ -78,14 +78,15 @@ class ChatTokenizer:
 
     async def encode_chat(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[ChatMessage],
+        length: int,
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         context_length: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format.
+        """Token ids of a conversation in the model's own format; `length` is that of the body that it came in.
 
         Raises:
             ApiError: 400 when there is no template, the template refuses the conversation, or the text cannot fit into
@@ -106,7 +107,7 @@ class ChatTokenizer:
         def work() -> list[int]:
             try:
                 text = template.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra
+                    conversation(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra
                 )
                 str(text).encode()  # an argument may have brought half of a surrogate pair
             except Exception as error:  # whatever a template and a client's arguments come up with together
@@ -119,7 +120,7 @@ class ChatTokenizer:
             self._check_length(str(text), context_length, "messages")
             return self.text.encode(str(text), add_special_tokens)
 
-        return await off_loop(sum(FRAME + len(message["content"]) for message in messages), work)
+        return await off_loop(length, work)
 
 
 def _has_template(folder: Path) -> bool:

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,8 @@ class Round:
 
     @property
     def failed(self) -> bool:
-        """Whether anybody was forgotten, cut, or got other tokens."""
-        return bool(self.cut or self.different or self.resumed < self.open)
+        """Whether anybody was forgotten, cut, or got other tokens, or the server was never seen to come back."""
+        return bool(self.cut or self.different or self.resumed < self.open or self.healthy_s is None)
 
 
 def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
@@ -110,6 +111,8 @@ class Counter:
         """When /health said 200 again, how long after that the last stream was resumed, and how many were."""
         _, healthy = self._pulse.settle(expect_loss=True)
         self._over.set()
+        if self._thread.ident is None:  # nobody was killed
+            return None, None, 0
         self._thread.join()
         most = max((count for _, count in self._times), default=0.0)
         last = next((when for when, count in self._times if count == most), 0.0)
@@ -118,7 +121,8 @@ class Counter:
     def _watch(self) -> None:
         while True:
             over = self._over.is_set()  # one look more after the end
-            self._times.append((time.monotonic() - self._began, resumed_streams(self._port) - self._before))
+            with suppress(OSError):  # the page may fail while the gang is down
+                self._times.append((time.monotonic() - self._began, resumed_streams(self._port) - self._before))
             if over:
                 return
             time.sleep(POLL_S)

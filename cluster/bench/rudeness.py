@@ -103,13 +103,16 @@ async def _slow(tally: Tally, port: int, model: str, number: int, rng: random.Ra
     try:
         async with asyncio.timeout(SLOW_LIMIT_S):
             reader, writer = await asyncio.open_connection(HOST, port)
-            writer.write(head_of("POST", "/v1/completions", SLOW_BODY))
             answer = asyncio.ensure_future(read_reply(reader, reply))
-            while not answer.done():
-                writer.write(b" ")
-                await asyncio.wait((answer,), timeout=DRIP_S)
-            answer.result()
-            writer.close()
+            try:
+                writer.write(head_of("POST", "/v1/completions", SLOW_BODY))
+                while not answer.done():
+                    writer.write(b" ")
+                    await asyncio.wait((answer,), timeout=DRIP_S)
+                answer.result()
+            finally:
+                answer.cancel()
+                writer.close()
     except (OSError, TimeoutError, EOFError) as error:
         reply.error = f"{type(error).__name__}: {error}"
     tally.note(reply)

@@ -89,7 +89,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_harms_nobody(loop):
     loop.put(Commands(submits=(ask("bad", TOO_LONG), ask("good", 5))))
     items, _ = collect(loop, "good")
     assert items[0].refused == (("bad", "prompt is too long"),)
-    assert not loop.heartbeat().failed
+    assert loop.failure is None
 
 
 def test_a_refusal_alone_is_an_item_too(loop):
@@ -109,7 +109,7 @@ def test_a_step_that_raises_ends_the_loop_and_says_who_where_and_why(loop):
     assert failure.step >= steps
     assert failure.reason.startswith("RuntimeError: poisoned (")
     beat = loop.heartbeat()
-    assert beat.failure == failure and not beat.busy
+    assert loop.failure == failure and not beat.busy
     assert (beat.step, beat.phase) == (failure.step, "target")
     loop.put(Commands(submits=(ask("c", 1),)))
     items = loop.drain()

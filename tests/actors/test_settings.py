@@ -9,9 +9,9 @@ from cluster.actors.placement import device_of, layout_of, rank_order
 from cluster.api import flags
 from cluster.api.overlay import lay_over
 from cluster.api.plan import LOCAL_DEPLOYMENT, make_plan
-from cluster.api.settings import parse, resolve_engine_paths, resolve_path
+from cluster.api.settings import DEPLOYMENT_OPTIONS, parse, resolve_engine_paths, resolve_path
 from cluster.checkout import CHECKOUT
-from cluster.config import ConfigError, EngineConfig
+from cluster.config import ALIASES, ConfigError, EngineConfig
 from tests.tiny import draft_folder, target_folder
 
 
@@ -123,6 +123,14 @@ def test_settings_are_laid_over_the_config():
     assert llm["model_loading_config"]["model_id"] == "other"
     assert llm["model_loading_config"]["tokenizer_source"] == "/t"
     assert llm["placement_group_config"] == {"bundle_per_worker": {"CPU": 2}}
+
+
+def test_a_name_that_the_engine_and_serve_both_have_is_the_engine_s():
+    for name in sorted({*EngineConfig.model_fields, *ALIASES} & set(DEPLOYMENT_OPTIONS)):
+        llm = set_all(f"{name}=7", f"deployment_config.{name}=9")["applications"][0]["args"]["llm_configs"][0]
+        assert llm["engine_kwargs"][ALIASES.get(name, name)] == 7
+        assert llm["deployment_config"] == {name: 9}, "Serve's own is set by its full name"
+    assert make_plan(None, ["max_queued_requests=7"]).engine.max_queued_requests == 7
 
 
 def test_speculation_is_switched_off_with_one_word():

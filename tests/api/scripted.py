@@ -63,6 +63,7 @@ class ScriptedEngine:
         self.fail_at: int | None = None
         self.failure: RequestOutput | Exception | None = None
         self.reason = ""
+        self.info: dict[str, Any] = {"config": {"page_size": 16}, "ranks": [{"rank": 0, "accept_length": 2.5}]}
         self.step_s = 0.0
         self.speculates = True
         self._tokenizer = tokenizer.text
@@ -141,8 +142,7 @@ class ScriptedEngine:
         return Overloaded("the server is full", self.retry_after_s) if self.retry_after_s else None
 
     async def status(self) -> GangStatus:
-        info = {"config": {"page_size": 16}, "ranks": [{"rank": 0, "accept_length": 2.5}]}
-        return GangStatus(not self.reason, self.reason, 0, len(self.running), info)
+        return GangStatus(not self.reason, self.reason, 0, len(self.running), self.info)
 
     async def metrics(self) -> list[bytes]:
         return []
@@ -154,7 +154,7 @@ class ScriptedService:
     def __init__(self, folder: Path) -> None:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(str(folder))
         self.engine = ScriptedEngine(self.tokenizer)
-        self.model = ModelInfo(MODEL, CONTEXT, VOCAB, created=1_700_000_000, aliases=("demo-alias",))
+        self.model = ModelInfo(MODEL, CONTEXT, VOCAB, created=1_700_000_000)
         self.metrics = ServingMetrics(model_name=MODEL)
 
     async def metrics_page(self) -> bytes:

@@ -10,6 +10,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from cluster import metrics
+from cluster.api import openapi
 from cluster.api.drain import Drain
 from cluster.api.ingress import make_app
 from cluster.logs import TextLines, request_id
@@ -87,6 +89,17 @@ def test_refusals_faults_and_clients_that_leave(client: Client, service: Scripte
     }
 
 
+@pytest.mark.parametrize(("stream", "at", "status"), [(False, 0, 503), (False, 5, 503), (True, 0, 503), (True, 5, 200)])
+def test_a_call_that_its_gang_takes_along_is_an_error_streamed_or_not(
+    client: Client, service: ScriptedService, lines: Any, stream: bool, at: int, status: int
+) -> None:
+    service.engine.fail_at = at
+    service.engine.failure = RequestOutput("r", (), finish_reason="abort", error="rank 1 died")
+    client.complete(stream=stream, max_tokens=40)
+    (line,) = lines()
+    assert (line["status"], line["outcome"]) == (status, "error")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_gone_and_no_error(
     app: FastAPI, service: ScriptedService, lines: Any, stream: bool
@@ -102,6 +115,10 @@ def test_a_client_that_leaves_is_gone_and_no_error(
     (line,) = lines()
     assert line["outcome"] == "gone"
     assert line["status"] == (200 if stream else 499)
+
+
+def test_every_usual_status_has_its_series_before_it_first_comes() -> None:
+    assert {int(status) for status in openapi.STATUSES} <= set(metrics.STATUSES)
 
 
 def test_probes_are_counted_and_not_logged(client: Client, service: ScriptedService, lines: Any) -> None:

@@ -25,9 +25,7 @@ def test_models(client: Client) -> None:
     }
     assert client.get("/v1/models").json() == {"object": "list", "data": [card]}
     assert client.get("/v1/models/demo").json() == card
-    assert client.get("/v1/models/demo-alias").json() == card
     assert client.get("/v1/models/org/demo").json()["error"]["code"] == "model_not_found"
-    assert client.complete(model="demo-alias").json()["model"] == "demo-alias"
 
 
 def test_health_follows_the_engine(client: Client, service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +52,17 @@ def test_ready_follows_the_engine(client: Client, service: ScriptedService) -> N
     sick = client.get("/ready")
     assert (sick.status_code, sick.json()["error"]["message"]) == (503, "rank 0 died")
     assert int(sick.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(("took_s", "after"), [(None, "5"), (0.0, "5"), (12.2, "13")])
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_an_engine_that_is_lost_comes_back_in_about_the_time_of_its_first_start(
+    client: Client, service: ScriptedService, path: str, took_s: float | None, after: str
+) -> None:
+    service.engine.reason = "rank 0 died"
+    if took_s is not None:
+        service.engine.info["start_seconds"] = took_s
+    assert client.get(path).headers["retry-after"] == after
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cluster.api import content, errors
+from cluster.api import calls, content, errors, protocol, tokenizer
 from cluster.api import fields as field_tables
 from cluster.api.body import MAX_CONTAINERS, MAX_KEYS
 from cluster.api.errors import shown
@@ -80,6 +80,46 @@ def test_long_texts_are_encoded_by_few_threads(app: FastAPI, counted: CountedTex
     assert len(counted.encoded) == 24
     assert counted.most <= 4
     assert all(name.startswith("offload") for name in counted.threads)
+
+
+LONG = "x" * 5000
+LONG_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "short prompts": (COMPLETE, {"prompt": ["y" * 50] * 100}),
+    "token ids": (COMPLETE, {"prompt": [[97] * 50] * 100}),
+    "content": (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
+    "name": (CHAT, {"messages": [{"role": "user", "content": "hi", "name": LONG}]}),
+    "empty messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 1000}),
+    "template argument": (CHAT, {"messages": HI, "chat_template_kwargs": {"extra": LONG}}),
+    "tokenized template argument": ("/tokenize", {"messages": HI, "chat_template_kwargs": {"extra": LONG}}),
+    "tokens": ("/detokenize", {"tokens": [97] * 3000}),
+}
+
+
+@pytest.mark.parametrize("name", LONG_BODIES)
+def test_no_part_of_a_long_body_is_worked_on_in_the_event_loop(
+    client: Client, service: ScriptedService, counted: CountedText, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    threads = counted.threads
+
+    def noted(owner: Any, function: str) -> None:
+        whole = getattr(owner, function)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return whole(*args, **kwargs)
+
+        monkeypatch.setattr(owner, function, noting)
+
+    noted(protocol, "check_messages")
+    noted(calls, "_check_ids")
+    noted(calls, "StoppedText")
+    noted(tokenizer, "conversation")
+    assert service.tokenizer is not None
+    noted(service.tokenizer._template, "apply_chat_template")
+    path, body = LONG_BODIES[name]
+    client.post(path, {"max_tokens": 1, **body} if path in (COMPLETE, CHAT) else body)
+    assert threads
+    assert all(thread.startswith("offload") for thread in threads)
 
 
 def test_only_a_few_unknown_fields_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +246,7 @@ class Drip:
         return {"type": "http.request", "body": b" ", "more_body": True}
 
 
-def send(app: FastAPI, drip: Any, **headers: str) -> tuple[int, dict[str, str], dict[str, Any]]:
+def send(app: FastAPI, drip: Any, path: str = COMPLETE, **headers: str) -> tuple[int, dict[str, str], Any]:
     """The answer to a POST whose body `drip` gives."""
     sent: list[dict[str, Any]] = []
 
@@ -219,8 +259,8 @@ def send(app: FastAPI, drip: Any, **headers: str) -> tuple[int, dict[str, str], 
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
-        "path": COMPLETE,
-        "raw_path": COMPLETE.encode(),
+        "path": path,
+        "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
         "headers": [(b"content-type", b"application/json"), *((k.encode(), v.encode()) for k, v in headers.items())],
@@ -229,7 +269,8 @@ def send(app: FastAPI, drip: Any, **headers: str) -> tuple[int, dict[str, str], 
     }
     asyncio.run(app(scope, drip.receive, note))
     head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], head, json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], head, json.loads(body or b"null")
 
 
 @pytest.mark.parametrize("pause_s", [0.005, 60.0])
@@ -273,3 +314,17 @@ def test_a_full_server_says_so_before_it_reads_a_body(app: FastAPI, service: Scr
     assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "overloaded", "24")
     assert drip.asked == 0
     assert service.outcomes() == {"overloaded": 1.0}
+
+
+@pytest.mark.parametrize("path", [COMPLETE, "/tokenize", "/detokenize"])
+def test_a_client_that_leaves_while_it_sends_is_no_fault_of_ours(
+    app: FastAPI, service: ScriptedService, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    class Leaver:
+        async def receive(self) -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+    status, _, _ = send(app, Leaver(), path=path)
+    assert status == 499
+    assert "Traceback" not in caplog.text
+    assert service.outcomes() == {}

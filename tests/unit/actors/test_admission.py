@@ -256,6 +256,27 @@ def test_a_gang_that_is_down_says_nothing_of_time() -> None:
     assert admission.wait_s() == pytest.approx(9.0, rel=0.2)  # the 100 s do not count
 
 
+def test_an_outage_is_no_time_to_a_first_token() -> None:
+    clock = Hand()
+    admission = Admission(config(max_running_requests=64), clock)
+    admission.started(None)
+    for i in range(32):
+        admission.entered(request(f"r{i}"))
+    clock.now += 0.5
+    admission.stopped()
+    for i in range(32, 64):
+        admission.entered(request(f"r{i}"))
+    clock.now += 40.0
+    admission.started(None)
+    clock.now += 0.5
+    for _ in range(50):
+        for i in range(64):
+            admission.progressed(f"r{i}", 2)
+        clock.now += 0.1
+    assert admission.wait_s() < 1.0  # all slots are taken by streams that are about to end
+    assert admission.full() is None
+
+
 def test_expected_lengths_are_learnt() -> None:
     clock = Hand()
     admission = Admission(config(), clock)

@@ -85,6 +85,42 @@ def test_where_threads_may_take_no_names_the_one_that_computes_still_counts(monk
         assert grows(effort)
 
 
+def test_a_thread_that_begins_while_others_are_looked_at_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that found the thread before it had its name keeps what it found; the thread counts all the same."""
+    effort, named = Effort("aerie-test-5"), threading.Event()
+    own = Effort._is_own
+
+    def slow(self: Effort, task: str) -> bool | None:
+        found = own(self, task)
+        if task == str(thread.native_id):
+            looked.set()
+            named.wait()
+        return found
+
+    looked, begin, over = threading.Event(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        begin.wait()
+        effort.begin()
+        named.set()
+        burn(over)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    monkeypatch.setattr(Effort, "_is_own", slow)
+    look = threading.Thread(target=effort.seconds)
+    look.start()
+    looked.wait()
+    begin.set()
+    look.join()
+    monkeypatch.setattr(Effort, "_is_own", own)
+    try:
+        assert grows(effort)
+    finally:
+        over.set()
+        thread.join()
+
+
 class Spent(Effort):
     """CPU seconds by hand."""
 

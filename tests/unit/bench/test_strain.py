@@ -39,4 +39,5 @@ def test_the_tables_say_what_was_seen() -> None:
     assert "nothing" in text and "1.5" in text
     kill = crowd.Round("rank 0", open=116, resumed=116, healthy_s=12.0, resumed_s=0.25, cut=0, different=0)
     assert not kill.failed and replace(kill, resumed=115).failed
+    assert replace(kill, open=0, resumed=0, healthy_s=None).failed, "nobody was killed"
     assert "0.25" in crowd.show({"rounds": [{n: getattr(kill, n) for n in crowd.Round.__slots__}]})
