@@ -98,6 +98,12 @@ class Room:
         """Whether a row more may ride."""
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
+    def fits(self, start: int) -> bool:
+        """Whether `take` gives a prompt a row, after `start` tokens of it."""
+        if self.pace is None or self.first:
+            return self.left
+        return self.left and self.pace.cost(self.beside, start, 1, self.prefilling) <= self.allowance
+
     def take(self, start: int, stop: int) -> int:
         """How many of the prompt rows `start` to `stop - 1` ride; none where not one is paid for."""
         count = min(stop - start, self.rows)
@@ -206,7 +212,7 @@ class Scheduler:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
 
     def _admit_waiting(self, plan: Schedule, room: Room) -> None:
-        """Admit in order of arrival, as long as there are rows and pages."""
+        """Admit in order of arrival, as long as there are pages, and at least a row of the step for each."""
         coming = {self._next(s) for s in self.running if s.prefilling} - {None}
         spare = sum(map(self._growth, self.running))
         passed = 0  # those at the front of the queue who wait for a prefix
@@ -219,7 +225,7 @@ class Scheduler:
                 passed += 1
                 continue
             fresh = sequence.cached_tokens is None
-            if not self._admit(sequence, spare):
+            if not room.fits(self._cache.most_cached(sequence.tokens)) or not self._admit(sequence, spare):
                 break
             del self.waiting[passed]
             spare += self._growth(sequence)

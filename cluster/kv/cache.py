@@ -97,6 +97,12 @@ class KVCache:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
+    def most_cached(self, tokens: Sequence[int]) -> int:
+        """At most so many of these tokens a lease would find in memory: less than a page more than whole pages hold."""
+        if not self._radix:
+            return 0
+        return min(len(self._tree.match(tokens)) * self.page_size + self.page_size, len(tokens)) - 1
+
     def open(self, tokens: Sequence[int], reach: int, spare: int = 0) -> Lease | None:
         """A lease for a request whose known tokens are `tokens` and which will write up to index `reach`.
 
