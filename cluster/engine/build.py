@@ -37,7 +37,7 @@ from cluster.models.load import WHOLE, Sharding, local_heads
 from cluster.models.registry import load_draft_list, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.multilayer import MultiLayerDraft
+from cluster.spec.multilayer import MultiLayerDraft, kept_bytes
 from cluster.spec.step import Step
 from cluster.text import TextTokenizer
 
@@ -135,8 +135,8 @@ def assemble(
         each = [local_heads(layer.geometry, parts.attention) for layer in spec.layers]
         layers += [each] * len(models)
     token_bytes = sum(pool_bytes(each, dtype) for each in layers)
-    if spec is not None and len(models) > 1:
-        token_bytes += len(models) * spec.hidden * dtype.itemsize + torch.int64.itemsize
+    if spec is not None:
+        token_bytes += kept_bytes(len(models), spec.hidden, dtype)
     capacity = kv_capacity(config, mesh, device, token_bytes, context, shape.window)
     pages = page_count(config, capacity, shape.window)
     rows = config.max_running_requests
