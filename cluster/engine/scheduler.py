@@ -142,8 +142,8 @@ class Scheduler:
         return running + sum(len(s.tokens) for s in self.waiting)
 
     def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
-        """The next step's work; leases are grown to hold it. `busiest` is the `decode_us` of the busiest rank, whose
-        requests wait for the prompt rows of this step; `prefilling` other groups take prompts as well.
+        """The next step's work; leases are grown to hold it. `busiest` is the `decode_us` of the busiest other
+        group, whose requests wait for the prompt rows of this step; `prefilling` other groups take prompts as well.
         """
         plan = Schedule()
         self._publish()
