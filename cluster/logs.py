@@ -51,8 +51,11 @@ def default_path(name: str) -> Path:
 
 def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
     """Remove all but the latest logs of servers in a folder; those of other names stay."""
-    logs = sorted(folder.glob("serve-*.log*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in logs[keep:]:
+    logs: list[tuple[float, Path]] = []
+    for path in folder.glob("serve-*.log*"):
+        with suppress(OSError):  # another server that starts may remove it
+            logs.append((path.stat().st_mtime, path))
+    for _, path in sorted(logs, reverse=True)[keep:]:
         with suppress(OSError):
             path.unlink()
 

@@ -152,3 +152,14 @@ def test_the_logs_of_the_latest_servers_are_kept(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
     drop_old(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.log", "serve-b.log.1", "serve-c.log"]
+
+
+def test_a_log_that_another_server_removes_meanwhile_is_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("serve-a.log", "serve-b.log"):
+        (tmp_path / name).touch()
+    found = [*tmp_path.glob("*"), tmp_path / "serve-gone.log"]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(found))
+    drop_old(tmp_path, keep=0)
+    assert list(tmp_path.iterdir()) == []
