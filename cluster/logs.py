@@ -245,14 +245,18 @@ class Follower:
 
     def lines(self) -> list[str]:
         """The whole lines that came since the call before; what a file got just before it was put away is passed by."""
-        inode, size = self._state()
-        if inode != self._inode:
-            self._inode, self._at, self._rest = inode, 0, ""
-        if size <= self._at:
+        try:
+            with self._path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                if facts.st_ino != self._inode:
+                    self._inode, self._at, self._rest = facts.st_ino, 0, ""
+                file.seek(self._at)
+                data = file.read(max(0, facts.st_size - self._at))
+        except FileNotFoundError:  # it was put away, and nobody has begun the next one
+            self._inode, self._at, self._rest = 0, 0, ""
             return []
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            data = file.read(size - self._at)
+        except OSError:
+            return []
         self._at += len(data)
         *whole, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
         return whole

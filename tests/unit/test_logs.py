@@ -146,6 +146,31 @@ def test_a_follower_gives_whole_lines_and_goes_on_with_the_next_file(tmp_path: P
     assert follower.lines() == ["three"]
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_follower_outlives_a_log_that_cannot_be_opened_just_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """As when it is put away between two calls of the system."""
+    path = tmp_path / "server.log"
+    path.write_text("before\n")
+    follower = Follower(str(path))
+    with path.open("a") as file:
+        file.write("one\n")
+    with monkeypatch.context() as patched:
+
+        def no(*_: object, **__: object) -> None:
+            raise error(str(path))
+
+        patched.setattr(Path, "open", no)
+        assert follower.lines() == []
+    if error is FileNotFoundError:
+        path.rename(f"{path}.1")
+        path.write_text("two\n")
+        assert follower.lines() == ["two"]
+    else:
+        assert follower.lines() == ["one"]
+
+
 def test_the_logs_of_the_latest_servers_are_kept(tmp_path: Path) -> None:
     for age, name in enumerate(["serve-c.log", "serve-b.log.1", "serve-a.log", "mine.log"]):
         (tmp_path / name).touch()
