@@ -118,21 +118,28 @@ class SharedFile(logging.Handler):
         self._file = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record's line; a failure is for `logging` to report, on stderr."""
+        """Write the record's line; a failure is for `logging` to report, on stderr. Nothing once it is closed."""
+        if self._file < 0:
+            return
         try:
             line = (self.format(record) + "\n").encode(errors="backslashreplace")
             if not self._is_current():
-                os.close(self._file)
-                self._file = self._open()
+                old, self._file = self._file, self._open()
+                os.close(old)
             os.write(self._file, line)
             self._rotate()
         except Exception:
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            os.close(self._file)
+        """Close the file. Safe to call twice: the number of the file may be somebody else's by then."""
+        self.acquire()
+        try:
+            old, self._file = self._file, -1
+            if old >= 0:
+                os.close(old)
+        finally:
+            self.release()
         super().close()
 
     def _open(self) -> int:

@@ -129,6 +129,34 @@ def test_a_device_is_never_put_away() -> None:
     handler.close()
 
 
+def test_closing_twice_leaves_the_file_that_has_its_number_now(tmp_path: Path) -> None:
+    handler = SharedFile(str(tmp_path / "server.log"))
+    handler.close()
+    with (tmp_path / "other").open("w") as other:
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "late", None, None))
+        handler.close()
+        other.write("here")
+    assert (tmp_path / "other").read_text() == "here"
+    assert (tmp_path / "server.log").read_text() == ""
+
+
+def test_a_log_that_cannot_be_begun_anew_keeps_its_file_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "server.log"
+    handler = SharedFile(str(path))
+    path.unlink()
+    record = logging.LogRecord("x", logging.INFO, "", 0, "y", None, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(handler, "_open", lambda: os.open(tmp_path / "no" / "folder", os.O_WRONLY))
+        patched.setattr(handler, "handleError", lambda record: None)
+        handler.emit(record)
+    os.fstat(handler._file)
+    handler.emit(record)
+    assert path.read_text() == "y\n"
+    handler.close()
+
+
 def test_a_follower_gives_whole_lines_and_goes_on_with_the_next_file(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text("before\n")
