@@ -72,8 +72,8 @@ class Schedule:
             samplings=tuple(s.sampling() for s in self.admitted),
             writes=writes,
             copies=self.copies,
-            noisy=any(p.temperature > 0 for p in params),
-            filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
+            noisy=any(not p.greedy for p in params),
+            filtered=any(not p.greedy and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
             logprobs=any(p.logprobs is not None for p in params),
         )
 
