@@ -12,6 +12,7 @@ import torch
 from cluster.arch import DraftSpec, TargetArch, read_target
 from cluster.arch.draft.sample import read_sample
 from cluster.arch.split import check_models, draft_of, settle
+from cluster.arch.summary import computed_in
 from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
@@ -102,7 +103,7 @@ def assemble(
     arch = read_target(config.model_path)
     config = settle(config, arch)
     shape = tree_shape(config)
-    dtype = _dtype(config, arch.dtype, device)
+    dtype = DTYPES[computed_in(arch.dtype, config.dtype, device.type)]
     _same_everywhere(config, mesh, arch)
     _threads(config, device)
     context = _context_length(config, arch.max_position)
@@ -230,12 +231,6 @@ def _device(config: EngineConfig) -> torch.device:
             "device is cuda but torch sees no CUDA device; install a CUDA build of torch, or set device to cpu"
         )
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
-
-
-def _dtype(config: EngineConfig, stored: str, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's dtype on a GPU and float32 on a CPU, where half precision is slower."""
-    automatic = "float32" if device.type == "cpu" or stored not in DTYPES else stored
-    return DTYPES[automatic if config.dtype == "auto" else config.dtype]
 
 
 def _threads(config: EngineConfig, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
-from cluster.arch.summary import Report, computed_in, described, features_of
+from cluster.arch.summary import ASSUMED_DEVICE, Report, computed_in, described, features_of
 from cluster.attention.bind import pool_bytes
 from cluster.config import DEFAULT_NUM_STEPS, ConfigError
 from cluster.engine.build import DTYPES
@@ -115,6 +115,7 @@ def inspect(
         "tp": tp,
         "dp": dp,
         "dtype": str(compute).removeprefix("torch."),
+        "device": ASSUMED_DEVICE,
         "target_bytes_per_rank": numbers * compute.itemsize,
         "draft_bytes_per_rank": 0,
         "kv_bytes_per_token": token,
@@ -129,7 +130,7 @@ def inspect(
 
 
 def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
-    return DTYPES[computed_in(arch, dtype)]
+    return DTYPES[computed_in(arch.dtype, dtype, ASSUMED_DEVICE)]
 
 
 def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings) -> None:
