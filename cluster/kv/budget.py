@@ -101,7 +101,11 @@ def _room(config: EngineConfig, device: torch.device, ranks: int) -> tuple[int, 
 
 
 def _place(device: torch.device) -> int:
-    """A number that ranks have in common if and only if they share this device's memory."""
+    """A number that ranks have in common if they share this device's memory.
+
+    Two containers of one machine have it in common too, also where each has a memory limit of its own. Each then takes
+    a part of its own limit only: less than it could, never more.
+    """
     try:
         machine = BOOT_ID.read_text().strip()
     except OSError:
