@@ -5,7 +5,7 @@ admitted last goes back to the front of the queue, so the oldest always makes pr
 
 A request whose next pages a running prompt is about to compute waits for them instead of computing them too. It loses
 next to nothing: prompts before it in the queue get their rows first, so it could start a step earlier at most. It waits
-for running prompts only, which get rows in every step that has any for it, and asks anew before every step; whether the
+for running prompts only, which get the rows of a step before it would, and asks anew before every step; whether the
 other one is retracted, aborted or ends, it goes on. Those behind it may pass meanwhile, but a row of the tables and the
 pages that it is going to need are set aside.
 """

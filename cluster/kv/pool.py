@@ -39,7 +39,7 @@ class KVPool:
         device: torch.device,
         parts: int = 2,
     ) -> None:
-        """`slots` counts the sink page too. Zeros are no requirement: nothing is read that was not written."""
+        """`slots` counts the sink page too. Zeros: steps that are only timed read cells that nobody wrote."""
         self.kv = zeros((layers, slots, parts, kv_heads, head_dim), dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
