@@ -1,4 +1,4 @@
-"""What a rank does, counted as it does it. Not known here: what a collective is."""
+"""What a rank does, counted as it does it. Collectives are numbers and times here, whatever they do."""
 
 import time
 from dataclasses import dataclass

@@ -109,13 +109,14 @@ class EngineConfig(Settings):
     context_length: int | None = Field(default=None, ge=8)
     page_size: int = Field(default=16, ge=1, le=1024)
     max_total_tokens: int | None = Field(default=None, ge=1, description="KV capacity of one rank, in tokens")
-    kv_cache_gb: float | None = Field(default=None, gt=0, description="the same in GB")
+    kv_cache_gb: float | None = Field(default=None, gt=0, description="KV capacity of one rank, in GB")
     mem_fraction_static: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="unless one of these is set: on CUDA the part of the device for weights and KV together; on a CPU "
-        "the part for KV of the memory that is free after loading, shared by the ranks of a node; unset: 0.85 and 0.3",
+        description="unless max_total_tokens or kv_cache_gb is set: on CUDA the part of the device for weights and KV "
+        "together; on a CPU the part for KV of the memory that is free after loading, shared by the ranks of a node; "
+        "unset: 0.85 and 0.3",
     )
     max_running_requests: int = Field(default=64, ge=1, le=4096)
     chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1 is no limit")

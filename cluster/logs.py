@@ -51,8 +51,11 @@ def default_path(name: str) -> Path:
 
 def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
     """Remove all but the latest logs of servers in a folder; those of other names stay."""
-    logs = sorted(folder.glob("serve-*.log*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in logs[keep:]:
+    logs: list[tuple[float, Path]] = []
+    for path in folder.glob("serve-*.log*"):
+        with suppress(OSError):  # another server that starts may remove it
+            logs.append((path.stat().st_mtime, path))
+    for _, path in sorted(logs, reverse=True)[keep:]:
         with suppress(OSError):
             path.unlink()
 
@@ -115,21 +118,28 @@ class SharedFile(logging.Handler):
         self._file = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record's line; a failure is for `logging` to report, on stderr."""
+        """Write the record's line; a failure is for `logging` to report, on stderr. Nothing once it is closed."""
+        if self._file < 0:
+            return
         try:
             line = (self.format(record) + "\n").encode(errors="backslashreplace")
             if not self._is_current():
-                os.close(self._file)
-                self._file = self._open()
+                old, self._file = self._file, self._open()
+                os.close(old)
             os.write(self._file, line)
             self._rotate()
         except Exception:
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            os.close(self._file)
+        """Close the file. Safe to call twice: the number of the file may be somebody else's by then."""
+        self.acquire()
+        try:
+            old, self._file = self._file, -1
+            if old >= 0:
+                os.close(old)
+        finally:
+            self.release()
         super().close()
 
     def _open(self) -> int:
@@ -242,14 +252,18 @@ class Follower:
 
     def lines(self) -> list[str]:
         """The whole lines that came since the call before; what a file got just before it was put away is passed by."""
-        inode, size = self._state()
-        if inode != self._inode:
-            self._inode, self._at, self._rest = inode, 0, ""
-        if size <= self._at:
+        try:
+            with self._path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                if facts.st_ino != self._inode:
+                    self._inode, self._at, self._rest = facts.st_ino, 0, ""
+                file.seek(self._at)
+                data = file.read(max(0, facts.st_size - self._at))
+        except FileNotFoundError:  # it was put away, and nobody has begun the next one
+            self._inode, self._at, self._rest = 0, 0, ""
             return []
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            data = file.read(size - self._at)
+        except OSError:
+            return []
         self._at += len(data)
         *whole, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
         return whole

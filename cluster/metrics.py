@@ -156,7 +156,10 @@ class EngineMetrics:
             "drafts": ("aerie_drafts", "Trees verified"),
             "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
             "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
-            "cached_tokens": ("aerie_cached_tokens", "Prompt tokens taken from the radix tree"),
+            "cached_tokens": (
+                "aerie_cached_tokens",
+                "Prompt tokens found in pages, cached or of running requests",
+            ),
             "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
             "admitted": ("aerie_admitted_requests", "Requests that began, each once"),
             "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),

@@ -9,15 +9,17 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["nonfinite_logits"]
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows, and the answer is the same
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request wants its tokens chosen and when it ends.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch a filter off; the filters apply to the
-    tempered distribution in the order top_k, top_p, min_p. `logprobs` is None for none, else how many top alternatives
-    to report beside each chosen token (0 to 20); they are log-softmax of the target's raw logits.
+    `temperature` 0, or below `GREEDY_BELOW`, is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch a filter off;
+    the filters apply to the tempered distribution in the order top_k, top_p, min_p. `logprobs` is None for none, else
+    how many top alternatives to report beside each chosen token (0 to 20); they are log-softmax of the target's raw
+    logits.
     """
 
     temperature: float = 1.0
@@ -30,6 +32,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
+        return self.temperature < GREEDY_BELOW
 
     def __post_init__(self) -> None:
         """Refuse values outside their documented range, naming the field."""

@@ -19,7 +19,7 @@ from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangError, GangSpe
 from cluster.actors.messages import Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
 from cluster.actors.verdict import Verdict, judge
-from cluster.config import ConfigError
+from cluster.config import KV_SIZES, ConfigError
 
 __all__ = ["NAMESPACE", "Gang", "GangError", "GangSpec", "Owner"]
 
@@ -126,11 +126,15 @@ class Gang:
         return self._start_s
 
     async def _begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """A life from its creation to its first heartbeats; see `Life.begin`."""
+        """A life from its creation to its first heartbeats; see `Life.begin`. A later life has as much KV as the one
+        before it, however much memory is free by then: the open streams were let in by that.
+        """
         assert self._placement is not None
-        life = self._life = Life(self.spec, self._placement, self.epoch)
+        held: dict[str, Any] = self._infos[0] if self._infos else {}
+        life = self._life = Life(_with_kv(self.spec, held.get("kv_tokens")), self._placement, self.epoch)
         await life.begin(timeout_s, still_s)
-        self._infos = life.infos
+        kept = {"kv_sized_by": held["kv_sized_by"]} if "kv_sized_by" in held else {}
+        self._infos = [info | kept for info in life.infos]
         if self.sample is not None:
             with suppress(RayError):
                 await life.shards[0].keep_serving_sample.remote(self.sample)
@@ -271,6 +275,14 @@ class Gang:
         if self._placement is not None:
             self._placement.remove()
             self._placement = None
+
+
+def _with_kv(spec: GangSpec, tokens: int | None) -> GangSpec:
+    """The same gang with so much KV per rank, where that is known."""
+    if tokens is None:
+        return spec
+    sizes = {**dict.fromkeys(KV_SIZES), "max_total_tokens": tokens}
+    return replace(spec, config=spec.config.model_copy(update=sizes))
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:

@@ -12,6 +12,8 @@ from cluster.actors.peers import gang_name, publish
 from cluster.actors.placement import cluster_gpus
 from cluster.actors.router import Router
 from cluster.api.settings import AppSettings, resolve_engine_paths
+from cluster.arch import read_target
+from cluster.arch.split import settle
 from cluster.metrics import ServingMetrics
 
 logger = logging.getLogger(__name__)
@@ -23,12 +25,19 @@ class GangHost:
     """The gang of a replica from its start to its end; what it loses and wins back is counted in `metrics`."""
 
     def __init__(self, settings: AppSettings, factory: str) -> None:
-        """`factory` names what builds an engine."""
+        """`factory` names what builds an engine.
+
+        Raises:
+            ConfigError: the draft is not what the settings say, or a model cannot be read.
+        """
         context = serve.get_replica_context()
         llm = settings.llm
         device, why = llm.device(cluster_gpus())
         logger.info("the ranks run on %s (%s)", device, why)
-        self.config = resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device})
+        config = resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device})
+        if config.speculative_draft_model_path is not None:
+            config = settle(config, read_target(config.model_path))
+        self.config = config
         self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id)
         self.metrics.expect_ranks(self.config.tp_size)
         self.leaving = False

@@ -12,9 +12,8 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidato
 from cluster.api.content import ChatMessage, Strict, Text, check_messages, list_of_prompts, list_of_stops
 from cluster.api.errors import ApiError, shown
 from cluster.api.service import Limits, ModelInfo
-from cluster.request import SamplingParams
+from cluster.request import GREEDY_BELOW, SamplingParams
 
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows, and the answer is the same
 MAX_TEMPERATURE = 100.0
 Prompts = str | list[str] | list[int] | list[list[int]]
 Stops = str | list[str]

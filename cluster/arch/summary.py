@@ -14,6 +14,7 @@ from cluster.config import ConfigError
 PLAIN = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Numbers that are stored as they are computed with: nothing beside them has to be looked at."""
 BYTES = {dtype: SIZES[name] for name, dtype in PLAIN.items()}
+ASSUMED_DEVICE = "cuda"  # of what is told without an engine; whether there is one only torch can say
 
 
 @dataclass(slots=True)
@@ -27,12 +28,13 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
-def computed_in(arch: TargetArch, dtype: str) -> str:
-    """The dtype that `dtype` means for this target: `auto` is the stored one, bfloat16 where that is none to
-    compute in.
+def computed_in(stored: str, dtype: str, device: str) -> str:
+    """The dtype that `dtype` means for weights that are `stored` so: `auto` is the same on a GPU, and float32 on a CPU,
+    where half precision is slower, or where it is none to compute in.
     """
-    asked = arch.dtype if dtype == "auto" else dtype
-    return asked if asked in BYTES else "bfloat16"
+    if dtype != "auto":
+        return dtype
+    return stored if device == "cuda" and stored in BYTES else "float32"
 
 
 def described(folder: str, arch: TargetArch) -> dict[str, Any]:
@@ -73,13 +75,14 @@ def summary(folder: str, dtype: str = "auto") -> Report | None:
         return None
     if any(stored.dtype not in PLAIN for _, _, stored in held.values()):
         return None
-    compute = computed_in(arch, dtype)
+    compute = computed_in(arch.dtype, dtype, ASSUMED_DEVICE)
     parts, kv_heads, head_dim = arch.layer.cell
     target = described(folder, arch)
     memory = {
         "tp": 1,
         "dp": 1,
         "dtype": compute,
+        "device": ASSUMED_DEVICE,
         "target_bytes_per_rank": target["parameters"] * BYTES[compute],
         "draft_bytes_per_rank": 0,
         "kv_bytes_per_token": arch.num_layers * parts * kv_heads * head_dim * BYTES[compute],

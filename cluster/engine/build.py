@@ -12,6 +12,7 @@ import torch
 from cluster.arch import DraftSpec, TargetArch, read_target
 from cluster.arch.draft.sample import read_sample
 from cluster.arch.split import check_models, draft_of, settle
+from cluster.arch.summary import computed_in
 from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
 from cluster.dp_attention.coordinator import Coordinator
@@ -37,7 +38,7 @@ from cluster.models.load import WHOLE, Sharding, local_heads
 from cluster.models.registry import load_draft_list, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.multilayer import MultiLayerDraft
+from cluster.spec.multilayer import MultiLayerDraft, kept_bytes
 from cluster.spec.step import Step
 from cluster.text import TextTokenizer
 
@@ -102,7 +103,7 @@ def assemble(
     arch = read_target(config.model_path)
     config = settle(config, arch)
     shape = tree_shape(config)
-    dtype = _dtype(config, arch.dtype, device)
+    dtype = DTYPES[computed_in(arch.dtype, config.dtype, device.type)]
     _same_everywhere(config, mesh, arch)
     _threads(config, device)
     context = _context_length(config, arch.max_position)
@@ -135,8 +136,8 @@ def assemble(
         each = [local_heads(layer.geometry, parts.attention) for layer in spec.layers]
         layers += [each] * len(models)
     token_bytes = sum(pool_bytes(each, dtype) for each in layers)
-    if spec is not None and len(models) > 1:
-        token_bytes += len(models) * spec.hidden * dtype.itemsize + torch.int64.itemsize
+    if spec is not None:
+        token_bytes += kept_bytes(len(models), spec.hidden, dtype)
     capacity = kv_capacity(config, mesh, device, token_bytes, context, shape.window)
     pages = page_count(config, capacity, shape.window)
     rows = config.max_running_requests
@@ -230,12 +231,6 @@ def _device(config: EngineConfig) -> torch.device:
             "device is cuda but torch sees no CUDA device; install a CUDA build of torch, or set device to cpu"
         )
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
-
-
-def _dtype(config: EngineConfig, stored: str, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's dtype on a GPU and float32 on a CPU, where half precision is slower."""
-    automatic = "float32" if device.type == "cpu" or stored not in DTYPES else stored
-    return DTYPES[automatic if config.dtype == "auto" else config.dtype]
 
 
 def _threads(config: EngineConfig, device: torch.device) -> None:

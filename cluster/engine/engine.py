@@ -135,8 +135,9 @@ class Engine(Rank):
         ran = p.lockstep.run(order, len(self._sequences), vote, schedule.decode_us)
         done = time.perf_counter()
         own = self._ran(ran, done - started)
-        self._busiest = max(ran.plan.decode_us)
-        self._prefilling = sum(rows > 0 for rows in ran.plan.prompt_rows) - bool(schedule.prompt_rows)
+        own_group = p.lockstep.mesh.dp_rank
+        self._busiest = max((us for g, us in enumerate(ran.plan.decode_us) if g != own_group), default=0)
+        self._prefilling = sum(rows > 0 for g, rows in enumerate(ran.plan.prompt_rows) if g != own_group)
         outputs, seconds = self._over, {"schedule": scheduled - started, "agree": ran.agreed}
         lens: list[int] = []
         self._over = []

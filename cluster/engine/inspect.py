@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
-from cluster.arch.summary import Report, computed_in, described, features_of
+from cluster.arch.summary import ASSUMED_DEVICE, Report, computed_in, described, features_of
 from cluster.attention.bind import pool_bytes
-from cluster.config import ConfigError
+from cluster.config import DEFAULT_NUM_STEPS, ConfigError
 from cluster.engine.build import DTYPES
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint, Span
@@ -22,6 +22,7 @@ from cluster.models.exchange import NoExchange
 from cluster.models.load import WHOLE, Sharding, local_heads
 from cluster.models.registry import DRAFTS
 from cluster.models.target import DecoderTarget
+from cluster.spec.multilayer import kept_bytes
 
 META = torch.device("meta")
 NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map")
@@ -114,6 +115,7 @@ def inspect(
         "tp": tp,
         "dp": dp,
         "dtype": str(compute).removeprefix("torch."),
+        "device": ASSUMED_DEVICE,
         "target_bytes_per_rank": numbers * compute.itemsize,
         "draft_bytes_per_rank": 0,
         "kv_bytes_per_token": token,
@@ -128,7 +130,7 @@ def inspect(
 
 
 def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
-    return DTYPES[computed_in(arch, dtype)]
+    return DTYPES[computed_in(arch.dtype, dtype, ASSUMED_DEVICE)]
 
 
 def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings) -> None:
@@ -158,13 +160,15 @@ def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> 
 def _draft(
     report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, settings: Settings
 ) -> None:
+    """Note the draft; memory is that of the runners that are loaded without `speculative_num_steps`."""
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
-    tensors, numbers = [], 0
+    tensors, numbers, loaded = [], 0, min(spec.runners, DEFAULT_NUM_STEPS)
     for runner in range(spec.runners):
         recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
         DRAFTS[spec.kind](spec, recorder, torch.float32, META, NoExchange(), sharding, 1)
         tensors += [{**asdict(placed), "runner": runner} for placed in recorder.placed]
-        numbers += sum(placed.numbers for placed in recorder.placed)
+        if runner < loaded:
+            numbers += sum(placed.numbers for placed in recorder.placed)
         report.problems += recorder.problems
     own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
     shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
@@ -172,7 +176,8 @@ def _draft(
     report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
     report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
     report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
-    report.memory["kv_bytes_per_token"] += spec.runners * pool_bytes(own, compute)
+    cells, kept = loaded * pool_bytes(own, compute), kept_bytes(loaded, spec.hidden, compute)
+    report.memory["kv_bytes_per_token"] += cells + kept
     report.features["speculation"] = spec.algorithm
     if sharding != WHOLE and spec.runners > 1:
         report.features["draft_runners"] = spec.runners

@@ -5,7 +5,7 @@ admitted last goes back to the front of the queue, so the oldest always makes pr
 
 A request whose next pages a running prompt is about to compute waits for them instead of computing them too. It loses
 next to nothing: prompts before it in the queue get their rows first, so it could start a step earlier at most. It waits
-for running prompts only, which get rows in every step that has any for it, and asks anew before every step; whether the
+for running prompts only, which get the rows of a step before it would, and asks anew before every step; whether the
 other one is retracted, aborted or ends, it goes on. Those behind it may pass meanwhile, but a row of the tables and the
 pages that it is going to need are set aside.
 """
@@ -72,8 +72,8 @@ class Schedule:
             samplings=tuple(s.sampling() for s in self.admitted),
             writes=writes,
             copies=self.copies,
-            noisy=any(p.temperature > 0 for p in params),
-            filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
+            noisy=any(not p.greedy for p in params),
+            filtered=any(not p.greedy and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
             logprobs=any(p.logprobs is not None for p in params),
         )
 
@@ -97,6 +97,12 @@ class Room:
     def left(self) -> bool:
         """Whether a row more may ride."""
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
+
+    def fits(self, start: int) -> bool:
+        """Whether `take` gives a prompt a row, after `start` tokens of it."""
+        if self.pace is None or self.first:
+            return self.left
+        return self.left and self.pace.cost(self.beside, start, 1, self.prefilling) <= self.allowance
 
     def take(self, start: int, stop: int) -> int:
         """How many of the prompt rows `start` to `stop - 1` ride; none where not one is paid for."""
@@ -136,8 +142,8 @@ class Scheduler:
         return running + sum(len(s.tokens) for s in self.waiting)
 
     def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
-        """The next step's work; leases are grown to hold it. `busiest` is the `decode_us` of the busiest rank, whose
-        requests wait for the prompt rows of this step; `prefilling` other groups take prompts as well.
+        """The next step's work; leases are grown to hold it. `busiest` is the `decode_us` of the busiest other
+        group, whose requests wait for the prompt rows of this step; `prefilling` other groups take prompts as well.
         """
         plan = Schedule()
         self._publish()
@@ -206,7 +212,7 @@ class Scheduler:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
 
     def _admit_waiting(self, plan: Schedule, room: Room) -> None:
-        """Admit in order of arrival, as long as there are rows and pages."""
+        """Admit in order of arrival, as long as there are pages, and at least a row of the step for each."""
         coming = {self._next(s) for s in self.running if s.prefilling} - {None}
         spare = sum(map(self._growth, self.running))
         passed = 0  # those at the front of the queue who wait for a prefix
@@ -219,7 +225,7 @@ class Scheduler:
                 passed += 1
                 continue
             fresh = sequence.cached_tokens is None
-            if not self._admit(sequence, spare):
+            if not room.fits(self._cache.most_cached(sequence.tokens)) or not self._admit(sequence, spare):
                 break
             del self.waiting[passed]
             spare += self._growth(sequence)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Sampling, SamplingBatch
+from cluster.request import GREEDY_BELOW
 
 
 def _signed(value: int, bits: int) -> int:
@@ -121,7 +122,7 @@ class SamplingTable:
 
     def put(self, s: Sampling) -> None:
         """Write one admitted request's parameters."""
-        greedy = s.temperature == 0.0
+        greedy = s.temperature < GREEDY_BELOW
         scale = 1.0 if greedy else 1.0 / s.temperature
         filters = (1.0, 0.0) if greedy else (s.top_p, s.min_p)
         floats = [scale, 0.0 if greedy else 1.0, *filters]

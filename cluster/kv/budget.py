@@ -33,14 +33,16 @@ def kv_capacity(
     `token_bytes` is what one token costs in the pools of all runners together. Unless `max_total_tokens` or
     `kv_cache_gb` says how much, it is what `mem_fraction_static` leaves: on CUDA `free - (1 - fraction) * total` of
     the device, on a CPU that fraction of the memory that this process may still use, shared by the ranks of the
-    machine; the least of all ranks, and never more than every running request at full context could use.
+    machine; the least of all ranks, and never more than every running request at full context could use. It may be
+    nothing, which `page_count` refuses.
 
     Raises:
-        ConfigError: the models leave nothing.
+        ConfigError: the system does not say how much memory is free.
     """
     if config.max_total_tokens is not None:
         return Capacity(config.max_total_tokens, "max_total_tokens")
-    most = config.max_running_requests * (context_length + window)
+    size = config.page_size
+    most = config.max_running_requests * -(-(context_length + window) // size) * size  # whole pages each
     enough = f"{config.max_running_requests} requests at the full context of {context_length} tokens need no more"
     if config.kv_cache_gb is not None:
         tokens = int(config.kv_cache_gb * GB) // token_bytes
@@ -99,7 +101,11 @@ def _room(config: EngineConfig, device: torch.device, ranks: int) -> tuple[int, 
 
 
 def _place(device: torch.device) -> int:
-    """A number that ranks have in common if and only if they share this device's memory."""
+    """A number that ranks have in common if they share this device's memory.
+
+    Two containers of one machine have it in common too, also where each has a memory limit of its own. Each then takes
+    a part of its own limit only: less than it could, never more.
+    """
     try:
         machine = BOOT_ID.read_text().strip()
     except OSError:

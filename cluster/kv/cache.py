@@ -97,13 +97,19 @@ class KVCache:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
+    def most_cached(self, tokens: Sequence[int]) -> int:
+        """At most so many of these tokens a lease would find in memory: less than a page more than whole pages hold."""
+        if not self._radix:
+            return 0
+        return min(len(self._tree.match(tokens)) * self.page_size + self.page_size, len(tokens)) - 1
+
     def open(self, tokens: Sequence[int], reach: int, spare: int = 0) -> Lease | None:
         """A lease for a request whose known tokens are `tokens` and which will write up to index `reach`.
 
         Locks the longest cached prefix (which leaves at least one token to compute) and takes pages for the rest. Of
-        the first of those, as many cells as another page shares are copied with the next step. None when rows or pages
-        do not suffice, or fewer than `spare` pages would be left that are free or can be evicted; nobody's pages are
-        changed then.
+        the first of those, as many cells as another page shares are copied with the next step, unless that page itself
+        has to make room. None when rows or pages do not suffice, or fewer than `spare` pages would be left that are
+        free or can be evicted; nobody's pages are changed then.
         """
         if not self._rows or spare >= self.free + self.cached:
             return None
@@ -112,6 +118,9 @@ class KVCache:
         lease = Lease(self._rows[-1], path, cached=len(path) * self.page_size)
         copy = self._shared_cells(lease, tokens) if self._radix else None
         wanted = self.pages_for(reach) - len(path)
+        if wanted + spare > self.free + self.cached and lease.source is not None:  # its page itself may be needed
+            self._release_source(lease)
+            copy = None
         if wanted + spare > self.free + self.cached or not self.grow([lease], [reach]):
             self._unlock(lease)
             return None
@@ -153,9 +162,7 @@ class KVCache:
         """
         if not self._radix:
             return
-        if lease.source is not None:
-            self._tree.unlock([lease.source])
-            lease.source = None
+        self._release_source(lease)
         surplus, swapped = self._hand_over(lease, tokens, committed)
         self._allocator.give(surplus)
         self.table.write([lease.row] * len(swapped), swapped, [lease.locked[index].page for index in swapped])
@@ -226,8 +233,13 @@ class KVCache:
         return (page, cells) if cells else None
 
     def _unlock(self, lease: Lease) -> None:
-        self._tree.unlock(lease.locked if lease.source is None else [*lease.locked, lease.source])
-        lease.source = None
+        self._release_source(lease)
+        self._tree.unlock(lease.locked)
+
+    def _release_source(self, lease: Lease) -> None:
+        if lease.source is not None:
+            self._tree.unlock([lease.source])
+            lease.source = None
 
     def check(self) -> None:
         """Every page has exactly one owner, is locked by those who read it, and lies where the slot table says.

@@ -26,7 +26,8 @@ def free_memory(root: Path = Path("/")) -> int:
         lines = (root / "proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, IndexError, ValueError):
-        raise ConfigError("this system does not say how much memory is free; set max_total_tokens") from None
+        remedy = "set max_total_tokens or kv_cache_gb"
+        raise ConfigError(f"this system does not say how much memory is free; {remedy}") from None
     return max(0, min([available, *_left_by_cgroups(root)]))
 
 

@@ -39,8 +39,8 @@ class KVPool:
         device: torch.device,
         parts: int = 2,
     ) -> None:
-        """`slots` counts the sink page too. Zeros are no requirement: nothing is read that was not written."""
-        self.kv = _zeros((layers, slots, parts, kv_heads, head_dim), dtype, device)
+        """`slots` counts the sink page too. Zeros: steps that are only timed read cells that nobody wrote."""
+        self.kv = zeros((layers, slots, parts, kv_heads, head_dim), dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` onto `destination[i]` in every layer; all sources are read before any is written."""
@@ -72,7 +72,7 @@ def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, pa
     return layers * parts * kv_heads * head_dim * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that, on a CPU, take memory only where they are written: calloc's, which torch.zeros would fill at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -18,11 +18,19 @@ from cluster.attention.plan import HIDDEN, window_group
 from cluster.batch import AttentionPlan, Batch, Group
 from cluster.config import TreeShape
 from cluster.forward.runner import DraftRunner
+from cluster.kv.pool import zeros
 from cluster.spec.draft import EagleDraft
 from cluster.spec.extend import extend_input, extend_plan
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, Growth, chain
 from cluster.spec.verify import Accepted
+
+LABEL = torch.int64
+
+
+def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
+    """Bytes that so many runners keep of one token beside their pools."""
+    return runners * hidden * dtype.itemsize + LABEL.itemsize if runners > 1 else 0
 
 
 class MultiLayerDraft(EagleDraft):
@@ -33,10 +41,11 @@ class MultiLayerDraft(EagleDraft):
         super().__init__(draft_runner_list[:1], topk)
         self._runners = draft_runner_list
         spec = self._runner.model.spec
-        slots = self._runner.pool.kv.shape[1]
+        kv = self._runner.pool.kv
+        slots = kv.shape[1]
         self._chained = spec.chained
-        self._gave = [runner.pool.kv.new_zeros(slots, spec.hidden) for runner in draft_runner_list]
-        self._labels = torch.zeros(slots, dtype=torch.int64, device=self._gave[0].device)
+        self._gave = [zeros((slots, spec.hidden), kv.dtype, kv.device) for _ in draft_runner_list]
+        self._labels = zeros((slots,), LABEL, kv.device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy what is kept beside the pools from slot `source[i]` onto `destination[i]`."""

@@ -129,6 +129,34 @@ def test_a_device_is_never_put_away() -> None:
     handler.close()
 
 
+def test_closing_twice_leaves_the_file_that_has_its_number_now(tmp_path: Path) -> None:
+    handler = SharedFile(str(tmp_path / "server.log"))
+    handler.close()
+    with (tmp_path / "other").open("w") as other:
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "late", None, None))
+        handler.close()
+        other.write("here")
+    assert (tmp_path / "other").read_text() == "here"
+    assert (tmp_path / "server.log").read_text() == ""
+
+
+def test_a_log_that_cannot_be_begun_anew_keeps_its_file_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "server.log"
+    handler = SharedFile(str(path))
+    path.unlink()
+    record = logging.LogRecord("x", logging.INFO, "", 0, "y", None, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(handler, "_open", lambda: os.open(tmp_path / "no" / "folder", os.O_WRONLY))
+        patched.setattr(handler, "handleError", lambda record: None)
+        handler.emit(record)
+    os.fstat(handler._file)
+    handler.emit(record)
+    assert path.read_text() == "y\n"
+    handler.close()
+
+
 def test_a_follower_gives_whole_lines_and_goes_on_with_the_next_file(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text("before\n")
@@ -146,9 +174,45 @@ def test_a_follower_gives_whole_lines_and_goes_on_with_the_next_file(tmp_path: P
     assert follower.lines() == ["three"]
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_follower_outlives_a_log_that_cannot_be_opened_just_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """As when it is put away between two calls of the system."""
+    path = tmp_path / "server.log"
+    path.write_text("before\n")
+    follower = Follower(str(path))
+    with path.open("a") as file:
+        file.write("one\n")
+    with monkeypatch.context() as patched:
+
+        def no(*_: object, **__: object) -> None:
+            raise error(str(path))
+
+        patched.setattr(Path, "open", no)
+        assert follower.lines() == []
+    if error is FileNotFoundError:
+        path.rename(f"{path}.1")
+        path.write_text("two\n")
+        assert follower.lines() == ["two"]
+    else:
+        assert follower.lines() == ["one"]
+
+
 def test_the_logs_of_the_latest_servers_are_kept(tmp_path: Path) -> None:
     for age, name in enumerate(["serve-c.log", "serve-b.log.1", "serve-a.log", "mine.log"]):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
     drop_old(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.log", "serve-b.log.1", "serve-c.log"]
+
+
+def test_a_log_that_another_server_removes_meanwhile_is_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("serve-a.log", "serve-b.log"):
+        (tmp_path / name).touch()
+    found = [*tmp_path.glob("*"), tmp_path / "serve-gone.log"]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(found))
+    drop_old(tmp_path, keep=0)
+    assert list(tmp_path.iterdir()) == []

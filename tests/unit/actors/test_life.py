@@ -11,6 +11,7 @@ from cluster.actors.life import GangError, GangSpec, Life
 from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig
+from cluster.kv.budget import Capacity, page_count
 
 
 def life() -> Life:
@@ -84,3 +85,29 @@ def test_a_restart_may_take_as_long_as_the_first_start_made_likely_or_as_long_as
     gang = Gang(GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand"))
     gang._start_s = start_s
     assert gang.patience_s == gang.facts()["restart_timeout_s"] == patience_s
+
+
+def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much memory is free by then: streams that are open have to fit again."""
+    begun: list[GangSpec] = []
+
+    class Loaded:
+        def __init__(self, spec: GangSpec, *_: object) -> None:
+            begun.append(spec)
+            size = spec.config.max_total_tokens
+            by = "max_total_tokens" if size else f"mem_fraction_static {spec.config.mem_fraction_static}"
+            self.infos = [{"kv_tokens": size or 4096, "kv_sized_by": by} for _ in range(2)]
+
+        async def begin(self, timeout_s: float, still_s: float) -> None: ...
+
+    monkeypatch.setattr("cluster.actors.gang.Life", Loaded)
+    config = EngineConfig(model_path="m", page_size=16, mem_fraction_static=0.5)
+    gang = Gang(GangSpec(config, layout_of(2, bundle_per_worker={"CPU": 1}), "test/by-hand"))
+    gang._placement = object()  # type: ignore[assignment]
+    for _ in range(3):
+        asyncio.run(gang._begin(1.0))
+    assert begun[0].config is config and gang.spec.config is config
+    for spec in begun[1:]:
+        assert EngineConfig.model_validate(spec.config.model_dump()) == spec.config, "one size, not two"
+        assert page_count(spec.config, Capacity(4096, ""), 5) * 16 == spec.config.max_total_tokens == 4096
+    assert [info["kv_sized_by"] for info in gang.infos] == ["mem_fraction_static 0.5"] * 2

@@ -1,11 +1,15 @@
 """What the engine counts, and what it tells those who follow it."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from cluster.batch import Batch, Order
 from cluster.engine import Engine, build_engine
+from cluster.engine.lockstep import Lockstep, Ran
 from cluster.kv.slots import SlotTable
-from tests.parity.harness import config_of, grid_requests, run, speculative, tiny_pair, truth
+from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
 
 
 @pytest.mark.parametrize("tiers", [{}, {3: 1}, {3: 0}, {1: 0}])
@@ -55,3 +59,34 @@ def watched(engine: Engine, copy: SlotTable) -> list[Order]:
 
     assembler.batch = batch  # type: ignore[method-assign]
     return sent
+
+
+def test_prompts_give_way_to_those_who_decode_now_and_not_to_those_who_did() -> None:
+    engine = build_engine(config_of(tiny_pair()[0], mixed_prefill_size=4))
+    engine.submit(request("a", [5], GREEDY, max_tokens=3))
+    while engine.has_work:
+        engine.step()
+    engine.submit(request("b", [6] * 20, GREEDY, max_tokens=3))
+    assert engine.step().stats.prompt_rows == 20, "nobody decodes any more"
+    engine.submit(request("c", [7] * 20, GREEDY, max_tokens=3))
+    assert engine.step().stats.prompt_rows == 4
+
+
+@pytest.mark.parametrize(("of_others", "rows"), [((), 20), ((0, 0), 20), ((0, 700), 4)])
+def test_prompts_give_way_to_those_who_decode_in_other_groups(
+    monkeypatch: pytest.MonkeyPatch, of_others: tuple[int, ...], rows: int
+) -> None:
+    true = Lockstep.run
+
+    def with_others(*given: Any) -> Ran:
+        ran = true(*given)
+        decode_us, prompt_rows = (ran.plan.decode_us + of_others, ran.plan.prompt_rows + of_others)
+        return replace(ran, plan=ran.plan._replace(decode_us=decode_us, prompt_rows=prompt_rows))
+
+    monkeypatch.setattr(Lockstep, "run", with_others)
+    engine = build_engine(config_of(tiny_pair()[0], mixed_prefill_size=4))
+    engine.submit(request("a", [5], GREEDY, max_tokens=1))
+    engine.step()
+    assert engine._prefilling == (700 in of_others)
+    engine.submit(request("b", [6] * 20, GREEDY, max_tokens=1))
+    assert engine.step().stats.prompt_rows == rows

@@ -9,12 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.arch.summary import summary
+from cluster.arch.summary import computed_in, summary
 from cluster.cli import main
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
 from cluster.engine.inspect import inspect
 from tests.families import made
 from tests.tiny import draft_folder, target_folder
+from tests.unit.kv.test_pool import resident
 from tests.unit.models import draft_folders as write
+from tests.unit.models.checkpoints import copy_of
 from tests.unit.models.mtp_layers import qwen_next
 
 
@@ -33,6 +37,37 @@ def test_a_pair_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert half == 32 * 64 // 2, "one rank of two holds half"
     assert report["memory"]["kv_bytes_per_token"] == (4 + 1) * 2 * 1 * 8 * 4
     assert report["features"]["speculation"] == "EAGLE3"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_a_token_costs_what_the_engine_takes_for_it_where_it_is_written(layers: int) -> None:
+    """Of four MTP layers three are loaded, as many as there are levels; each keeps a hidden state beside its pool."""
+    target, draft = target_folder(), write.mtp("mimo", layers)
+    memory, of_one = (inspect(target, path, dtype="float32").memory for path in (draft, write.mtp("mimo", 1)))
+    assert memory["draft_bytes_per_rank"] == min(layers, 3) * of_one["draft_bytes_per_rank"]
+    before = resident()
+    settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 1 << 20, "num_threads": 1}
+    config = EngineConfig(model_path=target, speculative_draft_model_path=draft, mixed_prefill_size=8, **settings)
+    info = build_engine(config).info()
+    assert info["kv_gb"] == round(info["kv_tokens"] * memory["kv_bytes_per_token"] / 1e9, 3) > 0.5
+    assert resident() - before < 1 << 26, "no page is written yet"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64", "bfloat16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_the_dtype_is_that_of_the_engine(tmp_path: Path, stored: str, device: str, dtype: str) -> None:
+    """Inspect assumes a GPU, and says so; here an engine can be asked on a CPU only."""
+    plain = dtype if dtype != "auto" else stored if device == "cuda" and stored != "float8_e4m3fn" else "float32"
+    assert computed_in(stored, dtype, device) == plain
+    target = copy_of(target_folder(), tmp_path / "target", None, torch_dtype=stored, dtype=stored)
+    if device == "cuda":
+        for report in (inspect(target, None, dtype=dtype), summary(target, dtype)):
+            assert report is not None
+            assert (report.memory["dtype"], report.memory["device"]) == (plain, "cuda")
+    else:
+        config = EngineConfig(model_path=target, dtype=dtype, device="cpu", max_total_tokens=256, mixed_prefill_size=8)
+        assert build_engine(config).info()["dtype"] == plain
 
 
 def test_every_problem_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

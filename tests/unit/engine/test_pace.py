@@ -10,7 +10,7 @@ from cluster.config import EngineConfig
 from cluster.engine.pace import READING, Limits, Load, Pace, fit
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.kv.cache import KVCache
-from tests.unit.engine.test_scheduler import advance, names, sequence
+from tests.unit.engine.test_scheduler import advance, names, of_tokens, sequence
 
 PACE = Pace(0.5, 4, ((1, 320.0), (9, 640.0)), 0.0, ((4, 320.0), (104, 1320.0)), 0.02, 0.01)
 """A step of its own takes 280 us, a decoding request 40, a prompt row 10."""
@@ -201,7 +201,7 @@ def test_several_prompts_share_the_allowance() -> None:
 
 
 def test_a_second_prompt_does_not_ride_on_what_the_first_left_over() -> None:
-    """A long prompt in flight leaves less than a row of another one costs: that one waits without a row of its own."""
+    """A long prompt in flight leaves less than a row of another one costs: that one waits on, and has no pages."""
     pace = Pace(0.5, 4, PACE.decode, 0.0, PACE.target, 1.0, 0.0)
     scheduler = scheduler_of(pace, 300, tokens=12000)
     scheduler.waiting.extend([sequence("a", 450), sequence("b", 450)])
@@ -213,8 +213,11 @@ def test_a_second_prompt_does_not_ride_on_what_the_first_left_over() -> None:
     for _ in range(3):
         plan = scheduler.schedule(400)
         assert [chunk.sequence for chunk in plan.chunks] == [b]
+        assert (plan.admitted, plan.fresh, [*scheduler.waiting]) == ([], [], [c])
         advance(plan)
-    assert c.committed == 0
+    assert c.committed == 0 and c.lease is None
+    scheduler.release(b)
+    assert any(scheduler.schedule(400).admitted == [c] for _ in range(20)), "once what b overdrew is paid"
 
 
 def test_prompts_of_other_groups_make_rows_dearer() -> None:
@@ -273,3 +276,23 @@ def test_a_fixed_number_of_rows_replaces_the_pace() -> None:
     scheduler.waiting.append(sequence("a", 4000))
     plans: list[Schedule] = [scheduler.schedule(busiest) for busiest in (2, 0)]
     assert [plan.prompt_rows for plan in plans] == [7, 300]
+
+
+@pytest.mark.parametrize("radix", [False, True])
+def test_who_is_let_in_beside_decoding_gets_rows(radix: bool) -> None:
+    """Prompts of all lengths, some with a prefix in memory that has to be read: none is admitted for no row at all."""
+    rng = Random(3)
+    cache = KVCache(700, 16, 8, 4000, radix, torch.device("cpu"))
+    pace = Pace(0.5, 4, PACE.decode, 0.0, PACE.target, 0.2, 0.01)
+    scheduler, admitted = Scheduler(EngineConfig(model_path="", chunked_prefill_size=300), cache, 6, pace), 0
+    for number in range(40):
+        scheduler.waiting.append(of_tokens(f"{number}", [rng.randrange(2)] * rng.randint(1, 500), 4))
+    for _ in range(600):
+        plan = scheduler.schedule(400)
+        riding = [chunk.sequence for chunk in plan.chunks]
+        assert all(one in riding for one in plan.admitted)
+        admitted += len(plan.admitted)
+        advance(plan)
+        for one in [one for one in scheduler.running if not one.prefilling and one.room <= 0]:
+            scheduler.release(one)
+    assert admitted >= 40 and not scheduler.waiting

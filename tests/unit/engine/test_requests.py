@@ -196,3 +196,13 @@ def test_stop_strings_span_runs_but_not_the_prompt() -> None:
     assert check.cut([2, 0, 23], 9) == Cut(3), "the prompt's last letter does not count"
     assert check.cut([24], 9) == Cut(1)
     assert check.cut([25, 0, 1], 9) == Cut(1, "stop", "xyz")
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-6])
+def test_a_temperature_that_numbers_cannot_be_divided_by_is_greedy(temperature: float) -> None:
+    engine = build_engine(config_of(*tiny_pair(), 2, 3, dtype="float32"))
+    cold = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=6, seed=1)
+    warm = SamplingParams(temperature=0.8, max_tokens=6, seed=1)
+    tokens = run(engine, [request("cold", [5, 6], cold), request("warm", [5, 6], warm)]).tokens
+    assert tokens["cold"] == run(engine, [request("greedy", [5, 6], GREEDY, max_tokens=6)]).tokens["greedy"]
+    assert cold.greedy and not warm.greedy

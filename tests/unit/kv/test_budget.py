@@ -47,7 +47,7 @@ def test_never_more_than_all_running_requests_can_use(free: Callable[[int], None
     free(10 * GB)
     for settings in ({}, {"kv_cache_gb": 1.0}):
         found = capacity(context=64, max_running_requests=2, **settings)
-        assert found.tokens == 2 * (64 + 5)
+        assert found.tokens == 2 * 80, "five pages of 16 each, of which 64 and a window of 5 fill four and a part"
         assert "2 requests at the full context of 64 tokens" in found.sized_by
 
 

@@ -79,6 +79,20 @@ def test_a_lease_that_ends_before_its_step_lets_go_of_what_it_would_have_copied(
     assert cache.used == 0
 
 
+def test_a_page_is_not_kept_for_its_cells_where_the_request_needs_all_pages() -> None:
+    cache = small()
+    tokens = [1, 2, 3, 4, 5]
+    cache.close(opened(cache, tokens, 5), tokens, 4)
+    assert (cache.free, cache.cached) == (11, 1)
+    lease = cache.open([1, 2, *range(50, 92)], 44, spare=1)
+    assert lease is not None, "eleven pages and one to spare are all there are"
+    assert (lease.source, lease.cached, cache.take_copies()) == (None, 0, ())
+    assert (cache.free, cache.cached, len(lease.own)) == (0, 1, 11)
+    cache.check()
+    assert cache.grow([lease], [48]), "the page that was spared"
+    cache.check()
+
+
 def test_a_page_that_is_still_being_filled_lends_its_cells() -> None:
     cache = small()
     tokens = list(range(7))

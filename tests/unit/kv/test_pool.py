@@ -9,6 +9,11 @@ from cluster.kv.pool import KVPool, Pools, slot_bytes
 CPU = torch.device("cpu")
 
 
+def resident() -> int:
+    """Bytes of memory that this process has taken."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def test_a_move_reads_all_sources_before_it_writes() -> None:
     pool = KVPool(2, 6, 1, 2, torch.float64, CPU)
     pool.kv.copy_(torch.arange(6.0).view(1, 6, 1, 1, 1).expand_as(pool.kv))
@@ -22,9 +27,6 @@ def test_bytes_of_a_slot_are_those_of_the_tensor() -> None:
 
 
 def test_a_pool_is_zero_and_takes_memory_only_where_it_is_written() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
     before = resident()
     pool = KVPool(1, 1 << 20, 4, 64, torch.float32, CPU)
     assert pool.kv.data_ptr() % 64 == 0
