@@ -64,7 +64,8 @@ def measure(target: str, dtype: str, size: Size, say: Callable[[str], None]) -> 
     pair = Pair(target)
     short = pair.texts(size.streams, size.prompt_tokens)
     longs = pair.texts(len(size.rounds), size.long_prompt_tokens)  # no round finds its own in the radix tree
-    settings = [*NO_DRAFT, f"model_path={target}", "model_id=strained", f"dtype={dtype}"]
+    patient = f"max_queue_wait_s={PATIENCE_S}"  # as its clients are: what is tried is who is taken for stopped
+    settings = [*NO_DRAFT, f"model_path={target}", "model_id=strained", f"dtype={dtype}", patient]
     rounds = []
     with ServerProcess(settings) as server, busy_loops(size.busy):
         say(f"strain: ready after {server.ready_s:.1f} s")
