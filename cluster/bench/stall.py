@@ -14,6 +14,7 @@ SHARES = (0.25, 0.5, 0.75)
 DEFAULT_SHARE = 0.5
 GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at the default share: median step over the usual one, first token over that alone
 OPENING_TOKENS = 8
+SHORTER = 4  # a rank alone takes a prompt of so many times fewer tokens: while it does its streams' contexts hardly grow
 LASTING = 5  # times `steady_tokens`: of those beside whom a rank alone takes the prompt
 
 
@@ -123,7 +124,7 @@ def first_of(lives: Sequence[Life]) -> First:
 
 def alone_case(pair: Pair, size: Size, world: int) -> Case:
     """The long prompt on the last rank, in whole chunks, with nobody beside it."""
-    [long] = pair.prompts(1, size.long_tokens)
+    long = _long(pair, size, world)
     return Case(_settings(pair, size, world), [Job(LONG, world - 1, long, 2)])
 
 
@@ -134,7 +135,7 @@ def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
     steps grow with their contexts, so a last request after the prompt shows what is usual then.
     """
     prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
-    [long] = pair.prompts(1, size.long_tokens)
+    long = _long(pair, size, world)
 
     def steady(name: str, dp_rank: int, again: bool = False, after: bool = False) -> list[Job]:
         mine = prompts[size.requests * dp_rank :]
@@ -181,12 +182,17 @@ def show_stalls(stalls: Mapping[str, Mapping[str, Any]], tokens: int) -> str:
     )  # fmt: skip
     return "\n".join(
         [
-            f"stall: requests decode while a prompt of {tokens} tokens is taken, on the other rank or beside them on "
-            "theirs; usual is without it, alone is the prompt with nobody decoding",
+            f"stall: requests decode while a prompt is taken, one of {tokens} tokens on the other rank, or of "
+            f"{tokens // SHORTER} on theirs; usual is without it, alone is the prompt with nobody decoding",
             table(headers, rows),
             "step: median time between two outputs of a request, as its user sees it",
         ]
     )
+
+
+def _long(pair: Pair, size: Size, world: int) -> list[int]:
+    [tokens] = pair.prompts(1, size.long_tokens if world > 1 else size.long_tokens // SHORTER)
+    return tokens
 
 
 def _name(world: int, share: float) -> str:

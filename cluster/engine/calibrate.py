@@ -16,7 +16,7 @@ from cluster.engine.pace import DEEP, Limits, Load, Pace, fit
 from cluster.kv.cache import KVCache, Lease
 
 MOST_ROWS = 4096  # no step is made longer than that to find out what it takes
-ROUNDS, ENOUGH_S = 3, 3.0  # so many rounds, unless those before have taken that long
+ROUNDS, ENOUGH_S = 6, 3.0  # so many rounds, unless those before have taken that long
 STRIDE = 7919  # between token ids, so that not all rows choose the same experts
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 ROWS = 16  # the first point of the curve of prompt rows
 MORE_DECODES, MORE_ROWS = 4, 2  # from one point of a curve to the next: times so many
 STEEP = 2.0  # a curve ends where its step takes so many times its first one: from there on it is a straight line
-READING = 1 / 6  # of a chunk that is not paid for at once, so that a long prefix is not read for a few rows each time
+READING = 1 / 4  # of a chunk that is not paid for at once, so that a long prefix is not read for a few rows each time
 DEEP = 2048  # tokens before the rows whose attention is measured
 SHALLOW = 128  # where there is room for fewer, what they add is less than a clock's noise
 

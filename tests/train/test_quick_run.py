@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.train.command import run
 from cluster.train.eagle3 import load_draft
-from tests.unit.train.test_command import parsed
+from tests.train.test_command import parsed
 
 
 def test_quick_run_writes_a_loadable_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
