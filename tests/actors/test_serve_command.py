@@ -116,7 +116,7 @@ def refusal(url: str) -> httpx.Response:
 def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "server.log"
     url = f"http://127.0.0.1:{port}"
-    settings = (f"http_port={port}", *tiny_pair(), "graceful_shutdown_timeout_s=120", "max_running_requests=2")
+    settings = (f"http_port={port}", *tiny_pair(), "graceful_shutdown_timeout_s=120", "max_running_requests=8")
     with aerie_serve(*settings, log=log, RAY_SERVE_ENABLE_HA_PROXY=proxy) as process:
         said = wait_for(process, "READY ")
         assert f"log: {log}" in said
