@@ -14,7 +14,7 @@ SHARES = (0.25, 0.5, 0.75)
 DEFAULT_SHARE = 0.5
 GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at the default share: median step over the usual one, first token over that alone
 OPENING_TOKENS = 8
-SHORTER = 4  # a rank alone takes a prompt of so many times fewer tokens: while it does its streams' contexts hardly grow
+SHORTER = 4  # a rank alone takes a prompt so many times shorter: while it does its streams' contexts hardly grow
 LASTING = 5  # times `steady_tokens`: of those beside whom a rank alone takes the prompt
 
 
