@@ -63,22 +63,14 @@ def check_sample(sample: Sample, folder: str, lockstep: Lockstep, cache: KVCache
     hidden = float((given.hidden[0].double().cpu() - wanted).norm() / wanted.norm())
     probability = 0.0
     if not mapped:
-        proposed, likely = given.topk_index[0].tolist(), given.topk_p[0].exp().tolist()
-        probability = _off(sample, dict(zip(proposed, likely, strict=True)), most)
+        # Two tokens that are equally likely up to rounding may change places from one machine to the next.
+        proposed = given.topk_index[0].tolist()
+        at = proposed.index(sample.token) if sample.token in proposed else 0 if most > HALF else None
+        here = 0.0 if at is None else math.exp(given.topk_p[0, at])
+        probability = abs(here - math.exp(sample.logprob))
     if not (hidden <= most and probability <= most):
         raise ConfigError(
             f"draft {folder!r} does not give what its {FILE} says: its hidden is off by {hidden:.3g}, its likeliest "
             f"token's probability by {probability:.3g} (at most {most:g}). Its config or speculative_draft_overrides "
             "are read as another draft's, or the target is another one. Correct them, or remove the file"
         )
-
-
-def _off(sample: Sample, proposed: dict[int, float], most: float) -> float:
-    """How far the probability of the sample's token is off, given those of the proposals, best first.
-
-    Two tokens that are equally likely up to rounding may change places from one machine to the next. The other one is
-    then among the proposals; where there is but one, it is taken for the other one if both can be so likely.
-    """
-    there, (best, *more) = math.exp(sample.logprob), proposed.values()
-    tie = most > HALF or (not more and best + there <= 1.0 + most)
-    return abs(proposed.get(sample.token, best if tie else 0.0) - there)
