@@ -25,17 +25,8 @@ OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded
 PHASES = ("schedule", "agree", "draft", "target", "extend", "commit")
 PAGE_STATES = ("free", "used", "cached")
 LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
-STATUSES = (
-    200,
-    400,
-    404,
-    408,
-    413,
-    415,
-    499,
-    500,
-    503,
-)  # what routes answer; others get their series when they first come
+# what routes answer; others get their series when they first come
+STATUSES = (200, 400, 404, 408, 413, 415, 499, 500, 503)
 
 
 def _version(package: str) -> str:
@@ -156,10 +147,7 @@ class EngineMetrics:
             "drafts": ("aerie_drafts", "Trees verified"),
             "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
             "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
-            "cached_tokens": (
-                "aerie_cached_tokens",
-                "Prompt tokens found in pages, cached or of running requests",
-            ),
+            "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in pages, cached or of running requests"),
             "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
             "admitted": ("aerie_admitted_requests", "Requests that began, each once"),
             "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),

@@ -11,7 +11,9 @@ pages that it is going to need are set aside.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from cluster.batch import Order, PageCopy, PromptChunk, SlotWrite
 from cluster.config import EngineConfig, tree_shape
@@ -98,11 +100,11 @@ class Room:
         """Whether a row more may ride."""
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
-    def fits(self, start: int) -> bool:
-        """Whether `take` gives a prompt a row, after `start` tokens of it."""
-        if self.pace is None or self.first:
+    def fits(self, start: Callable[[], int]) -> bool:
+        """Whether `take` gives a prompt a row, after `start()` tokens of it, looked up only where they matter."""
+        if not self.left or self.pace is None or self.first:
             return self.left
-        return self.left and self.pace.cost(self.beside, start, 1, self.prefilling) <= self.allowance
+        return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance
 
     def take(self, start: int, stop: int) -> int:
         """How many of the prompt rows `start` to `stop - 1` ride; none where not one is paid for."""
@@ -225,7 +227,7 @@ class Scheduler:
                 passed += 1
                 continue
             fresh = sequence.cached_tokens is None
-            if not room.fits(self._cache.most_cached(sequence.tokens)) or not self._admit(sequence, spare):
+            if not room.fits(partial(self._cache.most_cached, sequence.tokens)) or not self._admit(sequence, spare):
                 break
             del self.waiting[passed]
             spare += self._growth(sequence)

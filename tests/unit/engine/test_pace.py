@@ -212,10 +212,10 @@ def test_a_second_prompt_does_not_ride_on_what_the_first_left_over() -> None:
     scheduler.waiting.append(c := sequence("c", 3000))
     for _ in range(3):
         plan = scheduler.schedule(400)
-        assert all(chunk.sequence is b for chunk in plan.chunks)
+        assert [chunk.sequence for chunk in plan.chunks] == [b]
         assert (plan.admitted, plan.fresh, [*scheduler.waiting]) == ([], [], [c])
         advance(plan)
-    assert b.committed > 150 and c.committed == 0 and c.lease is None
+    assert c.committed == 0 and c.lease is None
     scheduler.release(b)
     assert any(scheduler.schedule(400).admitted == [c] for _ in range(20)), "once what b overdrew is paid"
 
