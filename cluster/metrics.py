@@ -268,9 +268,9 @@ class ServingMetrics:
             for status in STATUSES:
                 self._responses.labels(model_name=self._served_as, route=route, status=str(status))
 
-    def on_response(self, route: str, status: int) -> None:
+    def on_response(self, route: str, status: int, times: int = 1) -> None:
         """An answer began; `route` is the path as it was declared, never the one that was asked for."""
-        self._responses.labels(model_name=self._served_as, route=route, status=str(status)).inc()
+        self._responses.labels(model_name=self._served_as, route=route, status=str(status)).inc(times)
 
     def on_restart(self, seconds: float) -> None:
         """A gang serves again, `seconds` after the loss was noticed."""
@@ -285,9 +285,9 @@ class ServingMetrics:
         """A request was admitted; its timer is told about every chunk and about the end."""
         return RequestTimer(self, time.perf_counter() if now is None else now)
 
-    def on_refused(self, outcome: Literal["overloaded", "invalid"]) -> None:
+    def on_refused(self, outcome: Literal["overloaded", "invalid"], times: int = 1) -> None:
         """A request was turned away before it started: the queue is full (503), or it cannot be served (4xx)."""
-        self.outcomes[outcome].inc()
+        self.outcomes[outcome].inc(times)
 
     def serialize(self) -> bytes:
         """All series of this replica as JSON, for `merge`, with the name that clients call the model by."""

@@ -25,6 +25,8 @@ from cluster.api.door import EngineDoor
 from cluster.api.drain import Drain, when_leaving
 from cluster.api.feed import feed
 from cluster.api.host import GangHost
+from cluster.api.proxy import stands_before_serve
+from cluster.api.refusals import TellsProxy
 from cluster.api.resilient import SIGN_SHARE, Item, ResilientClient, Sign
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.config import EngineConfig
@@ -74,11 +76,19 @@ class Replica:
         model = model_info(created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0]))
         self._service = DirectService(self._host, model, tokenizer)
         self._drain = Drain()
+        self._replicas = settings.llm.fixed_replicas
         when_leaving(self._host.leave)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
-        return self._make_app(self._service, drain=self._drain)
+        app = self._make_app(self._service, drain=self._drain)
+        if self._replicas is None or not stands_before_serve():
+            return app
+        return TellsProxy(app, serve.get_replica_context().replica_tag, self._replicas, self._refused_before)
+
+    def _refused_before(self, path: str, times: int) -> None:
+        self._service.metrics.on_refused("overloaded", times)
+        self._service.metrics.on_response(path, 503, times)
 
     async def drain(self) -> int:
         """Refuse new calls from now on; how many are open."""

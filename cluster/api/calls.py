@@ -50,7 +50,7 @@ async def answer(
     arrived = time.perf_counter()
     try:
         if (why := service.engine.full()) is not None:  # before its body costs anything
-            raise overloaded(why)
+            raise overloaded(why, whoever=True)
         async with intake.json(request) as (body, length):
             fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
             call = await _understand(service, limits, fields, warnings, length)

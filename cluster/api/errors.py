@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from cluster.actors.messages import Overloaded
+from cluster.api.refusals import FULL, held_s
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +59,17 @@ class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-def overloaded(error: Overloaded) -> ApiError:
-    """503 for a full queue; Retry-After says when there is likely to be room."""
+def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
+    """503 for a full queue; Retry-After says when there is likely to be room. `whoever`: any request would get it, and
+    the proxy may repeat it for a while.
+    """
+    held = {FULL.decode(): f"{held_s(error.retry_after_s):.3f}"} if whoever else {}
     return ApiError(
         str(error) or "the server is full; try again shortly",
         status=503,
         kind="overloaded_error",
         code="overloaded",
-        headers={"Retry-After": str(max(RETRY_AFTER_S, math.ceil(error.retry_after_s)))},
+        headers={"Retry-After": str(max(RETRY_AFTER_S, math.ceil(error.retry_after_s))), **held},
     )
 
 

@@ -12,12 +12,15 @@ elsewhere it is an environment variable of the nodes. Nothing heavy is imported 
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.api.refusals import REPEATED, Refusals
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "cluster.api.proxy:middlewares"
@@ -34,7 +37,7 @@ READ_BY_SERVE = frozenset(
         b"x-request-disconnect-disabled",
     }
 )
-NOT_FOR_CLIENTS = b"x-request-disconnect-disabled"
+NOT_FOR_CLIENTS = frozenset({b"x-request-disconnect-disabled", REPEATED})
 # status: (type, code, message) of what Serve says in its own words, or says nothing about
 SAID: Mapping[int, tuple[str, str, str]] = {
     404: ("invalid_request_error", "not_found", "no application serves this path"),
@@ -55,6 +58,11 @@ def middlewares() -> list[Middleware]:
     return [Middleware(JsonErrors), Middleware(WholeRequests)]
 
 
+def stands_before_serve() -> bool:
+    """Whether the proxies of this cluster have these middlewares: a replica's process has their environment."""
+    return os.environ.get(CALLBACK) == IMPORT_PATH
+
+
 def too_slow(received: int, seconds: float, grace_s: float = GRACE_S, bytes_per_s: int = BYTES_PER_S) -> str:
     """What the client of a slow body is told."""
     return (
@@ -64,12 +72,15 @@ def too_slow(received: int, seconds: float, grace_s: float = GRACE_S, bytes_per_
 
 
 class WholeRequests:
-    """ASGI middleware: a request goes on when its body is there, and each after a turn of the event loop."""
+    """ASGI middleware: a request goes on when its body is there, and each after a turn of the event loop; not where all
+    replicas have just said that they are full.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._turn = asyncio.Lock()
         self._held = 0
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on. A body that comes too slowly is a 408; a client that leaves meanwhile is forgotten."""
@@ -88,12 +99,16 @@ class WholeRequests:
             self._held -= len(body)
         if more is None:
             return
+        if (refusal := self._refusals.standing(scope)) is not None:
+            await refusal.send(send)
+            return
         rest = _Rest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
         body.clear()  # it is not kept for as long as the answer takes
         try:
             await self._take_turn()
             if not rest.gone:
-                await self._app(scope, rest.receive, send)
+                refusals = self._refusals
+                await self._app(refusals.passing(scope), rest.receive, refusals.learning(scope, send))
         finally:
             rest.close()
 
@@ -170,7 +185,7 @@ class JsonErrors:
             )
             await _answer(send, 400, error, wrong, scope["method"])
             return
-        headers = [pair for pair in scope["headers"] if pair[0] != NOT_FOR_CLIENTS]
+        headers = [pair for pair in scope["headers"] if pair[0].lower() not in NOT_FOR_CLIENTS]
         state = _Answer(send, scope["method"])
         try:
             await self._app({**scope, "headers": headers}, receive, state.send)

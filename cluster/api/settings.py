@@ -130,6 +130,12 @@ class LLMConfig(ServingSettings):
             kwargs["tokenizer_path"] = loading.tokenizer_source
         return EngineConfig.from_kwargs(kwargs)
 
+    @property
+    def fixed_replicas(self) -> int | None:
+        """How many replicas there are at any time; None where Serve decides it."""
+        given = self.deployment_config.get("num_replicas", 1)
+        return None if self.deployment_config.get("autoscaling_config") or not isinstance(given, int) else given
+
     def device(self, gpus: float) -> tuple[Literal["cpu", "cuda"], str]:
         """What every rank runs on in a cluster of so many GPUs, and why.
 

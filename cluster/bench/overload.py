@@ -69,8 +69,8 @@ def _one(reply: Reply, began: float) -> One:
 
 
 def _body(model: str, number: int, max_tokens: int) -> bytes:
-    """A request whose prompt no cache holds, and whose length is known."""
-    prompt = f"{number}: once upon a time there was a fox that"
+    """A request whose prompt no cache holds, as long in every part of a run, and whose length is known."""
+    prompt = f"{number:07}: once upon a time there was a fox that"
     fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     return json.dumps(fields).encode()
 

@@ -70,7 +70,7 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply, look: Callable[
         elif line.startswith(b"data: "):
             reply.events += 1
             reply.first_s = reply.first_s or time.perf_counter() - reply.began
-            if b'"error"' in line:
+            if b'"error"' in line and "error" in json.loads(line.removeprefix(b"data: ")):
                 reply.failure = line[:300].decode(errors="replace")
             if look is not None:
                 look(line)

@@ -73,7 +73,7 @@ def test_answers_off_the_wire() -> None:
     plain = reply_of(b"HTTP/1.1 500 x\r\ncontent-type: text/plain\r\n\r\nInternal Server Error")
     assert (plain.status, plain.is_json) == (500, False)
     head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n\r\n"
-    stream = reply_of(head.encode() + b'data: {"a": 1}\n\ndata: {"b": 1}\n\ndata: [DONE]\n\n')
+    stream = reply_of(head.encode() + b'data: {"text": "error"}\n\ndata: {"b": 1}\n\ndata: [DONE]\n\n')
     assert (stream.events, stream.whole, stream.failure) == (2, True, "")
     cut = reply_of(head.encode() + b'data: {"error": {}}\n\n')
     assert (cut.whole, bool(cut.failure)) == (False, True)
