@@ -20,7 +20,7 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.refusals import REPEATED, Refusals
+from cluster.api.refusals import Refusals
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "cluster.api.proxy:middlewares"
@@ -37,7 +37,7 @@ READ_BY_SERVE = frozenset(
         b"x-request-disconnect-disabled",
     }
 )
-NOT_FOR_CLIENTS = frozenset({b"x-request-disconnect-disabled", REPEATED})
+NOT_FOR_CLIENTS = b"x-request-disconnect-disabled"
 # status: (type, code, message) of what Serve says in its own words, or says nothing about
 SAID: Mapping[int, tuple[str, str, str]] = {
     404: ("invalid_request_error", "not_found", "no application serves this path"),
@@ -54,7 +54,7 @@ OURS = (b"/-/healthz", b"/-/routes")  # pages of Serve's own, for machines that 
 
 
 def middlewares() -> list[Middleware]:
-    """For Serve's setting."""
+    """For Serve's setting; the last one stands outermost."""
     return [Middleware(JsonErrors), Middleware(WholeRequests)]
 
 
@@ -185,7 +185,7 @@ class JsonErrors:
             )
             await _answer(send, 400, error, wrong, scope["method"])
             return
-        headers = [pair for pair in scope["headers"] if pair[0].lower() not in NOT_FOR_CLIENTS]
+        headers = [pair for pair in scope["headers"] if pair[0] != NOT_FOR_CLIENTS]
         state = _Answer(send, scope["method"])
         try:
             await self._app({**scope, "headers": headers}, receive, state.send)

@@ -64,10 +64,11 @@ class Refusals:
         return max(said.values(), key=lambda one: one.until)
 
     def passing(self, scope: Scope) -> Scope:
-        """A request that goes on; it carries the count of those that did not."""
-        if scope["method"] != "POST" or not (repeated := self._repeated.pop(scope["path"], 0)):
-            return scope
-        return {**scope, "headers": [*scope["headers"], (REPEATED, str(repeated).encode())]}
+        """A request that goes on; it carries the count of those that did not, and none that its client made up."""
+        headers = [pair for pair in scope["headers"] if pair[0].lower() != REPEATED]
+        if scope["method"] == "POST" and (repeated := self._repeated.pop(scope["path"], 0)):
+            headers.append((REPEATED, str(repeated).encode()))
+        return {**scope, "headers": headers}
 
     def learning(self, scope: Scope, send: Send) -> Send:
         """`send` for a request that goes on: keeps what a full replica says, and its sign from the client."""
@@ -113,7 +114,7 @@ class TellsProxy:
             return
         for name, value in scope["headers"]:
             if name == REPEATED and value.isdigit():
-                path = scope["path"].removeprefix(scope.get("root_path", ""))
+                path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
                 self._count(path, int(value))
                 fields = {"path": path, "refused": int(value)}
                 logger.info("the proxy repeated refusals for this replica", extra={"fields": fields})

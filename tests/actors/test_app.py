@@ -20,12 +20,12 @@ from tests.api.apps import LOG
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
-def deploy(replicas: int) -> None:
+def deploy(replicas: int, **engine: float) -> None:
     args = {
         "llm_configs": [
             {
                 "model_loading_config": {"model_id": "counting", "model_source": "/counting"},
-                "engine_kwargs": {"watchdog_timeout_s": 1.0, "max_model_len": 4096},
+                "engine_kwargs": {"watchdog_timeout_s": 1.0, "max_model_len": 4096, **engine},
                 "placement_group_config": {"bundle_per_worker": {"CPU": 0.5}},
                 "deployment_config": {
                     "num_replicas": replicas,
@@ -210,3 +210,33 @@ def test_scrapes_that_are_given_up_do_no_harm_to_open_streams(url):
         assert tokens == list(range(1000 * i + 1, 1000 * i + 401))
     after = httpx.get(f"{url}/server_info").json()
     assert after["epoch"] == before, after["restarts"]
+
+
+def test_the_proxy_repeats_a_full_replicas_refusals_and_none_is_uncounted(url):
+    deploy(1, max_running_requests=1, max_queue_wait_s=1.0)
+    assert eventually(lambda: len(shards()) == 1)
+
+    def refused() -> float:
+        page = httpx.get(f"{url}/metrics").text
+        lines = [line for line in page.splitlines() if line.startswith("aerie_http_responses_total{")]
+        return sum(float(line.split()[-1]) for line in lines if 'route="/v1/completions",status="503"' in line)
+
+    said_before = LOG.read_text().count("the proxy repeated refusals")
+    body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+        lines = answer.iter_lines()
+        for _ in range(20):
+            next(lines)
+        answers = [complete(url, 7) for _ in range(40)]
+    assert {answer.status_code for answer in answers} == {503}
+    assert {answer.json()["error"]["code"] for answer in answers} == {"overloaded"}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+    assert not any("x-aerie-full" in answer.headers for answer in answers)
+
+    def answered() -> bool:  # the first that is let in brings the count of those that were not
+        answers.append(complete(url, 7))
+        return answers[-1].status_code == 200
+
+    assert eventually(answered)
+    assert eventually(lambda: refused() == len(answers) - 1), (refused(), len(answers) - 1)
+    assert LOG.read_text().count("the proxy repeated refusals") > said_before

@@ -126,7 +126,7 @@ def passed_on(*coming: dict[str, Any] | float) -> tuple[list[Any], list[Any]]:
             sent.append(message)
 
         outer = WholeRequests(app)
-        await outer({"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x"}, receive, send)
+        await outer({"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x", "headers": []}, receive, send)
         assert outer._held == 0
 
     asyncio.run(whole())
@@ -177,7 +177,7 @@ def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop() -> None:
                 await asyncio.sleep(0)
 
         outer = WholeRequests(app)
-        scope = {"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x"}
+        scope = {"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x", "headers": []}
         await asyncio.gather(*(outer(scope, receive, receive) for _ in range(100)), stream())  # type: ignore[arg-type]
 
     asyncio.run(whole())
@@ -199,7 +199,7 @@ def test_requests_begin_with_rests_where_the_loop_waits_for_a_core(free: bool, m
             return piece(b"", False)
 
         outer = WholeRequests(app)
-        scope = {"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x"}
+        scope = {"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x", "headers": []}
         await asyncio.gather(*(outer(scope, receive, receive) for _ in range(5)))  # type: ignore[arg-type]
 
     monkeypatch.setattr(proxy, "REST", 1e4)

@@ -42,9 +42,8 @@ class Proxy:
         async def route(scope: Any, receive: Any, send: Any) -> None:
             await next(turns).app(scope, receive, send)
 
-        whole = WholeRequests(route)
-        whole._refusals = Refusals(lambda: self.now)
-        self._app = JsonErrors(whole)
+        self._app = WholeRequests(JsonErrors(route))  # in Serve's order, the last of `middlewares` outermost
+        self._app._refusals = Refusals(lambda: self.now)
 
     def ask(self, path: str = "/v1/completions", method: str = "POST", headers: Any = ()) -> tuple[int, Any, Any]:
         """Status, headers and body of one answer."""
