@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ from cluster.arch.draft.overrides import add_override_argument, overrides_of
 from cluster.arch.draft.sample import FILE, Sample
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
+from cluster.spec.inputs import EagleDraftInput
 
 TOKENS = 24
+CLEAR = math.log(0.55)  # half, and what rounding may do to it
 TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
 
 
@@ -42,15 +46,30 @@ def sample_draft(
         tokens = [i % engine.info()["vocab_size"] for i in range(1, TOKENS + 1)]
     else:
         tokens = engine.tokenizer.encode(TEXT)[:TOKENS]
-    given = engine.sample_draft(tuple(tokens))
-    sample = Sample(
-        tokens=tuple(tokens),
-        hidden=tuple(float(f"{number:.7g}") for number in given.hidden[0].tolist()),
-        token=int(given.topk_index[0, 0]),
-        logprob=float(given.topk_p[0, 0]),
-    )
+    sample = clearest(engine.sample_draft, tokens)
     file.write_text(json.dumps(sample._asdict()) + "\n", encoding="utf-8")
-    return tokens
+    return list(sample.tokens)
+
+
+def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
+    """What a draft gives after `tokens`, or after the beginning of them that leaves least doubt which token is the
+    likeliest: one that has more than half of the probability has no equal that another machine's rounding could prefer.
+    """
+    best: Sample | None = None
+    for count in range(len(tokens), len(tokens) // 2, -1):
+        given = sample_draft(tuple(tokens[:count]))
+        sample = Sample(
+            tokens=tuple(tokens[:count]),
+            hidden=tuple(float(f"{number:.7g}") for number in given.hidden[0].tolist()),
+            token=int(given.topk_index[0, 0]),
+            logprob=float(given.topk_p[0, 0]),
+        )
+        if best is None or sample.logprob > best.logprob:
+            best = sample
+        if best.logprob > CLEAR:
+            break
+    assert best is not None, "no tokens"
+    return best
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

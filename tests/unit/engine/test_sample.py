@@ -1,18 +1,22 @@
 """A draft's sample: written once, checked on every load."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.arch.draft.sample import FILE, read_sample
 from cluster.arch.split import check_models
+from cluster.checkout import CHECKOUT, DEMO_DRAFT
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
-from cluster.engine.record import sample_draft
+from cluster.engine.record import clearest, sample_draft
 from cluster.request import Request, SamplingParams
+from cluster.spec.inputs import EagleDraftInput
 from tests.tiny import draft_folder, target_folder
 
 
@@ -61,6 +65,27 @@ def test_a_fact_read_otherwise_is_refused(tmp_path: Path, overrides: dict[str, o
     sample_draft(draft, target, "EAGLE3")
     with pytest.raises(ConfigError, match=rf"{FILE}.*is off by.*speculative_draft_overrides"):
         build_engine(config(target, draft, speculative_draft_overrides=overrides))
+
+
+@pytest.mark.parametrize(
+    ("likely", "taken"), [({}, 24), ({22: 0.9}, 22), ({20: 0.6, 18: 0.9}, 20), ({13: 0.4}, 13), ({12: 0.9}, 24)]
+)
+def test_a_sample_is_taken_where_the_likeliest_token_has_no_equal(likely: dict[int, float], taken: int) -> None:
+    """Two tokens of equal probability would change places on another CPU, and refuse a draft that is right."""
+
+    def given(tokens: tuple[int, ...]) -> EagleDraftInput:
+        made = EagleDraftInput.create_idle_input(None, 1, torch.float32, torch.device("cpu"), 1)
+        made.topk_index[0, 0], made.topk_p[0, 0] = len(tokens), math.log(likely.get(len(tokens), 0.3))
+        return made
+
+    sample = clearest(given, range(24))
+    assert (len(sample.tokens), sample.token) == (taken, taken)
+    assert sample.tokens == tuple(range(taken))
+
+
+def test_the_demo_draft_s_sample_has_no_equal() -> None:
+    sample = read_sample(str(CHECKOUT / DEMO_DRAFT), 1 << 20, 256)
+    assert sample is not None and sample.logprob > math.log(0.5)
 
 
 def test_a_token_map_changes_what_is_likeliest_and_not_the_hidden(tmp_path: Path) -> None:
