@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from cluster import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "generate": ("cluster.engine.command", "generate text with the engine alone, without Ray"),
-    "serve": ("cluster.api.serve", "serve a model over REST on a local or running Ray cluster"),
+    "generate": ("cluster.tools.generate", "generate text with the engine alone, without Ray"),
+    "serve": ("cluster.api.launch.serve", "serve a model over REST on a local or running Ray cluster"),
     "inspect": ("cluster.tools.inspect", "say what a checkpoint is and whether it would serve, from its headers"),
-    "export-draft": ("cluster.engine.export", "write a draft in another dialect"),
-    "probe-draft": ("cluster.engine.probe", "find out which reading of a draft is accepted most"),
-    "sample-draft": ("cluster.engine.record", "note what a draft gives, for later loads to check"),
+    "export-draft": ("cluster.tools.export_draft", "write a draft in another dialect"),
+    "probe-draft": ("cluster.tools.probe_draft", "find out which reading of a draft is accepted most"),
+    "sample-draft": ("cluster.tools.sample_draft", "note what a draft gives, for later loads to check"),
     "train": ("cluster.train.command", "train the demo target and its draft"),
     "bench": ("cluster.bench.command", "measure speed and acceptance"),
-    "demo": ("cluster.bench.demo", "serve the demo pair, stream eight prompts, print what speculation gave"),
+    "demo": ("cluster.bench.cases.demo", "serve the demo pair, stream eight prompts, print what speculation gave"),
 }
 BAD_INPUT = 2
 

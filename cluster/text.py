@@ -2,7 +2,7 @@
 
 The engine ends a request at the token that completes a stop string, the REST layer cuts the text there; both read this
 file, so they agree to the character, however the tokens were split into steps. No transformers here: chat templates
-live in `cluster.api.tokenizer`.
+live in `cluster.api.openai.tokenizer`.
 """
 
 import codecs

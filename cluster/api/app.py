@@ -21,13 +21,13 @@ from ray.serve import Application
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
 from cluster.actors.shared import Shared
-from cluster.api.door import EngineDoor
-from cluster.api.drain import Drain, when_leaving
-from cluster.api.feed import feed
-from cluster.api.host import GangHost
 from cluster.api.proxy import stands_before_serve
 from cluster.api.refusals import TellsProxy
-from cluster.api.resilient import SIGN_SHARE, Item, ResilientClient, Sign
+from cluster.api.replica.door import EngineDoor
+from cluster.api.replica.drain import Drain, when_leaving
+from cluster.api.replica.feed import feed
+from cluster.api.replica.host import GangHost
+from cluster.api.replica.resilient import SIGN_SHARE, Item, ResilientClient, Sign
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.config import EngineConfig
 from cluster.logs import configure
@@ -40,7 +40,7 @@ PEERS_TIMEOUT_S = 0.8
 
 
 class DirectService:
-    """What the routes of a replica with a gang of its own use (`cluster.api.service.Service`)."""
+    """What the routes of a replica with a gang of its own use (`cluster.api.openai.service.Service`)."""
 
     def __init__(self, host: GangHost, model: Any, tokenizer: Any) -> None:
         self.engine: EngineClient = host.router
@@ -167,7 +167,7 @@ class EngineReplica:
 
 
 class ResilientService:
-    """What the routes of an ingress replica use (`cluster.api.service.Service`)."""
+    """What the routes of an ingress replica use (`cluster.api.openai.service.Service`)."""
 
     def __init__(self, engine: EngineClient, model: Any, tokenizer: Any, metrics: ServingMetrics, peers: Any) -> None:
         """`peers` is the handle of the ingress deployment itself."""
@@ -273,9 +273,9 @@ def _model_facts(settings: AppSettings, info: dict[str, Any]) -> dict[str, Any]:
 
 def _load_rest(config: EngineConfig) -> tuple[Any, Any, Any]:
     """The REST routes, the tokenizer and the model card's type. Imported here, off the loop: it takes seconds."""
-    ingress = importlib.import_module("cluster.api.ingress")
-    service = importlib.import_module("cluster.api.service")
-    tokenizer = importlib.import_module("cluster.api.tokenizer").ChatTokenizer
+    ingress = importlib.import_module("cluster.api.replica.ingress")
+    service = importlib.import_module("cluster.api.openai.service")
+    tokenizer = importlib.import_module("cluster.api.openai.tokenizer").ChatTokenizer
     folder = config.tokenizer_path or config.model_path
     has_tokenizer = config.tokenizer_path is not None or (Path(folder) / "tokenizer.json").is_file()
     return ingress.make_app, tokenizer.load(folder) if has_tokenizer else None, service.ModelInfo

@@ -4,9 +4,9 @@ from cluster.arch.draft import DraftSpec, read_draft
 from cluster.arch.draft.sample import read_sample
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.read import read_target
-from cluster.arch.stored import stored_shapes
+from cluster.arch.safetensors.stored import stored_shapes
+from cluster.arch.safetensors.tensors import check_tensors
 from cluster.arch.target import TargetArch
-from cluster.arch.tensors import check_tensors
 from cluster.config import DEFAULT_NUM_STEPS, ConfigError, EngineConfig, tree_shape
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from cluster.arch.header import SIZES
 from cluster.arch.read import read_target
-from cluster.arch.stored import stored_tensors
+from cluster.arch.safetensors.header import SIZES
+from cluster.arch.safetensors.stored import stored_tensors
+from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.arch.target import TargetArch
-from cluster.arch.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
 
 PLAIN = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -8,7 +8,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cluster.bench import acceptance, crowd, faults, levels, lockstep, offline, overload, radix, rude, serving, strain
+from cluster.bench.cases import (
+    acceptance,
+    crowd,
+    faults,
+    levels,
+    lockstep,
+    offline,
+    overload,
+    radix,
+    rude,
+    serving,
+    strain,
+)
 from cluster.bench.pair import Pair, named
 from cluster.bench.report import json_line, write_json
 from cluster.checkout import DEMO_TARGET, demo_path

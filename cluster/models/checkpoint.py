@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.arch.header import Stored
-from cluster.arch.stored import stored_tensors, weight_files
-from cluster.arch.tensors import IGNORED
+from cluster.arch.safetensors.header import Stored
+from cluster.arch.safetensors.stored import stored_tensors, weight_files
+from cluster.arch.safetensors.tensors import IGNORED
 from cluster.config import ConfigError
 from cluster.models.quant import BLOCK, FLOAT8, GROUP, block_scaled, mxfp4
 

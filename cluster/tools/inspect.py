@@ -10,9 +10,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.arch.draft.overrides import add_override_argument, overrides_of
 from cluster.arch.summary import BYTES, Report, summary
 from cluster.config import ConfigError
+from cluster.tools.overrides import add_override_argument, overrides_of
 
 UNSHOWN = ("tensors", "spec", "choices", "folder")
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.draft is None and args.tp == 1 and args.dp == 1 and not args.tensors and not args.json:
         report = summary(args.path, args.dtype)
     if report is None:
-        inspect = importlib.import_module("cluster.engine.inspect").inspect
+        inspect = importlib.import_module("cluster.tools.tensor_report").inspect
         report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, overrides, args.token_map)
     if args.json:
         print(json.dumps(asdict(report)))

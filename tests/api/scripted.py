@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.actors.messages import GangStatus, Overloaded
 from cluster.actors.streams import with_seed
-from cluster.api.service import ModelInfo
-from cluster.api.tokenizer import ChatTokenizer
+from cluster.api.openai.service import ModelInfo
+from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.metrics import ServingMetrics, merge
 from cluster.request import Request, RequestOutput, SpeculationCounts, TokenLogprob
 from cluster.text import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
@@ -149,7 +149,7 @@ class ScriptedEngine:
 
 
 class ScriptedService:
-    """A `cluster.api.service.Service` over a scripted engine."""
+    """A `cluster.api.openai.service.Service` over a scripted engine."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(str(folder))

@@ -12,9 +12,9 @@ import pytest
 
 from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands, GangStatus, Overloaded
-from cluster.api.ingress import make_app
-from cluster.api.service import ModelInfo
-from cluster.api.tokenizer import ChatTokenizer
+from cluster.api.openai.service import ModelInfo
+from cluster.api.openai.tokenizer import ChatTokenizer
+from cluster.api.replica.ingress import make_app
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.metrics import ServingMetrics
@@ -71,7 +71,7 @@ class ThreadedEngine:
 
 
 class EngineService:
-    """A `cluster.api.service.Service` over a tiny random pair in float64."""
+    """A `cluster.api.openai.service.Service` over a tiny random pair in float64."""
 
     def __init__(self, tokenizer_folder: str, **settings: Any) -> None:
         config = EngineConfig(

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.actors.messages import GangStatus, Overloaded, Unavailable
 from cluster.actors.streams import RESUMES
-from cluster.api.feed import feed
-from cluster.api.resilient import GoneError, Item, Leaving, Refused, ResilientClient, Sign
+from cluster.api.replica.feed import feed
+from cluster.api.replica.resilient import GoneError, Item, Leaving, Refused, ResilientClient, Sign
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, SamplingParams, SpeculationCounts
 

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.config import ConfigError
-from cluster.engine.export import DIALECTS, export_draft
+from cluster.tools.export_draft import DIALECTS, export_draft
 from tests.dialects.demo import DRAFT, TARGET, accept_lens, right
 from tests.tiny import draft_folder, target_folder
 

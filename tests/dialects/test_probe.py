@@ -10,8 +10,8 @@ from cluster.arch.draft.sample import FILE
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
-from cluster.engine.probe import Reading, probe_draft
-from cluster.engine.record import settings_of
+from cluster.tools.probe_draft import Reading, probe_draft
+from cluster.tools.sample_draft import settings_of
 from tests.dialects.demo import DRAFT, TARGET
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import copy_of

@@ -7,7 +7,7 @@ import json
 import struct
 from pathlib import Path
 
-from cluster.arch.header import read_header
+from cluster.arch.safetensors.header import read_header
 from cluster.config import ConfigError
 
 SETTING = "speculative_token_map"

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench import acceptance, command, demo, offline, serving
+from cluster.bench import command
+from cluster.bench.cases import acceptance, demo, offline, serving
 
 
 def parsed(*words: str) -> argparse.Namespace:

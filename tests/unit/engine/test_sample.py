@@ -14,9 +14,9 @@ from cluster.checkout import CHECKOUT, DEMO_DRAFT
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
-from cluster.engine.record import clearest, sample_draft
 from cluster.request import Request, SamplingParams
 from cluster.spec.inputs import EagleDraftInput
+from cluster.tools.sample_draft import clearest, sample_draft
 from tests.tiny import draft_folder, target_folder
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.arch.stored import normal_name
+from cluster.arch.safetensors.stored import normal_name
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.arch import read_target
-from cluster.arch.tensors import check_tensors
+from cluster.arch.safetensors.tensors import check_tensors
 from cluster.config import ConfigError
 from cluster.models.quant import block_scaled, mxfp4
 from cluster.models.registry import check_target

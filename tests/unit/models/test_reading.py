@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.arch.header import Stored, read_header
+from cluster.arch.safetensors.header import Stored, read_header
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.exchange import NoExchange

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.arch import TARGET_FAMILIES, read_target
-from cluster.arch.stored import normal_name
-from cluster.arch.tensors import check_tensors, target_tensors
+from cluster.arch.safetensors.stored import normal_name
+from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.registry import check_target

@@ -1,0 +1,107 @@
+"""The way from a separate ingress to the engine deployment: a Serve handle, whose ways to fail become one."""
+
+import asyncio
+import time
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from cluster.api.replica.resilient import GoneError, Item
+from cluster.request import Request, RequestOutput
+
+STALL_S = 1.0  # a wait that ends later than it should by so much says that this process stood still
+
+
+class EngineDoor:
+    """Implements `Door` over the handle of the engine deployment. Serve chooses the replica of every call."""
+
+    def __init__(self, handle: "DeploymentHandle[Any]") -> None:
+        self._handle: Any = handle
+        self._streaming: Any = handle.options(stream=True)
+
+    def open(self, request: Request) -> "HandleAttempt":
+        """Submit a request; see `Door.open`."""
+        return HandleAttempt(self._streaming.generate.remote(request))
+
+    async def call(self, method: str) -> Any:
+        """What one engine replica answers; when the caller stops waiting, the call is withdrawn.
+
+        Raises:
+            GoneError: none answers, or the one that was asked died.
+        """
+        response = getattr(self._handle, method).remote()
+        try:
+            return await response
+        except RayTaskError:
+            raise
+        except (RayError, RayServeException) as error:
+            raise GoneError(_first_line(error)) from None
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+
+
+class HandleAttempt:
+    """Implements `Attempt` over one streaming call.
+
+    Serve cancels the calls that a request has made when its client leaves; there is one for each, and that is meant.
+    """
+
+    def __init__(self, response: Any) -> None:
+        """`response` is a `DeploymentResponseGenerator` of items."""
+        self._response = response
+        self._coming: asyncio.Task[Item | None] | None = None
+        self._over = False
+
+    async def next(self, timeout_s: float) -> Item:
+        """The next item; see `Attempt.next`."""
+        if self._coming is None:  # a task, as a wait that is given up must not cancel the call
+            self._coming = asyncio.ensure_future(self._next())
+        while True:
+            asked = time.monotonic()
+            done, _ = await asyncio.wait((self._coming,), timeout=timeout_s)
+            if done:
+                break
+            if time.monotonic() - asked < timeout_s + STALL_S:
+                raise GoneError(f"nothing came for {timeout_s:.1f} s")
+        task, self._coming = self._coming, None
+        try:
+            item = task.result()
+        except RayTaskError:  # a fault of the engine's code, not of its process
+            self._over = True
+            raise
+        except (RayError, RayServeException, asyncio.CancelledError) as error:
+            raise GoneError(_first_line(error)) from None
+        if item is None:
+            self._over = True
+            raise GoneError("its stream ended")
+        self._over = isinstance(item, RequestOutput) and item.finish_reason is not None
+        return item
+
+    async def _next(self) -> Item | None:
+        try:
+            item: Item = await anext(self._response)
+        except StopAsyncIteration:
+            return None
+        return item
+
+    def close(self) -> None:
+        """Withdraw the call, unless it came to its end."""
+        if self._coming is not None:
+            self._coming.add_done_callback(_looked_at)
+            self._coming.cancel()
+        if not self._over:
+            self._response.cancel()
+
+
+def _looked_at(task: "asyncio.Task[Item | None]") -> None:
+    """Read how a call that nobody waits for has ended, or asyncio logs it with a traceback, each of thousands."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,252 @@
+"""`aerie bench rude`: rude clients beside polite streams; do the streams notice?
+
+It starts its own `aerie serve` on loopback, hurts nothing else, and stops by itself. Eight streams are read all the
+time. After a quiet while, rude things are done one after the other, from another process. The longest pause between two
+events of any stream is noted for each, beside that of the quiet while.
+"""
+
+import json
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from cluster.bench.cases.faults import REPLICA, prompts_of, server_info
+from cluster.bench.report import machine, table
+from cluster.bench.rudeness import Tally, act
+from cluster.bench.server import ServerProcess
+from cluster.bench.streams import HOST, Prompt, Stream, served_model
+
+GANG = ("tp_size=2", "attn_dp_size=2")
+LIMIT_S = 0.5  # the longest pause that a stream may have
+OPEN_TOKENS = 4  # every stream has this many before anything begins
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many streams, of how many tokens before they are opened anew, and what is done how often."""
+
+    streams: int = 8
+    max_tokens: int = 2048
+    quiet_s: float = 20.0
+    acts: tuple[tuple[str, int], ...] = (
+        ("aborted scrapes", 200),
+        ("chats of 900 kB", 100),
+        ("bodies of 50,000 keys", 50),
+        ("slow bodies", 500),
+        ("disconnects", 1000),
+    )
+
+
+QUICK = Size(
+    quiet_s=5.0,
+    acts=(
+        ("aborted scrapes", 50),
+        ("chats of 900 kB", 16),
+        ("bodies of 50,000 keys", 8),
+        ("slow bodies", 50),
+        ("disconnects", 100),
+    ),
+)
+
+
+@dataclass(slots=True)
+class Phase:
+    """One thing done. `pauses` holds the longest pause of each stream in seconds."""
+
+    what: str
+    count: int
+    seconds: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+    cut: int = 0
+    replaced: bool = False
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest pause of any stream."""
+        return max(self.pauses, default=0.0)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a stream noticed, anything was replaced, or an answer was not JSON."""
+        rude = self.tally.not_json or self.tally.unanswered
+        return bool(self.longest_s > LIMIT_S or self.cut or self.replaced or rude)
+
+
+class Listener:
+    """One client that is always reading a stream: when one has ended as it should, it opens the next."""
+
+    def __init__(self, port: int, model: str, prompt: Prompt, max_tokens: int) -> None:
+        self._port, self._model, self._prompt, self._max_tokens = port, model, prompt, max_tokens
+        self._stop = threading.Event()
+        self._last: float | None = None  # when the present stream gave something; None between two
+        self.longest = 0.0
+        self.cut = 0
+        self.errors: list[str] = []
+        self.tokens = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def take_pause(self) -> float:
+        """The longest pause since the last call, one that still goes on included."""
+        last, longest = self._last, self.longest
+        self.longest = 0.0
+        return max(longest, time.perf_counter() - last if last is not None else 0.0)
+
+    def stop(self) -> None:
+        """Ends with the present stream's next event."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            stream = _Watched(self._prompt, self)
+            stream.run(self._port, self._model, self._max_tokens)
+            self._last = None
+            if stream.error is not None and not self._stop.is_set():
+                self.cut += 1
+                self.errors.append(stream.error)
+                time.sleep(0.2)
+
+    def heard(self, tokens: int) -> None:
+        """The stream gave something."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.longest = max(self.longest, now - self._last)
+        self._last = now
+        self.tokens = tokens
+        if self._stop.is_set():
+            raise ValueError("stopped")
+
+
+class _Watched(Stream):
+    """A stream that tells its listener of every event."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(self, prompt: Prompt, listener: Listener) -> None:
+        super().__init__(prompt)
+        self._listener = listener
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Add what one event of the stream says."""
+        Stream.take(self, event)
+        self._listener.heard(len(self.token_ids))
+
+
+def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+    """Do everything to one server; see `Phase` for what is noted of each."""
+    with ServerProcess([*GANG]) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        say(f"rude: ready after {server.ready_s:.1f} s")
+        model = served_model(server.port)
+        listeners = [Listener(server.port, model, p, size.max_tokens) for p in prompts_of(size.streams)]
+        _wait(lambda: all(listener.tokens >= OPEN_TOKENS for listener in listeners))
+        phases = []
+        for what, count in (("nothing", 0), *size.acts):
+            phase = _phase(server, listeners, what, count, partial(_do, other, server, model, what, count, size))
+            phases.append(phase)
+            tally = phase.tally
+            say(f"rude: {count} {what}: longest pause {phase.longest_s:.2f} s, cut {phase.cut}, {tally.statuses}")
+        for listener in listeners:
+            listener.stop()
+    errors = [error for listener in listeners for error in listener.errors]
+    return {
+        "machine": machine(),
+        "streams": size.streams,
+        "limit_s": LIMIT_S,
+        "quiet_s": phases[0].longest_s,
+        "phases": [_facts(phase) for phase in phases],
+        "errors": errors[:5],
+        "failed": sum(phase.failed for phase in phases[1:]),
+    }
+
+
+def _do(other: ProcessPoolExecutor, server: ServerProcess, model: str, what: str, count: int, size: Size) -> Tally:
+    if not count:
+        time.sleep(size.quiet_s)
+        return Tally()
+    return other.submit(act, what, server.port, model, count).result()
+
+
+def _phase(
+    server: ServerProcess, listeners: Sequence[Listener], what: str, count: int, do: Callable[[], Tally]
+) -> Phase:
+    before = _identity(server)
+    cuts = sum(listener.cut for listener in listeners)
+    for listener in listeners:
+        listener.take_pause()
+    began = time.perf_counter()
+    tally = do()
+    time.sleep(1.0)  # what it set off may come a little later
+    pauses = [listener.take_pause() for listener in listeners]
+    phase = Phase(what, count, time.perf_counter() - began, pauses, tally=tally)
+    phase.cut = sum(listener.cut for listener in listeners) - cuts
+    phase.replaced = _identity(server) != before
+    return phase
+
+
+def _identity(server: ServerProcess) -> Any:
+    """What changes when a rank, the gang or the replica is replaced."""
+    try:
+        info = server_info(server.port)
+    except (OSError, json.JSONDecodeError) as error:
+        return f"{HOST} does not answer: {error}"
+    replicas = sorted(process.pid for process in server.processes() if process.name.startswith(REPLICA))
+    ranks = [rank["pid"] for rank in info.get("ranks", ())]
+    return info.get("epoch"), len(info.get("restarts", ())), ranks, replicas
+
+
+def _wait(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > until:
+            raise RuntimeError("the streams gave no tokens")
+        time.sleep(0.05)
+
+
+def _facts(phase: Phase) -> dict[str, Any]:
+    tally = phase.tally
+    return {
+        "what": phase.what,
+        "count": phase.count,
+        "seconds": phase.seconds,
+        "longest_pause_s": phase.longest_s,
+        "cut": phase.cut,
+        "replaced": phase.replaced,
+        "statuses": {str(status): count for status, count in sorted(tally.statuses.items())},
+        "left": tally.left,
+        "unanswered": tally.unanswered,
+        "not_json": tally.not_json,
+        "examples": tally.examples,
+        "failed": phase.failed,
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The phases as a table."""
+    rows = []
+    for phase in result["phases"]:
+        said = ", ".join(f"{status}: {count}" for status, count in phase["statuses"].items())
+        good = not phase["failed"] or phase["what"] == "nothing"
+        first = [phase["count"], phase["what"], phase["seconds"], phase["longest_pause_s"], phase["cut"]]
+        replaced = "YES" if phase["replaced"] else "no"
+        rows.append([*first, replaced, said or "-", phase["unanswered"], phase["not_json"], good])
+    headers = [
+        "times",
+        "what",
+        "took s",
+        "longest pause s",
+        "cut",
+        "replaced",
+        "statuses",
+        "no answer",
+        "no JSON",
+        "good",
+    ]
+    verdict = f"{result['streams']} streams; a pause may last {result['limit_s']} s"
+    errors = "".join(f"\n  {error}" for error in result["errors"])
+    return f"{table(headers, rows)}\n\n{verdict}{errors}"
