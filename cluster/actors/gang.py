@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangError, GangSpec, Life
+from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangStartError, GangSpec, Life
 from cluster.actors.messages import Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
 from cluster.actors.verdict import Verdict, judge
 from cluster.config import KV_SIZES, ConfigError
 
-__all__ = ["NAMESPACE", "Gang", "GangError", "GangSpec", "Owner"]
+__all__ = ["NAMESPACE", "Gang", "GangStartError", "GangSpec", "Owner"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Gang:
         Raises:
             PlacementError: no room.
             ConfigError: the engine refused its config or a checkpoint, or there is not one bundle per rank.
-            GangError: a shard died or failed while loading.
+            GangStartError: a shard died or failed while loading.
         """
         if self.world != self.spec.config.tp_size:
             raise ConfigError(

@@ -28,7 +28,7 @@ REASON_TIMEOUT_S = 0.5  # after the first shard that could not load: how long to
 OUTPUTS_AHEAD = 4  # stream items that may lie unread at the replica before a shard collects several steps in one
 
 
-class GangError(RuntimeError):
+class GangStartError(RuntimeError):
     """A shard could not be started; the message names the rank."""
 
 
@@ -79,7 +79,7 @@ class Life:
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
-            GangError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed progress
+            GangStartError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed progress
                 for `still_s`.
         """
         until = time.monotonic() + timeout_s
@@ -100,7 +100,7 @@ class Life:
         """What all ranks answered.
 
         Raises:
-            ConfigError, GangError: the error that says most about why they could not, soon after the first one did.
+            ConfigError, GangStartError: the error that says most about why they could not, soon after the first one did.
         """
         tasks = [asyncio.ensure_future(load) for load in loads]
         try:
@@ -129,7 +129,7 @@ class Life:
             raise min(errors, key=_says_little)
         if late:
             ranks = ", ".join(str(rank) for rank, task in enumerate(tasks) if task in late)
-            raise GangError(f"rank {ranks} {why}")
+            raise GangStartError(f"rank {ranks} {why}")
         return [task.result() for task in tasks]
 
     def _last_progress(self) -> float:
@@ -266,10 +266,10 @@ async def _named(rank: int, ref: Any) -> Any:
         if isinstance(cause, ConfigError):
             raise ConfigError(str(cause)) from None
         if isinstance(cause, LoadError) and cause.kind != "failed":
-            raise GangError(f"rank {rank} could not load: {cause}") from cause
-        raise GangError(f"rank {rank} could not load: {cause}") from None
+            raise GangStartError(f"rank {rank} could not load: {cause}") from cause
+        raise GangStartError(f"rank {rank} could not load: {cause}") from None
     except RayActorError as error:
-        raise GangError(f"rank {rank} died while loading: {first_line(error)}") from None
+        raise GangStartError(f"rank {rank} died while loading: {first_line(error)}") from None
 
 
 async def _settled(ref: Any) -> None:

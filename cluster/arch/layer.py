@@ -59,7 +59,7 @@ class Moe:
 class LayerGeometry:
     """One decoder layer: attention heads of `head_dim`, and a gated MLP of `intermediate`, or `moe`.
 
-    `attention_bias` belongs to q, k and v, `out_bias` to the output. `window` tokens are seen, itself included; None:
+    `attention_bias` belongs to q, k and v, `out_bias` to the output. `sliding_window` tokens are seen, itself included; None:
     all. `scale` None is `head_dim ** -0.5`. `sinks`: one learnt logit per head joins the softmax. `qk_norm`: RMSNorm
     per head before rope. `unit_offset`: norms scale by 1 + weight. `sandwich`: norms after attention and MLP too.
     `interleaved`: the checkpoint's q and k are made for rope over neighbouring pairs. `gated`: `q_proj` gives each head
@@ -77,7 +77,7 @@ class LayerGeometry:
     mlp_bias: bool = False
     out_bias: bool = False
     rope: Rope = PLAIN
-    window: int | None = None
+    sliding_window: int | None = None
     scale: float | None = None
     sinks: bool = False
     qk_norm: bool = False
@@ -174,7 +174,7 @@ def sliding(keys: Keys, count: int, default: list[bool]) -> list[bool]:
     return [known[t] for t in types]
 
 
-def windowed(layer: LayerGeometry, window: int | None, which: list[bool]) -> tuple[LayerGeometry, ...]:
+def with_sliding_window(layer: LayerGeometry, window: int | None, which: list[bool]) -> tuple[LayerGeometry, ...]:
     """`layer` once per entry of `which`, looking through `window` where that says so."""
-    narrow = replace(layer, window=window)
+    narrow = replace(layer, sliding_window=window)
     return tuple(narrow if small else layer for small in which)

@@ -60,7 +60,7 @@ def features_of(arch: TargetArch) -> dict[str, Any]:
         "speculation": None,
         "attention": "latent" if arch.layer.latent else "grouped",
         "experts": any(layer.moe for layer in arch.layers),
-        "windows": sorted({layer.window for layer in arch.layers if layer.window}),
+        "windows": sorted({layer.sliding_window for layer in arch.layers if layer.sliding_window}),
         "tied": arch.tied,
     }
 

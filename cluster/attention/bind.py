@@ -22,5 +22,5 @@ def bind_attention(
     g = layers[0]
     parts, kv_heads, head_dim = g.cell
     pool = KVPool(len(layers), slots, kv_heads, head_dim, dtype, device, parts)
-    windows = tuple(layer.window for layer in layers)
+    windows = tuple(layer.sliding_window for layer in layers)
     return pool, TorchAttention(pool, g.heads, kv_heads, head_dim, windows, g.scale, g.value_dim)

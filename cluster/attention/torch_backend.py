@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.attention.plan import windowed
+from cluster.attention.plan import slid
 from cluster.batch import AttentionPlan, Group
 from cluster.kv.pool import KVPool
 
@@ -49,16 +49,16 @@ class TorchAttention:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        windows: Sequence[int | None] = (),
+        sliding_windows: Sequence[int | None] = (),
         scale: float | None = None,
         value_dim: int | None = None,
     ) -> None:
-        """`windows` say per layer how many tokens a row sees (None, or no entry: all); `scale` None is d ** -0.5.
+        """`sliding_windows` say per layer how many tokens a row sees (None, or no entry: all); `scale` None is d ** -0.5.
 
         A pool with cells of one part holds latents, whose first `value_dim` numbers are the values.
         """
         self._pool, self._heads, self._kv_heads, self._head_dim = pool, heads, kv_heads, head_dim
-        self._windows = {layer: window for layer, window in enumerate(windows) if window is not None}
+        self._sliding_windows = {layer: width for layer, width in enumerate(sliding_windows) if width is not None}
         self._scale, self._value_dim = scale, head_dim if value_dim is None else value_dim
         self._plan: AttentionPlan | None = None
         self._biases: dict[int | None, list[Tensor]] = {}
@@ -70,9 +70,9 @@ class TorchAttention:
         self._plan = plan
         self._reads = [run_of(group.slots) for group in plan.groups]
         self._biases = {None: [group.bias.repeat(1, repeat, 1)[:, None] for group in plan.groups]}
-        for window in set(self._windows.values()):
-            narrow = [windowed(group.bias, window) for group in plan.groups]
-            self._biases[window] = [bias.repeat(1, repeat, 1)[:, None] for bias in narrow]
+        for width in set(self._sliding_windows.values()):
+            narrow = [slid(group.bias, width) for group in plan.groups]
+            self._biases[width] = [bias.repeat(1, repeat, 1)[:, None] for bias in narrow]
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
@@ -80,7 +80,7 @@ class TorchAttention:
         memory = self._pool.kv[layer]
         q, kv = kept_out(q, kv)
         memory.index_copy_(0, self._plan.write, kv)
-        biases = self._biases[self._windows.get(layer)]
+        biases = self._biases[self._sliding_windows.get(layer)]
         parts = [
             self._group(
                 memory[read] if isinstance(read, slice) else memory.index_select(0, read), q, group, bias, sinks

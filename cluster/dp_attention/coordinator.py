@@ -24,7 +24,7 @@ class Coordinator:
         self._ops = zlib.crc32(repr((target, draft)).encode())
         self._digest = 0
         self._plan: StepPlan | None = None
-        self.step = self.order = self.results = 0
+        self.step = self._order = self._results = 0
 
     def header(self) -> Facts:
         """This rank's facts with nothing to do, voting for the deepest tree."""
@@ -36,8 +36,8 @@ class Coordinator:
             calls,
             num_steps=len(self._shapes) - 1,
             rule=self._fingerprint(),
-            order=self.order,
-            results=self.results,
+            order=self._order,
+            results=self._results,
         )
 
     def agree(self, facts: Facts) -> StepPlan:
@@ -68,6 +68,10 @@ class Coordinator:
         shape = self._shapes[self._plan.num_steps]
         return script(self._plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
 
+    def decided(self, order: int, results: int) -> None:
+        """Checksums of what this rank's group did in the step and of what came of it, which the next header carries."""
+        self._order, self._results = order, results
+
     def taken(self) -> None:
         """The step agreed on is over."""
         self._plan = None
@@ -89,7 +93,9 @@ class Coordinator:
         return zlib.crc32(repr((sizes, rule, trees, self._ops)).encode())
 
     def _compare(self, name: str, values: list[int], ranks: range) -> None:
-        """Refuse values that differ; guilty is who differs from most, or from the first where there are as many."""
+        """Refuse values that differ. Named is the first rank without the commonest value; of several that are equally
+        common, the one of the lowest rank counts.
+        """
         if len(set(values)) == 1:
             return
         right = max(values, key=values.count)

@@ -15,7 +15,7 @@ from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
-from cluster.engine.assemble import Assembler
+from cluster.engine.assembler import Assembler
 from cluster.kv.pool import Pools
 from cluster.mesh import GangError, Mesh
 from cluster.spec.step import Step, Stepped
@@ -100,7 +100,7 @@ class Lockstep:
         self.pools.copy(order.copies)
         stepped = self.step.run(self.assembler.batch(order), shape)
         if mesh.attn.size > 1:  # compared before the next step: with other orders, or other tokens, ranks part ways
-            self.coordinator.order, self.coordinator.results = checksum(order), _results(stepped, real)
+            self.coordinator.decided(checksum(order), _results(stepped, real))
         return stepped
 
 

@@ -11,7 +11,7 @@ import torch
 
 from cluster.arch.draft.sample import FILE, Sample
 from cluster.batch import Order, PromptChunk, Sampling
-from cluster.config import ConfigError
+from cluster.config import ConfigError, EngineConfig
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache
 from cluster.spec.inputs import EagleDraftInput
@@ -44,14 +44,15 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
     return lockstep.step.carried.take(row)
 
 
-def check_sample(sample: Sample, folder: str, lockstep: Lockstep, cache: KVCache, context: int, mapped: bool) -> None:
+def check_sample(sample: Sample, config: EngineConfig, lockstep: Lockstep, cache: KVCache, context: int) -> None:
     """Refuse a draft that no longer gives what its sample says, where `context` tokens and the cache have room for it.
 
-    `mapped`: a token map from a file leaves the draft fewer tokens to be likely, so only its hidden is compared.
+    A token map from a file leaves the draft fewer tokens to be likely, so only its hidden is compared then.
 
     Raises:
         ConfigError: how far off it is, and what may be wrong.
     """
+    folder, mapped = config.speculative_draft_model_path, config.speculative_token_map is not None
     count, window = len(sample.tokens), lockstep.shapes[-1].window
     if count > context or count + window > cache.total * cache.page_size:
         logger.warning("%s of %r is not checked: its %d tokens do not fit", FILE, folder, count)
@@ -66,7 +67,7 @@ def check_sample(sample: Sample, folder: str, lockstep: Lockstep, cache: KVCache
         # Two tokens that are equally likely up to rounding may change places from one machine to the next.
         proposed = given.topk_index[0].tolist()
         at = proposed.index(sample.token) if sample.token in proposed else 0 if most > HALF else None
-        here = 0.0 if at is None else math.exp(given.topk_p[0, at])
+        here = 0.0 if at is None else math.exp(given.topk_logprobs[0, at])
         probability = abs(here - math.exp(sample.logprob))
     if not (hidden <= most and probability <= most):
         raise ConfigError(

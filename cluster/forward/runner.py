@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
-from cluster.models.draft import Draft
+from cluster.models.draft import DraftModel
 from cluster.models.layer import Attend
 from cluster.models.target import DecoderTarget
 
@@ -68,7 +68,7 @@ class TargetRunner:
 class DraftRunner:
     """One member of the draft runner list, with its own pool."""
 
-    model: Draft
+    model: DraftModel
     pool: KVPool
     attention: AttentionBackend
     watch: Stopwatch

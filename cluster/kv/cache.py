@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
 from cluster.batch import PageCopy
 from cluster.kv.pages import PageAllocator
 from cluster.kv.radix import Key, Node, RadixTree, common
@@ -55,16 +53,13 @@ class Lease:
 class KVCache:
     """Pages, slot table and radix tree of one rank. Indices only: the tensors are the runners' pools."""
 
-    def __init__(
-        self, pages: int, page_size: int, rows: int, row_tokens: int, radix: bool, device: torch.device
-    ) -> None:
-        """`rows` running requests of at most `row_tokens` tokens, window included, share `pages` pages."""
-        self.page_size = page_size
-        self.table = SlotTable(rows, row_tokens, page_size, device)
+    def __init__(self, pages: int, table: SlotTable, radix: bool) -> None:
+        """As many running requests as `table` has rows share `pages` pages; without `radix` none is shared."""
+        self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
-        self._tree = RadixTree(page_size)
+        self._tree = RadixTree(table.page_size)
         self._radix = radix
-        self._rows = list(range(rows - 1, -1, -1))
+        self._rows = list(range(table.idle_row - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
         self._copies: list[PageCopy] = []
 

@@ -5,7 +5,6 @@ hidden, `forward` runs the layers on a hidden.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from cluster.arch import DraftLayer, DraftSpec
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint, placed
+from cluster.models.context import ModelContext
 from cluster.models.layer import (
     LAYER_OPS,
     Attend,
@@ -24,37 +24,8 @@ from cluster.models.layer import (
     TokenExchange,
     norm,
 )
-from cluster.models.load import Loader, Sharding
+from cluster.models.load import Loader
 from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
-
-
-class Draft(Protocol):
-    """One member of the draft runner list."""
-
-    spec: DraftSpec
-    target_ids: Tensor
-    first_position: int
-
-    @property
-    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
-        ...
-
-    def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
-        """Share the target's embedding and head where the checkpoint brought none."""
-        ...
-
-    def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """What the target gives `[T, A]` -> the draft's hidden `[T, H]`."""
-        ...
-
-    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
-        ...
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """Output for the head `[T, H]` -> logits over the draft vocabulary `[T, Vd]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +82,18 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
 
 
 class DraftModel(ABC):
-    """The parts that all families of drafts share, on one rank."""
+    """One member of the draft runner list on one rank: the parts that all families of drafts share."""
 
-    def __init__(
-        self,
-        spec: DraftSpec,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        exchange: TokenExchange,
-        sharding: Sharding,
-        max_position: int,
-    ) -> None:
-        """Load this rank's part of every tensor, strictly; `max_position` comes from the target, not from the config.
+    def __init__(self, spec: DraftSpec, checkpoint: Checkpoint, context: ModelContext, runner: int = 0) -> None:
+        """Load this rank's part of every tensor, strictly; positions are bounded by the target, not by its own config.
+        `runner` is its place in the draft runner list.
 
         Raises:
             ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is not one.
         """
-        load, g = Loader(checkpoint, dtype, device, sharding), spec.layer
-        self.spec, self._exchange = spec, exchange
-        self.first_position = 0
+        load, g = Loader(checkpoint, context), spec.layer
+        self.spec, self._exchange = spec, context.exchange
+        self._first_position = runner
         self._embed: Embedding | None = None
         self._head: Head | None = None
         if spec.embed == "own":
@@ -143,14 +106,22 @@ class DraftModel(ABC):
             load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
         ]
         self._norm = load.norm("norm.weight", g.hidden, g.unit_offset) if spec.final_norm else None
-        self.target_ids = vocabulary_map(spec, checkpoint, device)
-        self._rotary = RotaryTable(g.rope, g.rope_dim, max_position, dtype, device)
+        self.target_ids = vocabulary_map(spec, checkpoint, context.device)
+        self._rotary = RotaryTable(g.rope, g.rope_dim, context.max_position, context.dtype, context.device)
         self._load(load)
         checkpoint.finish()
 
     @abstractmethod
     def _load(self, load: Loader) -> None:
         """Take what this family has besides: how the target's hidden states and the embedding enter."""
+
+    @abstractmethod
+    def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
+        """What the target gives `[T, A]` -> the draft's hidden `[T, H]`."""
+
+    @abstractmethod
+    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:

@@ -1,37 +1,27 @@
 """Layers from a checkpoint: every part read by slice, shape-checked, in the compute dtype on the device."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
-from cluster.arch.split import check_heads
+from cluster.arch.resolve import check_heads
 from cluster.mesh import Part
 from cluster.models.arithmetic import joined
 from cluster.models.checkpoint import Checkpoint, Span, placed
+from cluster.models.context import ModelContext
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
-from cluster.models.mlp import ACTIVATIONS, Router
+from cluster.models.mlp import ACTIVATIONS, Gate
 from cluster.models.rotary import half_split
-
-
-class Sharding(NamedTuple):
-    """Which part of a model this rank holds: of the attention heads, of the MLPs, of the vocabulary."""
-
-    attention: Part = Part()
-    mlp: Part = Part()
-    vocab: Part = Part()
-
-
-WHOLE = Sharding()
 
 
 class Loader:
     """Takes named tensors of one checkpoint into the compute dtype and device, reading only this rank's shard."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, sharding: Sharding) -> None:
-        self.checkpoint, self.dtype, self.device, self.sharding = checkpoint, dtype, device, sharding
+    def __init__(self, checkpoint: Checkpoint, context: ModelContext) -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, context.dtype, context.device
+        self.sharding = context.sharding
 
     def take(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
@@ -159,7 +149,7 @@ class Loader:
         return Mlp(gate_up, down, gate_up_bias, down_bias, ACTIVATIONS[g.activation])
 
     def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
-        """The experts under `prefix`, each cut by columns, with their router and the MLP that all tokens share."""
+        """The experts under `prefix`, each cut by columns, with their gate and the MLP that all tokens share."""
         part = self.sharding.mlp
         start, stop = part.span(moe.intermediate)
         own = stop - start
@@ -177,7 +167,7 @@ class Loader:
                 name = f"{prefix}.experts.{e}.down_proj.weight"
                 down[e] = self.take(name, g.hidden, moe.intermediate, columns=(start, stop)).t()
         weight = self.wide if moe.scoring == "sigmoid" else self.take
-        router = Router(
+        gate = Gate(
             weight=weight(f"{prefix}.router.weight", moe.experts, g.hidden).t().contiguous(),
             bias=self.take(f"{prefix}.router.bias", moe.experts) if moe.router_bias else None,
             correction=self.wide(f"{prefix}.router.correction", moe.experts) if moe.correction else None,
@@ -187,7 +177,7 @@ class Loader:
         if moe.shared:
             shared = self.mlp(f"{prefix}.shared_experts", replace(g, intermediate=moe.shared, mlp_bias=False))
         shared_gate = self.projection(f"{prefix}.shared_gate.weight", 1, g.hidden) if moe.shared_gate else None
-        return Experts(router, gate_up, down, *biases, shared, ACTIVATIONS[g.activation], shared_gate)
+        return Experts(gate, gate_up, down, *biases, shared, ACTIVATIONS[g.activation], shared_gate)
 
     def _stacked(
         self, prefix: str, g: LayerGeometry, moe: Moe, gate_up: Tensor, down: Tensor

@@ -46,7 +46,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class Gate:
     """Which experts a token takes, and with what weights. Whole on every rank, so that all choose alike."""
 
     weight: Tensor
@@ -84,7 +84,7 @@ class Experts:
     `shared_gate` `[H, 1]` is whole on every rank: a gate multiplies each rank's part of the sum alike.
     """
 
-    router: Router
+    gate: Gate
     gate_up: Tensor
     down: Tensor
     gate_up_bias: Tensor | None
@@ -96,7 +96,7 @@ class Experts:
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         rows = exchange.gather(rows)
-        weights, chosen = self.router(rows)
+        weights, chosen = self.gate(rows)
         out = self.grouped(rows, weights, chosen)
         if self.shared is not None:
             common = self.shared.part(rows)
@@ -128,7 +128,7 @@ class Experts:
     def _expert(self, expert: int, rows: Tensor) -> Tensor:
         bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
         gate, up = project(rows, self.gate_up[expert], bias).chunk(2, -1)
-        clamp = self.router.moe.clamp
+        clamp = self.gate.moe.clamp
         if clamp is None:
             inner = self.activate(gate).mul_(up)
         else:

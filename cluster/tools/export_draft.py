@@ -77,7 +77,7 @@ def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: st
             lost.append("norm_before_residual")
         if target_layers in spec.aux_boundaries and target_layers in [b - 1 for b in spec.aux_boundaries]:
             lost.append("these aux layers")
-    if spec.layer.interleaved or spec.layer.window:
+    if spec.layer.interleaved or spec.layer.sliding_window:
         lost.append("interleaved rope or a window")
     if count < spec.num_layers:
         lost.append(f"{spec.num_layers} layers in {count}")

@@ -62,7 +62,7 @@ def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens:
             tokens=tuple(tokens[:count]),
             hidden=tuple(float(f"{number:.7g}") for number in given.hidden[0].tolist()),
             token=int(given.topk_index[0, 0]),
-            logprob=float(given.topk_p[0, 0]),
+            logprob=float(given.topk_logprobs[0, 0]),
         )
         if best is None or sample.logprob > best.logprob:
             best = sample

@@ -15,11 +15,11 @@ from cluster.arch.draft.sample import read_sample
 from cluster.arch.summary import ASSUMED_DEVICE, Report, computed_in, described, features_of
 from cluster.attention.bind import pool_bytes
 from cluster.config import DEFAULT_NUM_STEPS, ConfigError
-from cluster.engine.build import DTYPES
+from cluster.engine.models import DTYPES
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint, Span
-from cluster.models.exchange import NoExchange
-from cluster.models.load import WHOLE, Sharding, local_heads
+from cluster.models.context import WHOLE, ModelContext, Sharding
+from cluster.models.load import local_heads
 from cluster.models.registry import DRAFTS
 from cluster.models.target import DecoderTarget
 from cluster.spec.multilayer import kept_bytes
@@ -151,7 +151,7 @@ def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str
 def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> int:
     """Note the target; how many numbers one rank holds of it."""
     recorder = Recorder(path, arch.stored_name, arch.ignored)
-    DecoderTarget(arch, recorder, torch.float32, META, NoExchange(), sharding, 1)
+    DecoderTarget(arch, recorder, ModelContext.dry(sharding))
     report.target = {**described(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
     report.problems += recorder.problems
     return sum(placed.numbers for placed in recorder.placed)
@@ -165,7 +165,7 @@ def _draft(
     tensors, numbers, loaded = [], 0, min(spec.runners, DEFAULT_NUM_STEPS)
     for runner in range(spec.runners):
         recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
-        DRAFTS[spec.kind](spec, recorder, torch.float32, META, NoExchange(), sharding, 1)
+        DRAFTS[spec.kind](spec, recorder, ModelContext.dry(sharding))
         tensors += [{**asdict(placed), "runner": runner} for placed in recorder.placed]
         if runner < loaded:
             numbers += sum(placed.numbers for placed in recorder.placed)

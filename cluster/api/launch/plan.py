@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from cluster.api.launch.overlay import Override, lay_over, llm_entry
 from cluster.api.settings import AppSettings, parse, read_yaml, resolve_engine_paths, resolve_path
-from cluster.arch.split import check_models
+from cluster.arch.resolve import check_models
 from cluster.checkout import DEMO_CONFIG, demo_path
 from cluster.config import ALIASES, ConfigError, EngineConfig, Settings, as_config_error
 

@@ -12,8 +12,7 @@ from cluster.actors.peers import gang_name, publish
 from cluster.actors.placement import cluster_gpus
 from cluster.actors.router import Router
 from cluster.api.settings import AppSettings, resolve_engine_paths
-from cluster.arch import read_target
-from cluster.arch.split import settle
+from cluster.arch.resolve import resolve_models
 from cluster.metrics import ServingMetrics
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class GangHost:
         logger.info("the ranks run on %s (%s)", device, why)
         config = resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device})
         if config.speculative_draft_model_path is not None:
-            config = settle(config, read_target(config.model_path))
+            config = resolve_models(config).config
         self.config = config
         self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id)
         self.metrics.expect_ranks(self.config.tp_size)
@@ -52,7 +51,7 @@ class GangHost:
         """Start the gang, and begin to serve.
 
         Raises:
-            ConfigError, PlacementError, GangError: it cannot be started; nothing of it is left.
+            ConfigError, PlacementError, GangStartError: it cannot be started; nothing of it is left.
         """
         started = time.monotonic()
         await self.gang.start()

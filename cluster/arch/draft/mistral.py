@@ -66,7 +66,7 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
     return DraftSpec(
         kind="mistral",
         dialect="mistral-mla" if latent else "mistral",
-        layers=tuple(DraftLayer(replace(geometry, window=w), False, "input_layernorm") for w in listed),
+        layers=tuple(DraftLayer(replace(geometry, sliding_window=w), False, "input_layernorm") for w in listed),
         target_hidden=target.hidden,
         vocab_size=target.vocab_size,
         draft_vocab_size=vocabulary.size,

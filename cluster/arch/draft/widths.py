@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from cluster.arch.draft.facts import Facts
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.keys import Keys, Shapes
-from cluster.arch.layer import LayerGeometry, geometry_of, sliding, windowed
+from cluster.arch.layer import LayerGeometry, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
@@ -78,7 +78,7 @@ def windows_of(keys: Keys, geometry: LayerGeometry, count: int) -> tuple[LayerGe
         return (geometry,) * count
     off = str(keys.data.get("model_type")).startswith("qwen")
     used = keys.flag("use_sliding_window", not off)
-    return windowed(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
+    return with_sliding_window(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
 
 
 def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: str) -> LayerGeometry:

@@ -34,7 +34,7 @@ def gemma3(keys: Keys) -> TargetArch:
         unit_offset=True,
         sandwich=True,
     )
-    local = replace(layer, rope=_local_rope(full), window=keys.integer("sliding_window", 4096))
+    local = replace(layer, rope=_local_rope(full), sliding_window=keys.integer("sliding_window", 4096))
     cap = keys.data.get("final_logit_softcapping")
     return target_of(
         full,

@@ -1,9 +1,9 @@
-"""gpt-oss: attention sinks, every other layer windowed, YaRN, biases, and experts in one tensor, bf16 or MXFP4."""
+"""gpt-oss: attention sinks, every other layer with_sliding_window, YaRN, biases, and experts in one tensor, bf16 or MXFP4."""
 
 from dataclasses import replace
 
 from cluster.arch.keys import Keys
-from cluster.arch.layer import Moe, geometry_of, sliding, windowed
+from cluster.arch.layer import Moe, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 
 
@@ -23,5 +23,5 @@ def gpt_oss(keys: Keys) -> TargetArch:
     )
     layer = replace(geometry_of(Keys(data, keys.where, keys.file), theta=150000.0), sinks=True, moe=moe)
     which = sliding(keys, count, [i % 2 == 0 for i in range(count)])
-    layers = windowed(layer, keys.integer("sliding_window", 128), which)
+    layers = with_sliding_window(layer, keys.integer("sliding_window", 128), which)
     return target_of(keys, "GptOssForCausalLM", layers)

@@ -1,7 +1,7 @@
 """Llama 2 and 3.x, and Mistral, which adds one window to all layers."""
 
 from cluster.arch.keys import Keys
-from cluster.arch.layer import geometry_of, windowed
+from cluster.arch.layer import geometry_of, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 
 
@@ -17,5 +17,5 @@ def mistral(keys: Keys) -> TargetArch:
     window = None
     if keys.data.get("sliding_window", 4096) is not None:
         window = keys.integer("sliding_window", 4096)
-    layers = windowed(geometry_of(keys), window, [window is not None] * count)
+    layers = with_sliding_window(geometry_of(keys), window, [window is not None] * count)
     return target_of(keys, "MistralForCausalLM", layers)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cluster.arch.keys import Keys
-from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, windowed
+from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
@@ -26,7 +26,7 @@ def qwen3_moe(keys: Keys) -> TargetArch:
     count, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
     dense = replace(geometry_of(keys), qk_norm=True)
     if keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None:
-        dense = replace(dense, window=keys.integer("sliding_window", 4096))
+        dense = replace(dense, sliding_window=keys.integer("sliding_window", 4096))
     moe = Moe(
         experts=keys.integer("num_experts", keys.integer("num_local_experts", 128)),
         active=keys.integer("num_experts_per_tok", 8),
@@ -72,4 +72,4 @@ def _windows(keys: Keys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
     first = keys.data.get("max_window_layers", 28)
     default = [window is not None and i >= first for i in range(count)]
     which = sliding(keys, count, default)
-    return windowed(layer, window, [small and window is not None for small in which])
+    return with_sliding_window(layer, window, [small and window is not None for small in which])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.gang import Gang
-from cluster.actors.life import GangError, GangSpec, Life
+from cluster.actors.life import GangStartError, GangSpec, Life
 from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig
@@ -61,12 +61,12 @@ def test_while_one_rank_does_something_the_others_may_take_their_time() -> None:
 
 
 def test_where_no_rank_does_anything_the_load_is_given_up() -> None:
-    with pytest.raises(GangError, match="rank 0, 1 did not load: no rank has done anything for"):
+    with pytest.raises(GangStartError, match="rank 0, 1 did not load: no rank has done anything for"):
         load(life(), never, never, time_s=30, still_s=0.5)
 
 
 def test_progress_does_not_lengthen_the_time_that_there_is() -> None:
-    with pytest.raises(GangError, match=r"rank 1 did not load within \d+ s"):
+    with pytest.raises(GangStartError, match=r"rank 1 did not load within \d+ s"):
         load(life(), soon, never, time_s=2.0, still_s=0.5, progress=True)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import bias_of, causal_bias, reach_of, window_group, windowed
+from cluster.attention.plan import bias_of, causal_bias, reach_of, window_group, slid
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
@@ -80,8 +80,8 @@ def test_other_layers_keep_the_whole_text() -> None:
 def test_a_window_counts_what_is_visible_from_the_end() -> None:
     hidden = float("-inf")
     bias = torch.tensor([[[0, 0, 0, hidden, 0, hidden, 0], [0, hidden, hidden, hidden, 0, 0, hidden]]])
-    narrow = windowed(bias, 2)
+    narrow = slid(bias, 2)
     assert (narrow == 0).tolist() == [
         [[False, False, False, False, True, False, True], [False, False, False, False, True, True, False]]
     ]
-    assert torch.equal(windowed(bias, 7), bias)
+    assert torch.equal(slid(bias, 7), bias)

@@ -32,7 +32,7 @@ def test_a_quiet_step_loses_nothing_of_the_slot_journal() -> None:
     """What those who follow replay from the orders that were sent is the leader's table, whenever one is sent."""
     engine = build_engine(config_of(tiny_pair()[0], disable_radix_cache=True))
     table = engine._p.cache.table
-    table.journal = []
+    table._journal = []
     copy = SlotTable(table.idle_row, table.slots.shape[1], table.page_size, table.slots.device)
     sent = watched(engine, copy)
     for turn in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.arch.draft.sample import FILE, read_sample
-from cluster.arch.split import check_models
+from cluster.arch.resolve import check_models
 from cluster.checkout import CHECKOUT, DEMO_DRAFT
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
@@ -75,7 +75,7 @@ def test_a_sample_is_taken_where_the_likeliest_token_has_no_equal(likely: dict[i
 
     def given(tokens: tuple[int, ...]) -> EagleDraftInput:
         made = EagleDraftInput.create_idle_input(None, 1, torch.float32, torch.device("cpu"), 1)
-        made.topk_index[0, 0], made.topk_p[0, 0] = len(tokens), math.log(likely.get(len(tokens), 0.3))
+        made.topk_index[0, 0], made.topk_logprobs[0, 0] = len(tokens), math.log(likely.get(len(tokens), 0.3))
         return made
 
     sample = clearest(given, range(24))

@@ -11,10 +11,8 @@ from cluster.arch.safetensors.stored import normal_name
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import NoExchange
-from cluster.models.load import WHOLE
-from cluster.models.registry import load_draft, load_target
 from cluster.models.target import DecoderTarget
+from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
@@ -22,11 +20,11 @@ CPU = torch.device("cpu")
 
 
 def target_in(folder: str) -> DecoderTarget:
-    return load_target(folder, torch.float64, CPU, NoExchange(), WHOLE, 64)
+    return load_target(folder, context())
 
 
 def draft_in(folder: str) -> Eagle3Draft:
-    return load_draft(folder, target_in(target_folder()), torch.float64, CPU, NoExchange(), WHOLE, 64)
+    return load_draft(folder, target_in(target_folder()), context())
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -17,9 +17,9 @@ from cluster.arch import read_target
 from cluster.arch.safetensors.tensors import check_tensors
 from cluster.config import ConfigError
 from cluster.models.quant import block_scaled, mxfp4
-from cluster.models.registry import check_target
 from tests.exact import Oracle, exact
 from tests.families import SIZES, random_model
+from tests.loading import check_target
 from tests.tiny import folder_of_session
 from tests.unit.models.checkpoints import Tensors, copy_of
 from tests.unit.models.sharded import run_text

@@ -17,8 +17,8 @@ from cluster.arch.safetensors.stored import normal_name
 from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.registry import check_target
 from tests.families import FAMILIES, all_cases, made
+from tests.loading import check_target
 from tests.unit.models.checkpoints import Tensors, copy_of
 
 FOREIGN = re.compile(r"vision|projector")

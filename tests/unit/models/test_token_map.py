@@ -16,14 +16,12 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.draft import Draft
-from cluster.models.layer import NoExchange
-from cluster.models.load import WHOLE, Sharding
-from cluster.models.registry import load_draft, load_target
+from cluster.models.draft import DraftModel
+from tests.loading import context, load_draft, load_target
 from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, tiny_pair
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
-from tests.unit.models.sharded import CPU, Summed
+from tests.unit.models.sharded import Summed
 
 HOT = [3, 60, 7, 44, 12, 0, 63]
 ROWS = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -39,9 +37,8 @@ def as_tensor(folder: Path, **tensors: Tensor) -> str:
     return str(folder / "hot.safetensors")
 
 
-def loaded(folder: str, token_map: str | None) -> Draft:
-    model = load_target(target_folder(), torch.float64, CPU, NoExchange(), WHOLE, 64)
-    return load_draft(folder, model, torch.float64, CPU, NoExchange(), WHOLE, 64, token_map=token_map)
+def loaded(folder: str, token_map: str | None) -> DraftModel:
+    return load_draft(folder, load_target(target_folder(), context()), context(), token_map=token_map)
 
 
 def near(ours: Tensor, theirs: Tensor) -> bool:
@@ -81,8 +78,8 @@ def test_two_ranks_share_the_rows(tmp_path: Path) -> None:
 
     def rank(number: int) -> Tensor:
         part = Part(number, 2)
-        given = (torch.float64, CPU, Summed(number, table, barrier), Sharding(part, part, part), 64)
-        return load_draft(folder, load_target(target_folder(), *given), *given, token_map=file).logits(ROWS)
+        given = context(exchange=Summed(number, table, barrier), part=part)
+        return load_draft(folder, load_target(target_folder(), given), given, token_map=file).logits(ROWS)
 
     with ThreadPoolExecutor(2) as pool:
         for logits in pool.map(rank, range(2)):

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.api.replica import host
 from cluster.api.settings import parse
-from cluster.arch.split import check_models
+from cluster.arch.resolve import check_models
 from tests.parity.harness import VOCAB, tiny_pair
 from tests.unit.models import draft_folders as write
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.arch.resolve import check_models
 from cluster.arch.safetensors.stored import stored_shapes
-from cluster.arch.split import check_models
 from cluster.config import ConfigError, EngineConfig
 from cluster.models.checkpoint import Checkpoint
 from tests.tiny import draft_folder, target_folder

@@ -11,7 +11,7 @@ from cluster.models.layer import Attend, norm, project
 from cluster.models.load import Loader
 
 
-class JoinedDraft(DraftModel):
+class Eagle1Draft(DraftModel):
     """A draft on one rank that reads `fc([embedding | hidden])`, the target's post-norm hidden at extend."""
 
     def _load(self, load: Loader) -> None:
@@ -31,7 +31,7 @@ class JoinedDraft(DraftModel):
         """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
         embedding, eps = self._embedding(token_ids), self.spec.layer.eps
         if self.spec.zero_first:
-            embedding = embedding.masked_fill((positions == self.first_position)[:, None], 0)
+            embedding = embedding.masked_fill((positions == self._first_position)[:, None], 0)
         if self._pair_norms is not None:
             embedding, hidden = norm(embedding, self._pair_norms[0], eps), norm(hidden, self._pair_norms[1], eps)
         both = [embedding, hidden] if self.spec.concat_order == "embed_first" else [hidden, embedding]
