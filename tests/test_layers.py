@@ -19,7 +19,6 @@ GROUND = (
     "__init__",
     "config",
     "checkout",
-    "arch",
     "request",
     "batch",
     "clock",
@@ -31,6 +30,7 @@ GROUND = (
 )
 LAYERS = (
     "ground",
+    "arch",
     "kernels",
     "kv",
     "attention",

@@ -12,9 +12,9 @@ The other policies are SGLang's: `round_robin`, `total_requests`, and `total_tok
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from cluster.actors.prefixes import PrefixIndex, chain_of
 from cluster.config import EngineConfig, tree_shape
@@ -110,7 +110,6 @@ class Balancer:
         self._open: dict[str, _Open] = {}
         self._turn = 0
         self._accept = 0.0  # the gang's mean accept length; 0.0 before the first step
-        self._reported: dict[int, float] = {}
 
     @classmethod
     def of(cls, config: EngineConfig, index_pages: int | None = None) -> Self:
@@ -204,12 +203,6 @@ class Balancer:
             self._ranks[opened.rank].queued += len(opened.tokens) - opened.queued
             opened.queued = len(opened.tokens)
 
-    def observe(self, dp_rank: int, status: Mapping[str, Any]) -> None:
-        """Counters of a rank's engine. Their `accept_length` stands in until requests of our own have stepped."""
-        reported = status.get("accept_length")
-        if isinstance(reported, int | float) and reported > 0:
-            self._reported[dp_rank] = float(reported)
-
     def load(self, dp_rank: int) -> RankLoad:
         """The books of one rank."""
         rank = self._ranks[dp_rank]
@@ -224,15 +217,11 @@ class Balancer:
         for part, work in enumerate(opened.work):
             rank.work[part] += sign * work
 
-    def _mean_accept(self) -> float:
-        reported = self._reported.values()
-        return self._accept or (sum(reported) / len(reported) if reported else 1.0)
-
     def _work_of(self, opened: _Open) -> Work:
         """Expected work of the steps it still needs, for each part of the horizon."""
         # A request that outlives its estimate is of the long kind: expect half of what it has given once more.
         left = min(opened.most - opened.new, max(opened.expected - opened.new, opened.new / 2))
-        accept = (PRIOR_STEPS * self._mean_accept() + opened.new) / (PRIOR_STEPS + opened.steps)
+        accept = (PRIOR_STEPS * (self._accept or 1.0) + opened.new) / (PRIOR_STEPS + opened.steps)
         steps = max(1.0, left / max(1.0, accept))
         per_step = UNIT * (self._step_rows + KV_READ * (len(opened.tokens) + opened.new + left / 2))
         work, start = [], 0

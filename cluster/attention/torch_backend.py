@@ -47,8 +47,6 @@ class TorchAttention:
         self,
         pool: KVPool,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
         sliding_windows: Sequence[int | None] = (),
         scale: float | None = None,
         value_dim: int | None = None,
@@ -57,9 +55,10 @@ class TorchAttention:
 
         A pool with cells of one part holds latents, whose first `value_dim` numbers are the values.
         """
-        self._pool, self._heads, self._kv_heads, self._head_dim = pool, heads, kv_heads, head_dim
+        self._pool, self._heads = pool, heads
+        self._kv_heads, self._head_dim = pool.kv.shape[-2:]
         self._sliding_windows = {layer: width for layer, width in enumerate(sliding_windows) if width is not None}
-        self._scale, self._value_dim = scale, head_dim if value_dim is None else value_dim
+        self._scale, self._value_dim = scale, self._head_dim if value_dim is None else value_dim
         self._plan: AttentionPlan | None = None
         self._biases: dict[int | None, list[Tensor]] = {}
         self._reads: list[slice | Tensor] = []

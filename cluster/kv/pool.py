@@ -23,24 +23,16 @@ class SlotMemory(Protocol):
 ALIGNMENT = 64  # bytes, torch's own on a CPU
 
 
+Cell = tuple[int, int, int]
+"""What one token leaves in a layer: `[2, nkv, d]`, k and v, or of latent attention `[1, 1, d]`."""
+
+
 class KVPool:
-    """`kv[layer, slot]` is a cell `[2, nkv, d]`: k and v side by side, so that one row moves or is gathered at a time.
+    """`kv[layer, slot]` is a cell: k and v side by side, so that one row moves or is gathered at a time."""
 
-    Of latent attention a cell is `[1, 1, d]`.
-    """
-
-    def __init__(
-        self,
-        layers: int,
-        slots: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        parts: int = 2,
-    ) -> None:
+    def __init__(self, layers: int, slots: int, cell: Cell, dtype: torch.dtype, device: torch.device) -> None:
         """`slots` counts the sink page too. Zeros: steps that are only timed read cells that nobody wrote."""
-        self.kv = zeros((layers, slots, parts, kv_heads, head_dim), dtype, device)
+        self.kv = zeros((layers, slots, *cell), dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` onto `destination[i]` in every layer; all sources are read before any is written."""
@@ -67,9 +59,9 @@ class Pools:
             part.move_kv_cache(where[0], where[1])
 
 
-def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, parts: int = 2) -> int:
+def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype) -> int:
     """Bytes that one token costs in a pool."""
-    return layers * parts * kv_heads * head_dim * dtype.itemsize
+    return layers * prod(cell) * dtype.itemsize
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

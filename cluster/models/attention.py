@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.arch import Latent
 from cluster.models.arithmetic import norm, project
 from cluster.models.exchange import TokenExchange
-from cluster.models.rotary import RotaryTable
+from cluster.models.rotary import Angles
 
 
 class Attend(Protocol):
@@ -51,8 +51,7 @@ class SelfAttention:
     def __call__(
         self,
         rows: Tensor,
-        rotary: RotaryTable,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         attend: Attend,
         layer: int,
         exchange: TokenExchange,
@@ -65,7 +64,7 @@ class SelfAttention:
         if self.q_norm is not None and self.k_norm is not None:
             packed[:, : self.heads] = norm(packed[:, : self.heads], self.q_norm, self.eps)
             packed[:, self.heads : rotated] = norm(packed[:, self.heads : rotated], self.k_norm, self.eps)
-        rotary.apply_(packed[:, :rotated], angles)
+        angles.rotate_(packed[:, :rotated])
         q, kv = packed[:, : self.heads], packed[:, self.heads : end].view(count, 2, self.kv_heads, self.head_dim)
         seen = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:
@@ -98,8 +97,7 @@ class LatentAttention:
     def __call__(
         self,
         rows: Tensor,
-        rotary: RotaryTable,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         attend: Attend,
         layer: int,
         exchange: TokenExchange,
@@ -113,8 +111,8 @@ class LatentAttention:
         latent = project(rows, self.kv_down, self.kv_down_bias)
         cell = torch.cat([norm(latent[:, : sizes.kv_rank], self.kv_norm, sizes.eps), latent[:, sizes.kv_rank :]], -1)
         cell = cell.view(count, 1, 1, sizes.kv_rank + sizes.rope)
-        rotary.apply_(cell[:, 0, :, sizes.kv_rank :], angles)
-        rotary.apply_(q[..., sizes.nope :], angles)
+        angles.rotate_(cell[:, 0, :, sizes.kv_rank :])
+        angles.rotate_(q[..., sizes.nope :])
         absorbed = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.keys).transpose(0, 1)
         seen = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
         seen = torch.bmm(seen.view(count, self.heads, sizes.kv_rank).transpose(0, 1), self.values)

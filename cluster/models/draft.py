@@ -15,6 +15,7 @@ from cluster.models.checkpoint import Checkpoint, placed
 from cluster.models.context import ModelContext
 from cluster.models.layer import (
     LAYER_OPS,
+    Angles,
     Attend,
     Experts,
     LatentAttention,
@@ -47,8 +48,7 @@ class Block:
         self,
         embedding: Tensor,
         hidden: Tensor,
-        rotary: RotaryTable,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         attend: Attend,
         layer: int,
         exchange: TokenExchange,
@@ -58,7 +58,7 @@ class Block:
         residual = rows if self.residual_normed else hidden
         if self.embed_norm is not None:
             rows = torch.cat([norm(embedding, self.embed_norm, self.eps), rows], -1)
-        hidden = residual + self.attention(rows, rotary, angles, attend, layer, exchange)
+        hidden = residual + self.attention(rows, angles, attend, layer, exchange)
         return hidden + self.mlp(norm(hidden, self.post_norm, self.eps), exchange)
 
 
@@ -145,7 +145,7 @@ class DraftModel(ABC):
         if self.spec.query_scaling is not None:
             attend = _Grown(attend, positions, *self.spec.query_scaling)
         for index, layer in enumerate(self._layers):
-            hidden = layer(embedding, hidden, self._rotary, angles, attend, index, self._exchange)
+            hidden = layer(embedding, hidden, angles, attend, index, self._exchange)
         normed = hidden if self._norm is None else norm(hidden, self._norm, self.spec.layer.eps)
         return normed, normed if self.spec.recurrent == "post" else hidden
 

@@ -12,10 +12,11 @@ from cluster.models.arithmetic import norm, project
 from cluster.models.attention import Attend, LatentAttention, SelfAttention
 from cluster.models.exchange import LAYER_OPS, NoExchange, TokenExchange
 from cluster.models.mlp import Experts, Mlp
-from cluster.models.rotary import RotaryTable
+from cluster.models.rotary import Angles, RotaryTable
 
 __all__ = [
     "LAYER_OPS",
+    "Angles",
     "Attend",
     "DecoderLayer",
     "Experts",
@@ -45,15 +46,14 @@ class DecoderLayer:
     def __call__(
         self,
         hidden: Tensor,
-        rotary: RotaryTable,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         attend: Attend,
         layer: int,
         exchange: TokenExchange,
     ) -> Tensor:
         """Residual stream entering the layer -> leaving it, `[T, H]`."""
         normed = norm(hidden, self.input_norm, self.eps)
-        out = self.attention(normed, rotary, angles, attend, layer, exchange)
+        out = self.attention(normed, angles, attend, layer, exchange)
         hidden = hidden + (out if self.after_attention is None else norm(out, self.after_attention, self.eps))
         out = self.mlp(norm(hidden, self.post_norm, self.eps), exchange)
         return hidden + (out if self.after_mlp is None else norm(out, self.after_mlp, self.eps))

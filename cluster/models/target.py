@@ -66,8 +66,7 @@ class DecoderTarget:
         for index, layer in enumerate(self._layers):
             if index in boundaries:
                 aux.append(hidden)
-            rope = self._rope_of[index]
-            hidden = layer(hidden, self._rotaries[rope], angles[rope], attend, index, self._exchange)
+            hidden = layer(hidden, angles[self._rope_of[index]], attend, index, self._exchange)
         if self.arch.num_layers in boundaries:
             aux.append(hidden)
         return norm(hidden, self._norm, self.arch.layer.eps), aux

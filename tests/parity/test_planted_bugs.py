@@ -22,7 +22,7 @@ from cluster.kv.pages import PageAllocator
 from cluster.kv.pool import Pools
 from cluster.kv.radix import RadixTree
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import RotaryTable
+from cluster.models.layer import Angles
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
@@ -310,15 +310,15 @@ def _(patch: Patch) -> None:
 
 @bug("rope pairs are interleaved")
 def _(patch: Patch) -> None:
-    def interleaved(self, heads, angles) -> None:  # type: ignore[no-untyped-def]
+    def interleaved(angles, heads) -> None:  # type: ignore[no-untyped-def]
         half = heads.shape[-1] // 2
         order = torch.stack([torch.arange(half), torch.arange(half) + half], 1).view(-1)
         turned = heads[..., order.argsort()].contiguous()
-        true(self, turned, angles)
+        true(angles, turned)
         heads.copy_(turned[..., order])
 
-    true = RotaryTable.apply_
-    patch.setattr(RotaryTable, "apply_", interleaved)
+    true = Angles.rotate_
+    patch.setattr(Angles, "rotate_", interleaved)
 
 
 @bug("the last committed token is not seen")

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, every other layer with_sliding_window, YaRN, biases, and experts in one tensor, bf16 or MXFP4."""
+"""gpt-oss: attention sinks, every other layer windowed, YaRN, biases, and experts in one tensor, bf16 or MXFP4."""
 
 from dataclasses import replace
 

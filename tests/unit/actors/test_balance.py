@@ -109,8 +109,9 @@ def test_a_low_accept_length_is_more_load() -> None:
 
 def test_a_newcomer_is_expected_to_accept_like_the_gang() -> None:
     plain, told = Balancer("expected_load", 2, PAGE), Balancer("expected_load", 2, PAGE)
-    told.observe(0, {"accept_length": 3.0})
-    told.observe(1, {"accept_length": 0.0, "steps": 0})  # has not stepped
+    told.choose(request("earlier", 8, 500, most=300), 300.0)
+    told.progressed("earlier", 3, 1)
+    told.ended("earlier")
     for balancer in (plain, told):
         balancer.choose(request("a", 8, most=300), 300.0)
     assert sum(plain.load(0).work) == pytest.approx(3 * sum(told.load(0).work), rel=0.01)
