@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangStartError, GangSpec, Life
+from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Life
 from cluster.actors.messages import Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
 from cluster.actors.verdict import Verdict, judge
 from cluster.config import KV_SIZES, ConfigError
 
-__all__ = ["NAMESPACE", "Gang", "GangStartError", "GangSpec", "Owner"]
+__all__ = ["NAMESPACE", "Gang", "GangSpec", "GangStartError", "Owner"]
 
 logger = logging.getLogger(__name__)
 

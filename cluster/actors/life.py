@@ -79,8 +79,8 @@ class Life:
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
-            GangStartError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed progress
-                for `still_s`.
+            GangStartError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed
+                progress for `still_s`.
         """
         until = time.monotonic() + timeout_s
         self._context = contextvars.copy_context()
@@ -100,7 +100,7 @@ class Life:
         """What all ranks answered.
 
         Raises:
-            ConfigError, GangStartError: the error that says most about why they could not, soon after the first one did.
+            ConfigError, GangStartError: the error that says most about why they could not, soon after the first one.
         """
         tasks = [asyncio.ensure_future(load) for load in loads]
         try:

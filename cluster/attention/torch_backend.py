@@ -51,7 +51,9 @@ class TorchAttention:
         scale: float | None = None,
         value_dim: int | None = None,
     ) -> None:
-        """`sliding_windows` say per layer how many tokens a row sees (None, or no entry: all); `scale` None is d ** -0.5.
+        """`sliding_windows` say per layer how many tokens a row sees (None, or no entry: all).
+
+        `scale` None is d ** -0.5.
 
         A pool with cells of one part holds latents, whose first `value_dim` numbers are the values.
         """

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LOOK_EVERY_S = 0.02
 TIMEOUT_S = 120.0
 HOST = "127.0.0.1"
 
@@ -122,10 +123,9 @@ def run_together(
     prompts: Sequence[Prompt],
     max_tokens: int,
     look: Callable[[list[Stream]], None] | None = None,
-    every_s: float = 0.1,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Stream]:
-    """Stream all prompts at once and wait for all; `look` sees them every now and then, and once at the end.
+    """Stream all prompts at once and wait for all; `look` sees them again and again, and once at the end.
     A stream that hears nothing for `timeout_s` has failed.
     """
     streams = [Stream(prompt) for prompt in prompts]
@@ -135,7 +135,7 @@ def run_together(
     while any(thread.is_alive() for thread in threads):
         if look is not None:
             look(streams)
-        next((t for t in threads if t.is_alive()), threads[0]).join(every_s)
+        next((t for t in threads if t.is_alive()), threads[0]).join(LOOK_EVERY_S)
     if look is not None:
         look(streams)
     return streams

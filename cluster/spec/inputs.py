@@ -17,7 +17,7 @@ from cluster.forward.sampler import at_least_float32
 class EagleDraftInput:
     """What a request carries from one step's extend to the next step's draft.
 
-    `topk_logprobs` `[B, K]` log-probabilities of the proposals for the position after the bonus, `topk_index` `[B, K]` their
+    `topk_logprobs` `[B, K]` are those of the proposals for the position after the bonus, `topk_index` `[B, K]` their
     target token ids, `hidden` `[B, H]` the draft's recurrent hidden, `bonus` `[B]` the last token chosen by the target.
     """
 

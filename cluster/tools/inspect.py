@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         report = summary(args.path, args.dtype)
     if report is None:
         inspect = importlib.import_module("cluster.tools.tensor_report").inspect
-        report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, overrides, args.token_map)
+        report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, (overrides, args.token_map))
     if args.json:
         print(json.dumps(asdict(report)))
     else:

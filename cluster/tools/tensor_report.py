@@ -89,8 +89,7 @@ def inspect(
     tp: int = 1,
     dp: int = 1,
     dtype: str = "auto",
-    overrides: dict[str, Any] | None = None,
-    token_map: str | None = None,
+    settings: Settings = (None, None),
 ) -> Report:
     """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
 
@@ -108,7 +107,7 @@ def inspect(
     except ConfigError as error:
         report.problems.append(str(error))
         if draft is not None:
-            _alone(report, path, draft, sharding, dtype, (overrides, token_map))
+            _alone(report, path, draft, sharding, dtype, settings)
         return report
     token = pool_bytes(layers, compute)
     report.memory = {
@@ -123,7 +122,7 @@ def inspect(
     report.features = features_of(arch)
     if draft is not None:
         try:
-            _draft(report, draft, arch, sharding, compute, (overrides, token_map))
+            _draft(report, draft, arch, sharding, compute, settings)
         except ConfigError as error:
             report.problems.append(str(error))
     return report

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from cluster.train.acceptance import Acceptance, AcceptanceProbe
 from cluster.train.dataset import Ids, Windows
 from cluster.train.eagle3 import DraftShape, Eagle3Draft
-from cluster.train.loop import train_for
+from cluster.train.loop import Run, train_for
 from cluster.train.optimizer import Optimizers
 from cluster.train.samples import features, write_samples
 from cluster.train.target import split_parameters
@@ -189,9 +189,8 @@ def train_draft(
 
     optimizers = Optimizers(*split_parameters(draft), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
     print(f"draft vocabulary {len(kept)} covers {coverage:.4f}; untrained {evaluate()}", flush=True)
-    steps, seconds = train_for(
-        draft, optimizers, loss_at, evaluate, minutes=minutes, checkpoint=work / "draft.pt", label="draft"
-    )
+    run = Run("draft", work / "draft.pt", minutes)
+    steps, seconds = train_for(run, draft, optimizers, loss_at, evaluate)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.copy_(parameter.bfloat16().float())

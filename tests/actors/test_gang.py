@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster.actors.gang import Gang, GangStartError, GangSpec
+from cluster.actors.gang import Gang, GangSpec, GangStartError
 from cluster.actors.messages import Overloaded
 from cluster.actors.peers import deployment_samples, publish
 from cluster.actors.placement import Layout, PlacementError

@@ -34,7 +34,9 @@ def as_served(layers: tuple[DraftLayer, ...], level: int) -> tuple[DraftLayer, .
 def as_trained(layers: tuple[DraftLayer, ...], level: int) -> tuple[DraftLayer, ...]:
     """The trainer's forward cuts the window out of step 0 and puts the tokens of later steps on top."""
     return tuple(
-        replace(each, geometry=replace(g, sliding_window=g.sliding_window + level)) if (g := each.geometry).sliding_window else each
+        replace(each, geometry=replace(g, sliding_window=g.sliding_window + level))
+        if (g := each.geometry).sliding_window
+        else each
         for each in layers
     )
 

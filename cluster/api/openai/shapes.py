@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cluster.api.openai.samples import Delta, Sample, joined
@@ -10,6 +11,16 @@ from cluster.request import TokenLogprob
 from cluster.text import TextTokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a client asked for beside the text: tokens named by id, all token ids, usage at the end or in each chunk."""
+
+    ids_as_text: bool = False
+    token_ids: bool = False
+    usage_at_end: bool = False
+    usage_in_chunks: bool = False
 
 
 class Shape:
@@ -25,19 +36,14 @@ class Shape:
         model: str,
         samples: Sequence[Sample],
         tokenizer: TextTokenizer | None,
-        *,
-        ids_as_text: bool = False,
-        with_token_ids: bool = False,
-        usage_at_end: bool = False,
-        usage_in_chunks: bool = False,
+        extras: Extras,
     ) -> None:
         self.samples = samples
         self._head = {"id": call_id, "created": created, "model": model}
         self._tokenizer = tokenizer
-        self._ids_as_text = ids_as_text or tokenizer is None
-        self._with_token_ids = with_token_ids or tokenizer is None
-        self._usage_at_end = usage_at_end
-        self._usage_in_chunks = usage_in_chunks
+        self._ids_as_text = extras.ids_as_text or tokenizer is None
+        self._with_token_ids = extras.token_ids or tokenizer is None
+        self._extras = extras
         self._begun: set[int] = set()
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -60,7 +66,7 @@ class Shape:
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk with the call's usage, when the client asked for one."""
-        if not self._usage_at_end:
+        if not self._extras.usage_at_end:
             return None
         chunk = self._chunk([], None)
         chunk["usage"] = usage(self.samples)
@@ -70,9 +76,9 @@ class Shape:
 
     def _chunk(self, choices: list[dict[str, Any]], sample: Sample | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {"object": self.object_of_chunk, **self._head, "choices": choices}
-        if self._usage_in_chunks and sample:
+        if self._extras.usage_in_chunks and sample:
             chunk["usage"] = usage_so_far(sample)
-        elif self._usage_at_end:
+        elif self._extras.usage_at_end:
             chunk["usage"] = None
         return chunk
 

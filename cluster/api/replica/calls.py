@@ -18,7 +18,7 @@ from cluster.api.openai.offload import off_loop
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
 from cluster.api.openai.samples import Delta, Sample, run
 from cluster.api.openai.service import Limits, Service
-from cluster.api.openai.shapes import ChatShape, CompletionShape, Shape
+from cluster.api.openai.shapes import ChatShape, CompletionShape, Extras, Shape
 from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
 from cluster.api.replica import access
 from cluster.request import Request
@@ -148,16 +148,19 @@ async def _understand(
 
     samples = await off_loop(length, make_samples)
     options = fields.stream_options
+    extras = Extras(
+        ids_as_text=fields.return_tokens_as_token_ids,
+        token_ids=fields.return_token_ids,
+        usage_at_end=options is not None and options.include_usage,
+        usage_in_chunks=options is not None and options.continuous_usage_stats,
+    )
     shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
         call_id,
         int(time.time()),
         model.model_id,
         samples,
         None if tokenizer is None else tokenizer.text,
-        ids_as_text=fields.return_tokens_as_token_ids,
-        with_token_ids=fields.return_token_ids,
-        usage_at_end=options is not None and options.include_usage,
-        usage_in_chunks=options is not None and options.continuous_usage_stats,
+        extras,
     )
     return Call(call_id, samples, shape, fields.stream, warning_headers(warnings))
 

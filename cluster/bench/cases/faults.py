@@ -74,13 +74,9 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     for ingress, todo in size.rounds:
         with ServerProcess([*GANG, f"ingress={ingress}"]) as server:
             say(f"faults: {ingress} ingress ready after {server.ready_s:.1f} s")
-            model = served_model(server.port)
-            prompts = prompts_of(size.streams)
-            wanted = run_together(server.port, model, prompts, size.max_tokens)
-            if broken := [s.error for s in wanted if s.error]:
-                raise RuntimeError(f"the undisturbed run failed: {broken[0]}")
+            work = undisturbed(server, size)
             for what in todo:
-                done = one_round(server, model, prompts, size.max_tokens, wanted, ingress, what)
+                done = one_round(server, work, ingress, what)
                 rounds.append(done)
                 say(f"faults: {ingress}, {what}: cut {done.cut}, different {done.different}, {done.named}")
     return {
@@ -94,21 +90,36 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every round streams, and what the streams were when nothing was done to them."""
+
+    model: str
+    prompts: Sequence[Prompt]
+    max_tokens: int
+    wanted: Sequence[Stream]
+
+
+def undisturbed(server: ServerProcess, size: Size) -> Work:
+    """Stream everything once.
+
+    Raises:
+        RuntimeError: a stream failed though nothing was done to it.
+    """
+    model, prompts = served_model(server.port), prompts_of(size.streams)
+    wanted = run_together(server.port, model, prompts, size.max_tokens)
+    if broken := [stream.error for stream in wanted if stream.error]:
+        raise RuntimeError(f"the undisturbed run failed: {broken[0]}")
+    return Work(model, prompts, size.max_tokens, wanted)
+
+
 def prompts_of(count: int) -> list[Prompt]:
     """`count` prompts, every second one sampled at T=0.8 with its own seed."""
     texts = [prompt.text for prompt in PROMPTS]
     return [Prompt(texts[i // 2 % len(texts)], 0.8 if i % 2 else 0.0, 100 + i) for i in range(count)]
 
 
-def one_round(
-    server: ServerProcess,
-    model: str,
-    prompts: Sequence[Prompt],
-    max_tokens: int,
-    wanted: Sequence[Stream],
-    ingress: str,
-    what: str,
-) -> Round:
+def one_round(server: ServerProcess, work: Work, ingress: str, what: str) -> Round:
     """Open the streams, do `what` once all of them have tokens, wait for their ends, and compare."""
     result = Round(ingress, what)
     before = server_info(server.port)
@@ -124,9 +135,9 @@ def one_round(
             pulse.begin()
             hurt(verb, victim)
 
-    streams = run_together(server.port, model, prompts, max_tokens, look, every_s=POLL_S)
+    streams = run_together(server.port, work.model, work.prompts, work.max_tokens, look)
     result.unhealthy_s, result.healthy_s = pulse.settle(expect_loss=verb != "slow")
-    for stream, undisturbed in zip(streams, wanted, strict=True):
+    for stream, undisturbed in zip(streams, work.wanted, strict=True):
         result.cut += stream.error is not None
         if stream.error is not None:
             result.errors.append(stream.error)

@@ -113,7 +113,7 @@ def test_a_newcomer_is_expected_to_accept_like_the_gang() -> None:
     told.progressed("earlier", 3, 1)
     told.ended("earlier")
     for balancer in (plain, told):
-        balancer.choose(request("a", 8, most=300), 300.0)
+        balancer.choose(request("a", 8, most=300, routed_dp_rank=0), 300.0)
     assert sum(plain.load(0).work) == pytest.approx(3 * sum(told.load(0).work), rel=0.01)
 
 

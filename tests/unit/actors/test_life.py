@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.gang import Gang
-from cluster.actors.life import GangStartError, GangSpec, Life
+from cluster.actors.life import GangSpec, GangStartError, Life
 from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig

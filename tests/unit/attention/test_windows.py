@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import bias_of, causal_bias, reach_of, window_group, slid
+from cluster.attention.plan import bias_of, causal_bias, reach_of, slid, window_group
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cluster.arch import Moe
 from cluster.models.exchange import NoExchange
-from cluster.models.mlp import Experts, Mlp, Gate, gelu_tanh
+from cluster.models.mlp import Experts, Gate, Mlp, gelu_tanh
 from cluster.models.vocab import Head
 from tests.families import made
 from tests.loading import context, load_target
