@@ -4,7 +4,8 @@ These types cross process borders (REST replica -> shard and back), so they hold
 no tensors, no tokenizers, no Ray.
 """
 
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -122,3 +123,16 @@ class RequestOutput:
     speculation: SpeculationCounts | None = None
     error: str | None = None
     error_code: ErrorCode | None = None
+
+
+class Seeds:
+    """Seeds for requests that bring none. From the same `source`, the same ones in the same order."""
+
+    def __init__(self, source: int | str) -> None:
+        self._random = random.Random(source)
+
+    def fill(self, request: Request) -> Request:
+        """The request with a seed, so that any of its tokens can be drawn again."""
+        if request.params.seed is not None:
+            return request
+        return replace(request, params=replace(request.params, seed=self._random.getrandbits(62)))

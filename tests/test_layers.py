@@ -20,6 +20,7 @@ GROUND = (
     "config",
     "checkout",
     "request",
+    "status",
     "batch",
     "clock",
     "mesh",

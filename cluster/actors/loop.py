@@ -9,12 +9,12 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, is_dataclass
 from typing import Any, Protocol
 
 from cluster.actors.effort import Effort, Pulse
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
 from cluster.request import Request, RequestOutput
+from cluster.status import EngineStatus
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class StepEngine(Protocol):
         """Cut this rank off, so that its peers' steps raise, and tell them why. Any thread."""
         ...
 
-    def status(self) -> Any:
-        """Counters after the last step, a dataclass."""
+    def status(self) -> EngineStatus:
+        """Counters after the last step."""
         ...
 
     def info(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class EngineLoop:
         self._effort = Effort(STEP_THREADS)
         self._pulse = Pulse(self._effort)
         engine.on_begun = self._begin
-        self._status = _plain(engine.status())
+        self._status = engine.status()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
 
     def start(self) -> None:
@@ -243,7 +243,7 @@ class EngineLoop:
 
     def _note(self) -> None:
         """A turn is over: that is progress, and the counters are new."""
-        status = _plain(self.engine.status())
+        status = self.engine.status()
         with self._wake:
             self._status = status
             self._turns += 1
@@ -313,10 +313,3 @@ def failure_of(error: Exception, by: int, position: tuple[int, str]) -> Failure:
     where = traceback.extract_tb(error.__traceback__)[-1]
     reason = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
     return Failure(by, kind, by, step, phase, reason)
-
-
-def _plain(status: Any) -> dict[str, Any]:
-    """Counters as a dict that crosses processes."""
-    if is_dataclass(status) and not isinstance(status, type):
-        return asdict(status)
-    return dict(status)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from cluster.request import Request, RequestOutput
+from cluster.status import EngineStatus
 
 FailureKind = Literal["lost", "out_of_step", "failed"]
 LossKind = Literal["died", "frozen", "failed", "out_of_step"]
@@ -57,7 +58,7 @@ class Heartbeat:
     `step` and `phase` are where the rank is now; `busy` says that it has something to do. `age_s` is the time since it
     last did anything, `unmarked_s` the time since it last came to another step, phase, collective or part of a layer:
     CPU time counts for the first, not for the second. `waits`: it is in a collective, for its peers to come to.
-    `status` holds the counters of the engine after its last step.
+    `status` is the engine's after its last step.
     """
 
     rank: int
@@ -68,7 +69,7 @@ class Heartbeat:
     phase: str = ""
     unmarked_s: float = 0.0
     waits: bool = False
-    status: dict[str, Any] = field(default_factory=dict)
+    status: EngineStatus = field(default_factory=EngineStatus)
 
 
 @dataclass(frozen=True, slots=True)

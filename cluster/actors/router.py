@@ -9,9 +9,8 @@ already given tokens with these tokens.
 import asyncio
 import logging
 import math
-import random
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -23,8 +22,8 @@ from cluster.actors.life import Life, first_line
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.peers import deployment_samples
 from cluster.actors.shared import Shared
-from cluster.actors.streams import Recovery, Refusal, Stream, with_seed
-from cluster.request import Request, RequestOutput
+from cluster.actors.streams import Recovery, Refusal, Stream
+from cluster.request import Request, RequestOutput, Seeds
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class Router:
         self._balancer = Balancer.of(config)
         self._samples = Shared(lambda: deployment_samples(gang))
         self._admission = Admission(config)
-        self._seeds = random.Random(f"{config.random_seed}/{replica_rank}")
+        self._seeds = Seeds(f"{config.random_seed}/{replica_rank}")
         self._life: Life | None = None  # the life that requests go to; None while they wait
         self._lines: dict[int, Line] = {}  # by leader
         self._recovery = Recovery()
@@ -170,7 +169,7 @@ class Router:
                 "busy": beat.busy,
                 "step": beat.step,
                 "phase": beat.phase,
-                **beat.status,
+                **asdict(beat.status),
             }
             for beat in self._gang.beats
             if beat is not None
@@ -186,7 +185,7 @@ class Router:
         self._admission.check(request)
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
-        stream = Stream(with_seed(request, self._seeds))
+        stream = Stream(self._seeds.fill(request))
         self._choose(stream, stream.request)  # refuses a routed_dp_rank that does not exist
         self._streams[request.request_id] = stream
         self._admission.entered(request)

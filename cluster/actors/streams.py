@@ -5,7 +5,6 @@ submitted again with the tokens it was sent as part of its prompt, and its clien
 """
 
 import asyncio
-import random
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -175,10 +174,3 @@ class Recovery:
             return turn
         turn, self._held, self._last = [stream for stream in self._last if not stream.ended], [], None
         return turn
-
-
-def with_seed(request: Request, seeds: random.Random) -> Request:
-    """The request with a seed, so that any of its tokens can be drawn again."""
-    if request.params.seed is not None:
-        return request
-    return replace(request, params=replace(request.params, seed=seeds.getrandbits(62)))

@@ -62,8 +62,8 @@ class LayerGeometry:
     `attention_bias` belongs to q, k and v, `out_bias` to the output. `sliding_window` tokens are seen, itself included;
     None: all. `scale` None is `head_dim ** -0.5`. `sinks`: one learnt logit per head joins the softmax. `qk_norm`:
     RMSNorm per head before rope. `unit_offset`: norms scale by 1 + weight. `sandwich`: norms after attention and MLP
-    too. `interleaved`: the checkpoint's q and k are made for rope over neighbouring pairs. `gated`: `q_proj` gives each head
-    a gate beside its query, whose sigmoid multiplies what the head's attention gives (Qwen3-Next).
+    too. `interleaved`: the checkpoint's q and k are made for rope over neighbouring pairs. `gated`: `q_proj` gives each
+    head a gate beside its query, whose sigmoid multiplies what the head's attention gives (Qwen3-Next).
     With `latent`, `kv_heads` is 1 and `head_dim` the width of what is cached.
     """
 

@@ -1,6 +1,5 @@
 """The engine: requests in, one step after another, request outputs out. Not thread-safe; one loop owns it."""
 
-import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,16 +11,17 @@ from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import Lockstep, Ran
-from cluster.engine.rank import EngineStatus, Rank, StepResult
+from cluster.engine.rank import Rank, StepResult
 from cluster.engine.sample import take_sample
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.forward.runner import Stopwatch
 from cluster.kv.cache import KVCache
 from cluster.metrics import EngineMetrics, StepStats
-from cluster.request import Request, RequestOutput, TokenLogprob
+from cluster.request import Request, RequestOutput, Seeds, TokenLogprob
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.step import Stepped
+from cluster.status import EngineStatus
 from cluster.text import TextTokenizer
 
 NOT_FINITE = (
@@ -55,7 +55,7 @@ class Engine(Rank):
         self.config, self.tokenizer = parts.config, parts.tokenizer
         self._p = parts
         self._sequences: dict[str, Sequence] = {}
-        self._seeds = random.Random(parts.config.random_seed)
+        self._seeds = Seeds(parts.config.random_seed)
         self._over: list[RequestOutput] = []
         self._trees = self._tree_tokens = 0
         self._busiest = self._prefilling = 0
@@ -108,8 +108,8 @@ class Engine(Rank):
             if cut.reason is not None:
                 self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
                 return
-        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        sequence = Sequence(request, seed, finish, list(ids), prompt_len, [0] * (p.shape.num_steps + 1))
+        request = self._seeds.fill(request)
+        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (p.shape.num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)
 

@@ -10,6 +10,7 @@ from cluster.batch import Order
 from cluster.engine.lockstep import Lockstep, Ran
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput
+from cluster.status import EngineStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +23,6 @@ class StepResult:
     outputs: tuple[RequestOutput, ...]
     stats: StepStats
     forward_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """Load and progress of one rank. `own_seconds` of its steps it did not wait in collectives."""
-
-    steps: int
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    pages_free: int = 0
-    pages_used: int = 0
-    pages_cached: int = 0
-    accept_length: float = 0.0
-    padded_rows: int = 0
-    own_seconds: float = 0.0
 
 
 class Rank:

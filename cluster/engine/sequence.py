@@ -17,7 +17,6 @@ class Sequence:
     """
 
     request: Request
-    seed: int
     finish: FinishCheck
     tokens: list[int]
     prompt_len: int
@@ -38,7 +37,8 @@ class Sequence:
     def sampling(self) -> Sampling:
         """How its tokens are to be chosen, for the tables."""
         p = self.request.params
-        return Sampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, self.seed)
+        assert p.seed is not None, "every request is given a seed when it is submitted"
+        return Sampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, p.seed)
 
     @property
     def room(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from cluster.config import ConfigError, EngineConfig
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, SpeculationCounts
+from cluster.status import EngineStatus
 from tests.actors.fake_link import Link, OutOfStepError, PeerLostError, Rendezvous, Store
 
 __all__ = ["PeerLostError", "Rendezvous", "build", "open_store"]
@@ -33,10 +34,8 @@ PHASES = ("plan", "draft", "target", "extend")
 
 
 @dataclass(frozen=True)
-class Status:
-    steps: int
-    running: int
-    aborted: int
+class Status(EngineStatus):
+    aborted: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class CountingEngine:
         return outputs
 
     def status(self) -> Status:
-        return Status(self.steps, len(self.requests), self.aborted)
+        return Status(self.steps, len(self.requests), aborted=self.aborted)
 
     def info(self) -> dict[str, Any]:
         return {

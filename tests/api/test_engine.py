@@ -6,6 +6,7 @@ The target is random and its tokens are bytes, so nearly every token ends within
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ class ThreadedEngine:
         return None
 
     async def status(self) -> GangStatus:
-        return GangStatus(True, info={"ranks": [self.loop.heartbeat().status]})
+        return GangStatus(True, info={"ranks": [asdict(self.loop.heartbeat().status)]})
 
     async def metrics(self) -> list[bytes]:
         return []
@@ -157,7 +158,7 @@ def test_visitors_that_leave_free_every_page(services: tuple[EngineService, Engi
 
     def idle() -> bool:
         status = service.engine.loop.heartbeat().status
-        return bool(status["running"] == 0 and status["waiting"] == 0 and status["pages_used"] == 0)
+        return status.running == 0 and status.waiting == 0 and status.pages_used == 0
 
     async def scene() -> None:
         app = make_app(service)

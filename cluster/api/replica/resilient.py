@@ -7,7 +7,6 @@ have. Not known here: Ray; `cluster.api.replica.door` opens the attempts.
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from typing import Any, Literal, Protocol
 
 from cluster.actors.messages import GangStatus, Overloaded
 from cluster.actors.shared import Shared
-from cluster.actors.streams import RESUMES, Stream, with_seed
+from cluster.actors.streams import RESUMES, Stream
 from cluster.config import EngineConfig
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, RequestOutput, Seeds
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class ResilientClient:
         `on_resumed` is called per resumed stream. Streams wait up to `patience_s` for an engine replica.
         """
         self._door = door
-        self._seeds = random.Random(f"{config.random_seed}/{rank}")
+        self._seeds = Seeds(f"{config.random_seed}/{rank}")
         self._silence_s = SILENCE_SHARE * config.watchdog_timeout_s
         self._patience_s = patience_s
         self._on_resumed = on_resumed
@@ -117,7 +116,7 @@ class ResilientClient:
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
-        stream = Stream(with_seed(request, self._seeds))
+        stream = Stream(self._seeds.fill(request))
         model = ""
         while True:
             attempt, sign = await self._place(stream)

@@ -26,9 +26,9 @@ def sequence(name: str, prompt: int, max_tokens: int = 20) -> Sequence:
 
 
 def of_tokens(name: str, ids: list[int], max_tokens: int = 20) -> Sequence:
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, seed=0)
     finish = FinishCheck(params, (), None, ids)
-    return Sequence(Request(name, tuple(ids), params), 0, finish, ids, len(ids), accepted=[0])
+    return Sequence(Request(name, tuple(ids), params), finish, ids, len(ids), accepted=[0])
 
 
 def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
