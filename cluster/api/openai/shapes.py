@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cluster.api.openai.samples import Delta, Sample, joined
+from cluster.api.openai.choices import Choice, Delta, joined
 from cluster.api.openai.usage import speculation_metrics, usage, usage_so_far
 from cluster.request import TokenLogprob
 from cluster.text import TextTokenizer
@@ -34,11 +34,11 @@ class Shape:
         call_id: str,
         created: int,
         model: str,
-        samples: Sequence[Sample],
+        choices: Sequence[Choice],
         tokenizer: TextTokenizer | None,
         extras: Extras,
     ) -> None:
-        self.samples = samples
+        self.choices = choices
         self._head = {"id": call_id, "created": created, "model": model}
         self._tokenizer = tokenizer
         self._ids_as_text = extras.ids_as_text or tokenizer is None
@@ -48,36 +48,36 @@ class Shape:
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The whole answer from all deltas of all sequences."""
-        whole = [joined(at, [delta for delta in deltas if delta.index == at]) for at in range(len(self.samples))]
+        whole = [joined(at, [delta for delta in deltas if delta.index == at]) for at in range(len(self.choices))]
         body: dict[str, Any] = {"object": self.object_of_body, **self._head}
         body["choices"] = [self._choice(delta) for delta in whole]
-        body["usage"] = usage(self.samples)
-        if metrics := speculation_metrics(self.samples):
+        body["usage"] = usage(self.choices)
+        if metrics := speculation_metrics(self.choices):
             body["metrics"] = metrics
         return body
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks of one delta: one, and before a sequence's first one whatever opens it."""
-        choices = [self._chunk_choice(delta)]
+        pieces = [self._chunk_choice(delta)]
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            choices = self._opening(delta.index, choices[0])
-        return [self._chunk([choice], self.samples[delta.index]) for choice in choices]
+            pieces = self._opening(delta.index, pieces[0])
+        return [self._chunk([piece], self.choices[delta.index]) for piece in pieces]
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk with the call's usage, when the client asked for one."""
         if not self._extras.usage_at_end:
             return None
         chunk = self._chunk([], None)
-        chunk["usage"] = usage(self.samples)
-        if metrics := speculation_metrics(self.samples):
+        chunk["usage"] = usage(self.choices)
+        if metrics := speculation_metrics(self.choices):
             chunk["metrics"] = metrics
         return chunk
 
-    def _chunk(self, choices: list[dict[str, Any]], sample: Sample | None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {"object": self.object_of_chunk, **self._head, "choices": choices}
-        if self._extras.usage_in_chunks and sample:
-            chunk["usage"] = usage_so_far(sample)
+    def _chunk(self, pieces: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
+        chunk: dict[str, Any] = {"object": self.object_of_chunk, **self._head, "choices": pieces}
+        if self._extras.usage_in_chunks and choice:
+            chunk["usage"] = usage_so_far(choice)
         elif self._extras.usage_at_end:
             chunk["usage"] = None
         return chunk
@@ -90,7 +90,7 @@ class Shape:
         return end
 
     def _prompt_token_ids(self, index: int) -> dict[str, Any]:
-        ids = self.samples[index].request.prompt_token_ids
+        ids = self.choices[index].request.prompt_token_ids
         return {"prompt_token_ids": list(ids)} if self._with_token_ids else {}
 
     def _token(self, token_id: int) -> tuple[str, bytes]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.openai.choices import Choice
 from cluster.api.openai.errors import CLIENT_GONE
-from cluster.api.openai.samples import Sample
 from cluster.api.openai.service import Service
 from cluster.api.openai.usage import usage
 from cluster.logs import request_id
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 UNLOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 OTHER = "other"  # the route of what was asked for and is none
-NOTED = "aerie.samples"
+NOTED = "aerie.choices"
 SHOWN = 200  # characters of a path
 
 
-def note(scope: Scope, call_id: str, samples: Sequence[Sample]) -> None:
+def note(scope: Scope, call_id: str, choices: Sequence[Choice]) -> None:
     """The call of this scope has been understood: from here on it has an id and sequences."""
     request_id.set(call_id)
-    scope[NOTED] = samples
+    scope[NOTED] = choices
 
 
 class AccessLog:
@@ -89,10 +89,10 @@ class AccessLog:
 def _fields(scope: Scope, status: int, whole: bool, arrived: float) -> dict[str, Any]:
     """What a line says beside the path; what is not known is None."""
     fields: dict[str, Any] = {"status": status or CLIENT_GONE}
-    samples: Sequence[Sample] = scope.get(NOTED, ())
-    timers = [sample.timer for sample in samples if sample.timer is not None]
-    if samples:
-        used = usage(samples)
+    choices: Sequence[Choice] = scope.get(NOTED, ())
+    timers = [choice.timer for choice in choices if choice.timer is not None]
+    if choices:
+        used = usage(choices)
         firsts = [timer.first_token_s for timer in timers if timer.first_token_s is not None]
         fields["prompt_tokens"] = used["prompt_tokens"]
         fields["completion_tokens"] = used["completion_tokens"]

@@ -12,11 +12,11 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from cluster.api.openai.body import Intake
+from cluster.api.openai.choices import Choice, Delta, run
 from cluster.api.openai.errors import ApiError, overloaded, shown
 from cluster.api.openai.fields import warning_headers
 from cluster.api.openai.offload import off_loop
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
-from cluster.api.openai.samples import Delta, Sample, run
 from cluster.api.openai.service import Limits, Service
 from cluster.api.openai.shapes import ChatShape, CompletionShape, Extras, Shape
 from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
@@ -33,7 +33,7 @@ class Call:
     """A call that has been understood: its id, its sequences, the shape of its answer, headers with warnings."""
 
     call_id: str
-    samples: list[Sample]
+    choices: list[Choice]
     shape: Shape
     stream: bool
     headers: dict[str, str]
@@ -57,10 +57,10 @@ async def answer(
     except ApiError as error:
         service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
         raise
-    access.note(request.scope, call.call_id, call.samples)
-    for sample in call.samples:
-        sample.timer = service.metrics.on_start(arrived)
-    deltas = run(service.engine, call.samples)
+    access.note(request.scope, call.call_id, call.choices)
+    for choice in call.choices:
+        choice.timer = service.metrics.on_start(arrived)
+    deltas = run(service.engine, call.choices)
     if call.stream:
         return await _streamed(request, call, deltas)
     async with aclosing(deltas):
@@ -130,8 +130,8 @@ async def _understand(
     call_id = prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
 
-    def make_samples() -> list[Sample]:
-        samples: list[Sample] = []
+    def make_choices() -> list[Choice]:
+        choices: list[Choice] = []
         for at, ids in enumerate(prompts):
             if not ids:
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
@@ -141,12 +141,12 @@ async def _understand(
                 if tokenizer is not None:
                     text = StoppedText(tokenizer.text, ids, params.stop, fields.include_stop_str_in_output)
                 own = replace(params, seed=fields.seed_of(i))
-                index = len(samples)
+                index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, routed_dp_rank=fields.routed_dp_rank)
-                samples.append(Sample(index, at, sequence, text, fields.include_stop_str_in_output))
-        return samples
+                choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output))
+        return choices
 
-    samples = await off_loop(length, make_samples)
+    choices = await off_loop(length, make_choices)
     options = fields.stream_options
     extras = Extras(
         ids_as_text=fields.return_tokens_as_token_ids,
@@ -158,11 +158,11 @@ async def _understand(
         call_id,
         int(time.time()),
         model.model_id,
-        samples,
+        choices,
         None if tokenizer is None else tokenizer.text,
         extras,
     )
-    return Call(call_id, samples, shape, fields.stream, warning_headers(warnings))
+    return Call(call_id, choices, shape, fields.stream, warning_headers(warnings))
 
 
 async def _chat_ids(

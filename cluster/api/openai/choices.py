@@ -27,8 +27,8 @@ class Delta:
     stop_reason: str | int | None = None
 
 
-class Sample:
-    """One sequence of a call. `index` is its place among the choices: prompt by prompt, n samples each."""
+class Choice:
+    """One sequence of a call. `index` is its place among the choices: prompt by prompt, n each."""
 
     def __init__(
         self, index: int, prompt_index: int, request: Request, text: StoppedText | None, include_stop: bool = False
@@ -96,19 +96,19 @@ def joined(index: int, deltas: Sequence[Delta]) -> Delta:
     )
 
 
-async def run(engine: EngineClient, samples: Sequence[Sample]) -> AsyncGenerator[Delta, None]:
-    """The deltas of all samples as their steps come. Closing it, or a failure of one sample, aborts all of them.
+async def run(engine: EngineClient, choices: Sequence[Choice]) -> AsyncGenerator[Delta, None]:
+    """The deltas of all choices as their steps come. Closing it, or a failure of one choice, aborts all of them.
 
     Raises:
         ApiError: 503 when the queue is full or the engine ends, 400 when it refuses the request, 500 when it fails.
     """
     outcome: Outcome = "abort"
     try:
-        async with aclosing(_merged(engine, samples)) as outputs:
-            async for sample, output in outputs:
+        async with aclosing(_merged(engine, choices)) as outputs:
+            async for choice, output in outputs:
                 if output.token_ids or output.finish_reason:
-                    yield sample.take(output)
-        if late := [sample.request.request_id for sample in samples if not sample.finished]:
+                    yield choice.take(output)
+        if late := [choice.request.request_id for choice in choices if not choice.finished]:
             logger.error("the engine ended the stream of %s without a finish reason", late)
             raise internal(late[0])
     except ApiError as error:
@@ -116,44 +116,44 @@ async def run(engine: EngineClient, samples: Sequence[Sample]) -> AsyncGenerator
         raise
     except Exception:
         outcome = "error"
-        logger.exception("request %s failed", samples[0].request.request_id)
-        raise internal(samples[0].request.request_id) from None
+        logger.exception("request %s failed", choices[0].request.request_id)
+        raise internal(choices[0].request.request_id) from None
     finally:
-        for sample in samples:
-            if sample.timer:
-                sample.timer.on_finish(outcome, sample.prompt_tokens)  # changes nothing for one that ended
+        for choice in choices:
+            if choice.timer:
+                choice.timer.on_finish(outcome, choice.prompt_tokens)  # changes nothing for one that ended
 
 
 async def _merged(
-    engine: EngineClient, samples: Sequence[Sample]
-) -> AsyncGenerator[tuple[Sample, RequestOutput], None]:
-    if len(samples) == 1:  # no task and no queue between the engine and the client
-        async with aclosing(_outputs(engine, samples[0].request)) as outputs:
+    engine: EngineClient, choices: Sequence[Choice]
+) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+    if len(choices) == 1:  # no task and no queue between the engine and the client
+        async with aclosing(_outputs(engine, choices[0].request)) as outputs:
             async for output in outputs:
-                yield samples[0], output
+                yield choices[0], output
         return
-    queue: asyncio.Queue[tuple[Sample, RequestOutput | Exception | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[Choice, RequestOutput | Exception | None]] = asyncio.Queue()
 
-    async def pump(sample: Sample) -> None:
+    async def pump(choice: Choice) -> None:
         try:
-            async with aclosing(_outputs(engine, sample.request)) as outputs:
+            async with aclosing(_outputs(engine, choice.request)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait((sample, output))
-            queue.put_nowait((sample, None))
+                    queue.put_nowait((choice, output))
+            queue.put_nowait((choice, None))
         except Exception as error:
-            queue.put_nowait((sample, error))
+            queue.put_nowait((choice, error))
 
-    tasks = [asyncio.create_task(pump(sample)) for sample in samples]
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
     try:
         running = len(tasks)
         while running:
-            sample, item = await queue.get()
+            choice, item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 running -= 1
             else:
-                yield sample, item
+                yield choice, item
     finally:
         for task in tasks:
             task.cancel()
