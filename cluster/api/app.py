@@ -82,9 +82,8 @@ class Replica:
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
         app = self._make_app(self._service, drain=self._drain)
-        if self._replicas is None or not stands_before_serve():
-            return app
-        return TellsProxy(app, serve.get_replica_context().replica_tag, self._replicas, self._refused_before)
+        replicas = self._replicas if stands_before_serve() else None
+        return TellsProxy(app, serve.get_replica_context().replica_tag, replicas, self._refused_before)
 
     def _refused_before(self, path: str, times: int) -> None:
         self._service.metrics.on_refused("overloaded", times)

@@ -92,19 +92,25 @@ class Refusals:
         return learn
 
     def _keep(self, path: str, sign: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        replica, replicas, seconds = sign.decode("ascii").split()
+        try:
+            replica, replicas, seconds = sign.decode("ascii").split()
+            until, count = self._clock() + float(seconds), int(replicas)
+        except ValueError:  # not of this version: the client gets its answer, and nothing is repeated
+            return
         kept = [pair for pair in headers if pair[0].lower() in KEPT]
-        self._said.setdefault(path, {})[replica] = Refusal(self._clock() + float(seconds), kept, body)
-        self._replicas[path] = int(replicas)
+        self._said.setdefault(path, {})[replica] = Refusal(until, kept, body)
+        self._replicas[path] = count
 
 
 class TellsProxy:
     """The replica's half, as ASGI middleware: says who is full, and counts what the proxy refused."""
 
-    def __init__(self, app: ASGIApp, replica: str, replicas: int, count: Callable[[str, int], None]) -> None:
-        """`count` is given the path and the number of refusals that were repeated for it."""
+    def __init__(self, app: ASGIApp, replica: str, replicas: int | None, count: Callable[[str, int], None]) -> None:
+        """`replicas` None: nobody knows how many there are, or no proxy listens, and nothing is said. `count` is given
+        the path and the number of refusals that were repeated for it.
+        """
         self._app = app
-        self._sign = f"{replica} {replicas}".encode()
+        self._sign = None if replicas is None else f"{replica} {replicas}".encode()
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +118,7 @@ class TellsProxy:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        for name, value in scope["headers"]:
+        for name, value in scope["headers"] if self._sign is not None else ():
             if name == REPEATED and value.isdigit():
                 path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
                 self._count(path, int(value))
@@ -121,9 +127,9 @@ class TellsProxy:
 
         async def sign(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [
-                    (name, self._sign + b" " + value if name == FULL else value) for name, value in message["headers"]
-                ]
+                headers = [pair for pair in message["headers"] if pair[0] != FULL]
+                if self._sign is not None:
+                    headers += [(FULL, self._sign + b" " + value) for name, value in message["headers"] if name == FULL]
                 message = {**message, "headers": headers}
             await send(message)
 

@@ -71,10 +71,9 @@ class ServePlan:
     @property
     def replicas(self) -> int:
         """How many replicas start: a number that is given, else the least that autoscaling allows."""
-        options = self.settings.llm.deployment_config
-        given = options.get("num_replicas")
-        scaling = options.get("autoscaling_config") or {}
-        count = given if isinstance(given, int) else scaling.get("initial_replicas") or scaling.get("min_replicas")
+        fixed = self.settings.llm.fixed_replicas
+        scaling = self.settings.llm.deployment_config.get("autoscaling_config") or {}
+        count = fixed if fixed is not None else scaling.get("initial_replicas") or scaling.get("min_replicas")
         return max(1, int(count or 1))
 
     def resources(self, name: str, gpus: float = 0.0) -> float:

@@ -17,7 +17,7 @@ WAIT_S = 8.0
 class Replica:
     """An application behind Serve: refuses while it is full, and notes what reached it."""
 
-    def __init__(self, name: str = "a", replicas: int = 1) -> None:
+    def __init__(self, name: str = "a", replicas: int | None = 1) -> None:
         self.full = self.whoever = True
         self.asked = 0
         self.counted: list[tuple[str, int]] = []
@@ -109,6 +109,25 @@ def test_a_refusal_of_one_request_alone_is_not_repeated() -> None:
     replica.whoever = False
     proxy = Proxy(replica)
     assert (proxy.ask()[0], proxy.ask()[0], replica.asked) == (503, 503, 2)
+
+
+def test_where_serve_decides_how_many_replicas_there_are_each_is_asked() -> None:
+    replica = Replica(replicas=None)
+    proxy = Proxy(replica)
+    for asked in (1, 2, 3):
+        status, headers, body = proxy.ask()
+        assert (status, body["error"]["code"], replica.asked) == (503, "overloaded", asked)
+        assert FULL not in headers
+
+
+def test_a_sign_that_is_none_is_not_believed() -> None:
+    """Of another version, say: the answer goes to the client all the same."""
+    replica = Replica()
+    proxy = Proxy(replica)
+    for sign in (b"", b"0.4", b"a b c", b"a 1 0.4 more", b"\xff 1 0.4"):
+        replica.app._sign = sign  # before the seconds, which the answer brings
+        assert proxy.ask()[0] == 503
+    assert replica.asked == 5
 
 
 def test_a_client_cannot_count() -> None:
