@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from cluster import __version__
 from cluster.exposition import ProcessFacts, serialize
 from cluster.exposition import merge as merge
+from cluster.status import EngineStatus
 
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
@@ -59,7 +60,8 @@ ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # a tree has at most
 class StepStats:
     """What one step of one rank did, in plain values; the engine fills one per step.
 
-    The first block is about this step and is added up; the second is the state after it and replaces the last one.
+    Counts and seconds are of this step and are added up; `forward_seconds` were spent inside model forwards, waiting for
+    peers included. `status` is the state after it and replaces the last one.
     `accept_lens` has one entry per request that verified a tree, bonus included; `accepted_by_depth[i]` counts those
     whose accepted path reached depth i + 1, so its sum is the number of accepted draft tokens.
     """
@@ -67,6 +69,7 @@ class StepStats:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     waited_seconds: float = 0.0
     own_seconds: float = 0.0
+    forward_seconds: float = 0.0
     decode_requests: int = 0
     prompt_rows: int = 0
     padded_rows: int = 0
@@ -81,14 +84,8 @@ class StepStats:
     admitted: int = 0
     retracted: int = 0
     nonfinite: int = 0
-
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    pages_free: int = 0
-    pages_used: int = 0
-    pages_cached: int = 0
     rank: int = 0
+    status: EngineStatus = EngineStatus()
 
 
 class BulkHistogram(Histogram):
@@ -160,14 +157,14 @@ class EngineMetrics:
         }
         self._sums = [(name, counter(*spec).labels(**own)) for name, spec in sums.items()]
         self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
-        self._latest = StepStats(rank=rank)
+        self._latest = EngineStatus()
         for name, spec in states.items():
             self._follow(gauge(*spec).labels(**own), name)
         for state in PAGE_STATES:
             self._follow(pages.labels(**own, state=state), f"pages_{state}")
 
     def _follow(self, gauge: Gauge, name: str) -> None:
-        """Let a gauge read its value from the latest stats, so that a step pays nothing for it."""
+        """Let a gauge read its value from the latest status, so that a step pays nothing for it."""
         gauge.set_function(lambda: float(getattr(self._latest, name)))
 
     def observe_step(self, stats: StepStats) -> None:
@@ -193,7 +190,7 @@ class EngineMetrics:
                 self._depths.append(self._depth.labels(**self._own, depth=str(depth + 1)))
             if count:
                 self._depths[depth].inc(count)
-        self._latest = stats
+        self._latest = stats.status
 
     def serialize(self) -> bytes:
         """All series of this rank as JSON, for `merge`."""

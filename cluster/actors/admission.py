@@ -108,7 +108,7 @@ class Admission:
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._slots = config.max_running_requests * config.attn_dp_size
-        self._kv_tokens: int | None = None
+        self._kv_tokens = 0
         self._clock = clock
         self._waiting: dict[str, Guest] = {}
         self._running: dict[str, Guest] = {}
@@ -203,9 +203,9 @@ class Admission:
         for guest in self._waiting.values():
             guest.came = None
 
-    def started(self, kv_tokens: int | None) -> None:
-        """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank, None when it is not known."""
-        self._kv_tokens = None if kv_tokens is None else kv_tokens * self._config.attn_dp_size
+    def started(self, kv_tokens: int) -> None:
+        """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank."""
+        self._kv_tokens = kv_tokens * self._config.attn_dp_size
         self._at = self._clock()
         self._serving, self._known = True, None
 
@@ -247,7 +247,7 @@ class Admission:
     def _room(self) -> int:
         """How many requests of the present kind can run at once; prefixes that they share are not known here."""
         guests = len(self._running) + len(self._waiting)
-        if self._kv_tokens is None or not guests or not self._tokens:
+        if not guests or not self._tokens:
             return self._slots
         return max(1, min(self._slots, int(self._kv_tokens * guests / self._tokens)))
 

@@ -191,14 +191,14 @@ class Balancer:
             chain = chain_of((*opened.arrived, *token_ids), self.page_size) if token_ids else opened.chain
             self._ranks[opened.rank].index.add(chain)
 
-    def restarted(self, index_pages: int | None = None) -> None:
-        """A gang begins with empty caches, of `index_pages` where that is known. Open requests count as queued with
-        their whole prompt until `choose` moves them.
+    def restarted(self, kv_pages: int) -> None:
+        """A gang begins with empty caches of `kv_pages` per rank. Open requests count as queued with their whole
+        prompt until `choose` moves them.
         """
         for rank in self._ranks:
             rank.index.clear()
-            if rank.index.capacity and index_pages is not None:  # 0 forgets all
-                rank.index.capacity = index_pages
+            if rank.index.capacity:  # 0 forgets all
+                rank.index.capacity = kv_pages
         for opened in self._open.values():
             self._ranks[opened.rank].queued += len(opened.tokens) - opened.queued
             opened.queued = len(opened.tokens)

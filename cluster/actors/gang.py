@@ -20,6 +20,7 @@ from cluster.actors.messages import Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
 from cluster.actors.verdict import Verdict, judge
 from cluster.config import KV_SIZES, ConfigError
+from cluster.status import RankInfo
 
 __all__ = ["NAMESPACE", "Gang", "GangSpec", "GangStartError", "Owner"]
 
@@ -63,7 +64,7 @@ class Gang:
         self.sample: bytes | None = None  # what the replica last left at rank 0; a new rank 0 is given it as well
         self._on_loss = on_loss
         self._life: Life | None = None
-        self._infos: list[dict[str, Any]] = []
+        self._infos: list[RankInfo] = []
         self._placement: Placement | None = None
         self._restarting = ""
         self._start_s = 0.0
@@ -84,7 +85,7 @@ class Gang:
         return self.life.shards if self.life else []
 
     @property
-    def infos(self) -> list[dict[str, Any]]:
+    def infos(self) -> list[RankInfo]:
         """What the ranks of the latest life said about their config."""
         return self._infos
 
@@ -130,11 +131,11 @@ class Gang:
         before it, however much memory is free by then: the open streams were let in by that.
         """
         assert self._placement is not None
-        held: dict[str, Any] = self._infos[0] if self._infos else {}
-        life = self._life = Life(_with_kv(self.spec, held.get("kv_tokens")), self._placement, self.epoch)
+        held = self._infos[0] if self._infos else None
+        spec = self.spec if held is None else _with_kv(self.spec, held.kv_tokens)
+        life = self._life = Life(spec, self._placement, self.epoch)
         await life.begin(timeout_s, still_s)
-        kept = {"kv_sized_by": held["kv_sized_by"]} if "kv_sized_by" in held else {}
-        self._infos = [info | kept for info in life.infos]
+        self._infos = [replace(info, kv_sized_by=(held or info).kv_sized_by) for info in life.infos]
         if self.sample is not None:
             with suppress(RayError):
                 await life.shards[0].keep_serving_sample.remote(self.sample)
@@ -277,10 +278,8 @@ class Gang:
             self._placement = None
 
 
-def _with_kv(spec: GangSpec, tokens: int | None) -> GangSpec:
-    """The same gang with so much KV per rank, where that is known."""
-    if tokens is None:
-        return spec
+def _with_kv(spec: GangSpec, tokens: int) -> GangSpec:
+    """The same gang with so much KV per rank."""
     sizes = {**dict.fromkeys(KV_SIZES), "max_total_tokens": tokens}
     return replace(spec, config=spec.config.model_copy(update=sizes))
 

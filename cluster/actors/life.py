@@ -18,6 +18,7 @@ from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
 from cluster.actors.verdict import Signs
 from cluster.config import ConfigError, EngineConfig
 from cluster.logs import LogSettings
+from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Life:
         self.spec = spec
         self.epoch = epoch
         self.shards: list[Any] = []
-        self.infos: list[dict[str, Any]] = []
+        self.infos: list[RankInfo] = []
         self.beats: list[Heartbeat | None] = [None] * spec.world
         self.alarm = asyncio.Event()  # set by every sign that this life is over
         self.last_item = 0.0  # when a step item last came from any rank; 0.0 before the first

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from cluster.actors.effort import Effort, Pulse
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
 from cluster.request import Request, RequestOutput
-from cluster.status import EngineStatus
+from cluster.status import EngineStatus, RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class StepEngine(Protocol):
         """Counters after the last step."""
         ...
 
-    def info(self) -> dict[str, Any]:
-        """The resolved config, JSON-ready."""
+    def info(self) -> RankInfo:
+        """What the rank runs with."""
         ...
 
 

@@ -108,9 +108,9 @@ class Router:
         assert life is not None
         self._life = life
         self._lines = {rank: Line() for rank in life.spec.leaders}
-        pages = self._gang.infos[0].get("kv_pages")
-        self._balancer.restarted(pages)
-        self._admission.started(None if pages is None else pages * self._gang.spec.config.page_size)
+        info = self._gang.infos[0]
+        self._balancer.restarted(info.kv_pages)
+        self._admission.started(info.kv_tokens)
         self._reading = [self._task(life, rank, "outputs", self._read) for rank in self._lines]
         self._sending = [self._task(life, rank, "commands", self._send) for rank in self._lines]
         for stream in self._recovery.begin([s for s in self._streams.values() if not s.ended]):
@@ -124,7 +124,7 @@ class Router:
         for task in (*self._reading, *self._sending):
             task.cancel()
         self._reading, self._sending = [], []
-        nodes = int(self._gang.infos[0].get("speculative_num_draft_tokens", 1)) - 1
+        nodes = self._gang.infos[0].speculative_num_draft_tokens - 1
         open_streams = [stream for stream in self._streams.values() if not stream.ended]
         for stream in open_streams:
             stream.lose(nodes)
@@ -159,12 +159,12 @@ class Router:
         if not self._down:
             await self._gang.pulse()
         reason = self._down or self._gang.trouble()
-        info = dict(self._gang.infos[0]) if self._gang.infos else {}
+        info = asdict(self._gang.infos[0]) if self._gang.infos else {}
         info |= self._gang.facts()
         info["ranks"] = [
             {
                 "rank": beat.rank,
-                "pid": self._gang.infos[beat.rank].get("pid"),
+                "pid": self._gang.infos[beat.rank].pid,
                 "steps": beat.steps,
                 "busy": beat.busy,
                 "step": beat.step,

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, Ste
 from cluster.actors.network import choose_interface, node_address
 from cluster.config import ConfigError, EngineConfig
 from cluster.logs import LogSettings, configure
+from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,8 @@ class ShardActor:
         return host, self._store.port
 
     @ray.method(concurrency_group="control")
-    def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> dict[str, Any]:
-        """Load the models, meet the other ranks, start stepping, and return the resolved config.
+    def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> RankInfo:
+        """Load the models, meet the other ranks, start stepping, and say what this rank runs with.
 
         `meeting` is the host and port of rank 0's store; None for a rank alone.
 
@@ -97,7 +99,7 @@ class ShardActor:
         except Exception as error:
             logger.exception("rank %d could not load", self._rank)
             raise LoadError(f"{type(error).__name__}: {error}", kind_of(error)) from None
-        info = engine.info() | {"world": self._world, "pid": os.getpid(), "interface": interface}
+        info = replace(engine.info(), world=self._world, pid=os.getpid(), interface=interface)
         self._loop = EngineLoop(engine, self._rank, self._world)
         self._loop.start()
         return info

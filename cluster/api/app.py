@@ -33,6 +33,7 @@ from cluster.config import EngineConfig
 from cluster.logs import configure
 from cluster.metrics import ServingMetrics, merge
 from cluster.request import Request
+from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +119,7 @@ class EngineReplica:
         info = self._host.gang.infos[0]
         self._facts = _model_facts(settings, info)
         config = self._host.config
-        model = f"{config.model_path} ({info.get('dtype', config.dtype)})"
-        self._sign = Sign(model, int(info.get("speculative_num_draft_tokens", 1)) - 1)
+        self._sign = Sign(f"{config.model_path} ({info.dtype})", info.speculative_num_draft_tokens - 1)
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
         when_leaving(self._host.leave)
 
@@ -260,13 +260,13 @@ def _bind_to_node_only() -> None:
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", host))  # type: ignore[attr-defined]
 
 
-def _model_facts(settings: AppSettings, info: dict[str, Any]) -> dict[str, Any]:
+def _model_facts(settings: AppSettings, info: RankInfo) -> dict[str, Any]:
     """The fields of a `ModelInfo`, all but `created`, from what rank 0 says."""
     return {
         "model_id": settings.llm.model_loading_config.model_id,
-        "context_length": info["context_length"],
-        "vocab_size": info["vocab_size"],
-        "kv_room": info.get("max_request_tokens"),
+        "context_length": info.context_length,
+        "vocab_size": info.vocab_size,
+        "kv_room": info.max_request_tokens,
     }
 
 

@@ -42,7 +42,7 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> Life:
 
 def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
     """Step until the gang leaves, which the rank of the awaited request asks for, or every rank when all is done."""
-    waiting = [job for job in (Job(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info()["dp_rank"]]
+    waiting = [job for job in (Job(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info().dp_rank]
     running: dict[str, Job] = {}
     life, lives, over = Life(), 0, set[str]()
     while not engine.left:

@@ -69,7 +69,7 @@ def run_together(engine: Engine, prompts: Sequence[Sequence[int]], params: Seque
         engine.submit(request)
     while engine.has_work:
         step = engine.step()
-        result.forward_seconds += step.forward_seconds
+        result.forward_seconds += step.stats.forward_seconds
         for output in step.outputs:
             result.tokens[int(output.request_id)] += output.token_ids
             if output.speculation is not None:

@@ -5,7 +5,6 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
+from cluster.status import RankInfo
 from cluster.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     name = Path(resolved.config.model_path).name or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.num_steps)
     info = _info(prepared, pace)
-    logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info["kv_tokens"], info["kv_sized_by"])
+    logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
     return Engine(
@@ -246,31 +246,31 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     return TextTokenizer.load(folder)
 
 
-def _info(prepared: Prepared, pace: Pace | None) -> dict[str, Any]:
-    """The resolved settings of one rank; `max_request_tokens` is the longest prompt and output that its KV holds."""
+def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
+    """What this rank runs with."""
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens = pages * config.page_size
-    return {
-        "config": config.model_dump(),
-        "rank": mesh.rank,
-        "dp_rank": mesh.dp_rank,
-        "dtype": str(prepared.models.dtype).removeprefix("torch."),
-        "device": str(prepared.device),
-        "context_length": prepared.context_length,
-        "vocab_size": resolved.target.vocab_size,
-        "attention_backend": "torch",
-        "num_threads": torch.get_num_threads(),
-        "speculative_num_steps": shape.num_steps,
-        "speculative_eagle_topk": shape.topk,
-        "speculative_num_draft_tokens": shape.num_draft_tokens,
-        "speculative_batch_tiers": dict(config.speculative_batch_tiers),
-        "draft": None if resolved.draft is None else resolved.draft.described(),
-        "page_size": config.page_size,
-        "kv_pages": pages,
-        "kv_tokens": tokens,
-        "kv_gb": round(tokens * prepared.models.token_bytes / 1e9, 3),
-        "kv_sized_by": memory.capacity.sized_by,
-        "max_request_tokens": min(prepared.context_length, tokens - shape.window),
-        "step_costs": None if pace is None else pace.described(),
-    }
+    return RankInfo(
+        config=config.model_dump(),
+        rank=mesh.rank,
+        dp_rank=mesh.dp_rank,
+        dtype=str(prepared.models.dtype).removeprefix("torch."),
+        device=str(prepared.device),
+        context_length=prepared.context_length,
+        vocab_size=resolved.target.vocab_size,
+        attention_backend="torch",
+        num_threads=torch.get_num_threads(),
+        speculative_num_steps=shape.num_steps,
+        speculative_eagle_topk=shape.topk,
+        speculative_num_draft_tokens=shape.num_draft_tokens,
+        speculative_batch_tiers=dict(config.speculative_batch_tiers),
+        draft=None if resolved.draft is None else resolved.draft.described(),
+        page_size=config.page_size,
+        kv_pages=pages,
+        kv_tokens=tokens,
+        kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
+        kv_sized_by=memory.capacity.sized_by,
+        max_request_tokens=min(prepared.context_length, tokens - shape.window),
+        step_costs=None if pace is None else pace.described(),
+    )

@@ -7,22 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.batch import Order
-from cluster.engine.lockstep import Lockstep, Ran
+from cluster.engine.lockstep import Lockstep, GangStep
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput
-from cluster.status import EngineStatus
+from cluster.status import EngineStatus, RankInfo
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: outputs of the requests that got tokens, and the step in numbers.
-
-    `forward_seconds` were spent inside model forwards, waiting for peers included.
-    """
+    """What one step gave: outputs of the requests that got tokens, and the step in numbers."""
 
     outputs: tuple[RequestOutput, ...]
     stats: StepStats
-    forward_seconds: float = 0.0
 
 
 class Rank:
@@ -31,7 +27,7 @@ class Rank:
     `on_begun` is told, before a step runs, the ids of the requests that it takes in.
     """
 
-    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: dict[str, Any]) -> None:
+    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo) -> None:
         self.metrics = metrics
         self._lockstep, self._info = lockstep, info
         self._rung = threading.Event()
@@ -96,11 +92,11 @@ class Rank:
         """Leave the gang at once; peers read `reason` and their steps raise."""
         self._lockstep.mesh.close(reason)
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> RankInfo:
         """The resolved settings, JSON-ready, with what was chosen automatically."""
         return self._info
 
-    def _ran(self, ran: Ran, seconds: float) -> float:
+    def _ran(self, ran: GangStep, seconds: float) -> float:
         """Note a step that took `seconds`; returns how many of them were this rank's own."""
         own = seconds - ran.waited
         self._quiet = ran.plan.quiet
@@ -109,7 +105,7 @@ class Rank:
         self._padded_rows += self._idle_rows(ran)
         return own
 
-    def _idle_rows(self, ran: Ran) -> int:
+    def _idle_rows(self, ran: GangStep) -> int:
         """Rows of the target phase that this rank computed only to fill the plan."""
         group, plan = self._lockstep.mesh.dp_rank, ran.plan
         requests = plan.planned_decodes[group] - plan.decodes[group]
@@ -140,7 +136,7 @@ class Follower(Rank):
         lockstep, started = self._lockstep, time.perf_counter()
         ran = lockstep.run(Order(), 0, len(lockstep.shapes) - 1)
         own = self._ran(ran, time.perf_counter() - started)
-        seconds = {"agree": ran.agreed, **(ran.stepped.seconds if ran.stepped else {})}
+        seconds = {"agree": ran.agreed, **(ran.output.seconds if ran.output else {})}
         stats = StepStats(
             phase_seconds=seconds,
             waited_seconds=ran.waited,

@@ -24,7 +24,7 @@ from cluster.spec.verify import accept, best, choose
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepOutput:
     """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
     prompts; `logprobs` `[R * (S + 1) + F, V]` of the target for those, when the batch asked; seconds by phase.
 
@@ -52,7 +52,7 @@ class Step:
         self._vocab = target.model.arch.vocab_size
 
     @torch.inference_mode()
-    def run(self, batch: Batch, shape: TreeShape) -> Stepped:
+    def run(self, batch: Batch, shape: TreeShape) -> StepOutput:
         """Commit at least one token for each of the R requests, and the first one for each finished prompt."""
         r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
         clock = [time.perf_counter()]
@@ -86,7 +86,7 @@ class Step:
         clock.append(time.perf_counter())
         seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
         won = won.gather(1, accepted.path)
-        return Stepped(accepted.tokens, accepted.accept_len, first, won, sound, logprobs, seconds)
+        return StepOutput(accepted.tokens, accepted.accept_len, first, won, sound, logprobs, seconds)
 
     @staticmethod
     def _prompts(

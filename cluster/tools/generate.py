@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--num-steps, --topk and --num-draft-tokens need --draft")
     engine = build_engine(EngineConfig.from_kwargs(settings))
     prompt = _prompt_ids(args, model, text, engine)
-    room = int(engine.info()["max_request_tokens"]) - len(prompt)
+    room = engine.info().max_request_tokens - len(prompt)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,

@@ -81,7 +81,9 @@ def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, A
     params = [SamplingParams(seed=seed, max_tokens=NEW_TOKENS, ignore_eos=True) for seed in range(len(PROMPTS))]
     prompts = [tuple(engine.tokenizer.encode(text)[-NEW_TOKENS:]) for text in PROMPTS]
     complete(engine, [Request(p, ids, own) for p, ids, own in zip(PROMPTS, prompts, params, strict=True)])
-    facts = {fact: choice["value"] for fact, choice in engine.info()["draft"]["choices"].items()}
+    described = engine.info().draft
+    assert described is not None, "a draft was asked for"
+    facts = {fact: choice["value"] for fact, choice in described["choices"].items()}
     return Reading(overrides, engine.status().accept_length), facts
 
 

@@ -43,7 +43,7 @@ def sample_draft(
     }
     engine = build_engine(EngineConfig.from_kwargs(settings))
     if engine.tokenizer is None:
-        tokens = [i % engine.info()["vocab_size"] for i in range(1, TOKENS + 1)]
+        tokens = [i % engine.info().vocab_size for i in range(1, TOKENS + 1)]
     else:
         tokens = engine.tokenizer.encode(TEXT)[:TOKENS]
     sample = clearest(engine.sample_draft, tokens)

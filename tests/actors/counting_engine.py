@@ -15,8 +15,9 @@ from typing import Any
 from cluster.config import ConfigError, EngineConfig
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, SpeculationCounts
-from cluster.status import EngineStatus
+from cluster.status import EngineStatus, RankInfo
 from tests.actors.fake_link import Link, OutOfStepError, PeerLostError, Rendezvous, Store
+from tests.info import rank_info
 
 __all__ = ["PeerLostError", "Rendezvous", "build", "open_store"]
 
@@ -175,13 +176,8 @@ class CountingEngine:
     def status(self) -> Status:
         return Status(self.steps, len(self.requests), aborted=self.aborted)
 
-    def info(self) -> dict[str, Any]:
-        return {
-            "model": self.config.model_path,
-            "context_length": 4096,
-            "vocab_size": 1_000_000,
-            "speculative_num_draft_tokens": 4,
-        }
+    def info(self) -> RankInfo:
+        return rank_info(self.config.page_size, speculative_num_draft_tokens=4)
 
 
 def token_at(request: Request, last: int, at: int) -> int:

@@ -35,7 +35,7 @@ async def unhealthy(router: Router) -> str:
 
 
 def pids(gang: Gang) -> list[int]:
-    return [info["pid"] for info in gang.infos]
+    return [info.pid for info in gang.infos]
 
 
 class Crowd:

@@ -144,7 +144,7 @@ def test_the_shards_of_a_dead_owner_go_with_it():
         async def start(self) -> int:
             self.gang = Gang(spec("orphan"))
             await self.gang.start()
-            return self.gang.infos[0]["pid"]
+            return self.gang.infos[0].pid
 
     owner = Owner.options(lifetime="detached", name="owner", namespace="test").remote()
     pid = ray.get(owner.start.remote())

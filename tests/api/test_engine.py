@@ -90,7 +90,7 @@ class EngineService:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(tokenizer_folder)
         self.engine = ThreadedEngine(EngineLoop(engine))
         self.engine.loop.start()
-        self.model = ModelInfo(MODEL, info["context_length"], info["vocab_size"], created=0)
+        self.model = ModelInfo(MODEL, info.context_length, info.vocab_size, created=0)
         self.metrics = ServingMetrics(model_name=MODEL)
 
     async def metrics_page(self) -> bytes:

@@ -88,7 +88,7 @@ def run_contenders(
             return run_in_batches(engine, group, size.new_tokens, batch)
 
         contenders[str(shape)] = Contender(str(shape), work)
-        dtype, device = str(engine.info()["dtype"]), str(engine.info()["device"])
+        dtype, device = engine.info().dtype, engine.info().device
     reference = Transformers(pair.target, dtype, device)
 
     def refer(group: Sequence[Sequence[int]], batch: int) -> Run:

@@ -12,6 +12,7 @@ from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig
 from cluster.kv.budget import Capacity, page_count
+from tests.info import rank_info
 
 
 def life() -> Life:
@@ -96,7 +97,7 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
             begun.append(spec)
             size = spec.config.max_total_tokens
             by = "max_total_tokens" if size else f"mem_fraction_static {spec.config.mem_fraction_static}"
-            self.infos = [{"kv_tokens": size or 4096, "kv_sized_by": by} for _ in range(2)]
+            self.infos = [rank_info(kv_tokens=size or 4096, kv_sized_by=by) for _ in range(2)]
 
         async def begin(self, timeout_s: float, still_s: float) -> None: ...
 
@@ -110,4 +111,4 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
     for spec in begun[1:]:
         assert EngineConfig.model_validate(spec.config.model_dump()) == spec.config, "one size, not two"
         assert page_count(spec.config, Capacity(4096, ""), 5) * 16 == spec.config.max_total_tokens == 4096
-    assert [info["kv_sized_by"] for info in gang.infos] == ["mem_fraction_static 0.5"] * 2
+    assert [info.kv_sized_by for info in gang.infos] == ["mem_fraction_static 0.5"] * 2

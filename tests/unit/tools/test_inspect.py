@@ -49,7 +49,7 @@ def test_a_token_costs_what_the_engine_takes_for_it_where_it_is_written(layers: 
     settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 1 << 20, "num_threads": 1}
     config = EngineConfig(model_path=target, speculative_draft_model_path=draft, mixed_prefill_size=8, **settings)
     info = build_engine(config).info()
-    assert info["kv_gb"] == round(info["kv_tokens"] * memory["kv_bytes_per_token"] / 1e9, 3) > 0.5
+    assert info.kv_gb == round(info.kv_tokens * memory["kv_bytes_per_token"] / 1e9, 3) > 0.5
     assert resident() - before < 1 << 26, "no page is written yet"
 
 
@@ -67,7 +67,7 @@ def test_the_dtype_is_that_of_the_engine(tmp_path: Path, stored: str, device: st
             assert (report.memory["dtype"], report.memory["device"]) == (plain, "cuda")
     else:
         config = EngineConfig(model_path=target, dtype=dtype, device="cpu", max_total_tokens=256, mixed_prefill_size=8)
-        assert build_engine(config).info()["dtype"] == plain
+        assert build_engine(config).info().dtype == plain
 
 
 def test_every_problem_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
