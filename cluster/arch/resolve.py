@@ -1,7 +1,7 @@
 """What a run is made of, resolved once from its settings and the headers of its checkpoints, and passed down.
 
-Nothing is loaded. Whether the models fit each other is found out on the way; whether they fit the ranks, by
-`check_models`, which `aerie serve` asks before it starts any process.
+No weights are loaded. Resolving checks that the models fit each other; `check_models`, which `aerie serve` calls before
+it starts any process, also checks that they can be split over the ranks.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from cluster.config import DEFAULT_NUM_STEPS, ConfigError, EngineConfig, TreeSha
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModels:
-    """The target, the draft that drafts for it and the tree it fills; no draft, plain decoding.
+    """The target, its draft and the shape of the draft's tree; decoding is plain without a draft.
 
-    `config` are the settings with what the draft's folder decides filled in; `sample` is what that folder says of the
-    draft's output, if it does.
+    `config` holds the settings, completed with what the draft's folder decides; `sample` is the recorded output in that
+    folder (`draft_sample.json`), if there is one.
     """
 
     config: EngineConfig
@@ -37,7 +37,7 @@ class ResolvedModels:
 
     @property
     def runners(self) -> int:
-        """How many members the draft runner list has: one that makes every level, or one per level."""
+        """Length of the draft runner list: one runner that drafts every level, or one per level."""
         return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.num_steps))
 
 
@@ -69,7 +69,7 @@ def resolve_models(config: EngineConfig) -> ResolvedModels:
 
 
 def check_models(config: EngineConfig) -> None:
-    """Refuse models that cannot run as configured, also those whose heads or MLP cannot be split over the ranks.
+    """Refuse models that cannot run as configured, including those whose heads or MLP cannot be split over the ranks.
 
     Raises:
         ConfigError: naming the setting and the remedy.
@@ -83,10 +83,10 @@ def check_models(config: EngineConfig) -> None:
 
 
 def check_heads(geometry: LayerGeometry, ranks: int) -> None:
-    """Refuse attention that cannot be split over so many ranks; KV heads are replicated where there are fewer.
+    """Refuse attention that cannot be split over `ranks` ranks; fewer KV heads than ranks are replicated.
 
     Raises:
-        ConfigError: with both numbers of heads.
+        ConfigError: the heads cannot be divided; the message gives both numbers.
     """
     heads, kv_heads = geometry.heads, geometry.kv_heads
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -97,7 +97,7 @@ def check_heads(geometry: LayerGeometry, ranks: int) -> None:
 
 
 def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
-    """The settings with the draft's algorithm, and a depth that its layers can make where none is asked for."""
+    """The settings with the draft's algorithm, and, where no depth is set, one that its MTP layers can draft."""
     given = config.speculative_algorithm
     fits = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)
     if given is not None and given not in fits:

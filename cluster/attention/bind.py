@@ -10,7 +10,7 @@ from cluster.kv.pool import KVPool, slot_bytes
 
 
 def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype) -> int:
-    """Bytes that one token costs in the pool of `layers`."""
+    """Bytes that one token takes in the pool of `layers`."""
     return slot_bytes(len(layers), layers[0].cell, dtype)
 
 

@@ -21,11 +21,11 @@ def reach_of(
     dtype: torch.dtype,
     written: Tensor | None = None,
 ) -> Reach:
-    """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots, of
-    which the first `written` `[R]` (None: all of them) are written before they are read.
+    """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots.
 
-    Where a request has fewer tokens than another, it reads its own first window slot in the place of memory that is
-    not its own: hidden by the bias or not, 0 * NaN is NaN. `longest` is the largest committed count, known on the host.
+    Of the window, the first `written` `[R]` slots (None: all) are written before they are read. `longest` is the
+    largest committed count, known on the host; beyond its own count a request reads its own first window slot, masked.
+    It never reads memory of others, for which the bias would not be enough, as 0 * NaN is NaN.
     Computed once per step, shared by its phases.
     """
     ahead = torch.arange(window, device=table.device)
@@ -40,7 +40,7 @@ def reach_of(
 
 
 def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask `[.., q, w]` of what each row sees, as the bias 0 or -inf."""
+    """The bias, 0 or -inf, of a mask `[.., q, w]` of what each row sees."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, MASKED)
 
 
@@ -48,7 +48,7 @@ def slid(bias: Tensor, sliding_window: int) -> Tensor:
     """`bias` `[R, q, L]` narrowed to the last `sliding_window` slots that each row sees, its own included.
 
     What a row sees lies in order of position, one slot for each: committed tokens, then its ancestors in the window.
-    So counting visible slots from the end counts positions, in a tree as well as in a text.
+    So counting visible slots from the end counts positions, in a tree as well as in a plain sequence.
     """
     seen = bias == 0
     behind = seen.flip(-1).cumsum(-1).flip(-1)

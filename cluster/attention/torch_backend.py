@@ -1,7 +1,7 @@
-"""The attention primitive in plain torch: the twin of every other backend, and the CPU default.
+"""The attention primitive in plain torch: the reference for every other backend, and the CPU default.
 
-Nothing that a row may not see reaches it, whatever bytes lie there. What belongs to others is not read (`reach_of`);
-of its own request's rows, those that are not finite never enter the pool (`kept_out`).
+No value that a row may not see affects it, not even NaN. Memory of other requests is not read (`reach_of`), and k and v
+of its own request that are not finite never enter the pool (`kept_out`).
 """
 
 import math
@@ -17,8 +17,9 @@ from cluster.kv.pool import KVPool
 
 
 def run_of(slots: Tensor) -> slice | Tensor:
-    """How the pool is read at `slots` `[R, L]`: by an index `[R * L]`, or as a slice, which copies nothing, where a
-    request is alone in its group and its slots follow one another. On a GPU asking would wait for the device.
+    """How the pool is read at `slots` `[R, L]`: by an index `[R * L]`, or by a slice, which copies nothing.
+
+    A slice takes one request with consecutive slots. A GPU always uses the index: testing would force a sync.
     """
     flat = slots.reshape(-1)
     if slots.shape[0] == 1 and flat.shape[0] and flat.device.type == "cpu":
@@ -29,12 +30,12 @@ def run_of(slots: Tensor) -> slice | Tensor:
 
 
 def kept_out(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """`q` and `kv` with zeros for every cell that is not finite, whose row gets NaN for its query instead.
+    """`q` and `kv` with zeros in place of every cell that is not finite, and NaN in place of its row's query.
 
-    A row that overflowed says so in its own output, while its cell, which attention multiplies by 0 for all rows that
-    do not see it, stays harmless: a node of a tree cannot spoil its siblings, nor a draft its own later steps.
+    The row that overflowed has NaN as its own output, but its cell is harmless to rows that mask it, for which
+    attention multiplies it by 0: a tree node cannot spoil its siblings, nor a draft its own later steps.
     """
-    if kv.is_cpu and math.isfinite(kv.sum().item()):  # on a GPU asking would wait for the device
+    if kv.is_cpu and math.isfinite(kv.sum().item()):  # on a GPU this test would force a sync
         return q, kv
     bad = ~kv.isfinite().flatten(1).all(1)
     return q.masked_fill(bad[:, None, None], math.nan), kv.masked_fill(bad[:, None, None, None], 0)
@@ -53,9 +54,8 @@ class TorchAttention:
     ) -> None:
         """`sliding_windows` say per layer how many tokens a row sees (None, or no entry: all).
 
-        `scale` None is d ** -0.5.
-
-        A pool with cells of one part holds latents, whose first `value_dim` numbers are the values.
+        `scale` None is d ** -0.5. A pool whose cells have one part holds latents; the first `value_dim` numbers of each
+        are its values.
         """
         self._pool, self._heads = pool, heads
         self._kv_heads, self._head_dim = pool.kv.shape[-2:]
@@ -66,7 +66,7 @@ class TorchAttention:
         self._reads: list[slice | Tensor] = []
 
     def bind(self, plan: AttentionPlan) -> None:
-        """Use `plan` for the calls of the next forward; what is equal in every layer is made once, here."""
+        """Use `plan` for the calls of the next forward; what all layers share is computed once, here."""
         repeat = self._heads // self._kv_heads
         self._plan = plan
         self._reads = [run_of(group.slots) for group in plan.groups]

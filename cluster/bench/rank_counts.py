@@ -12,7 +12,7 @@ from cluster.bench.streams import HOST, TIMEOUT_S
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """Counters of one rank; `accepted` draft tokens of `drafts` trees, `padded_rows` computed only to fill a plan."""
+    """Counters of one rank: `accepted` draft tokens of `drafts` trees; `padded_rows` were computed only as padding."""
 
     requests: int = 0
     tokens: int = 0
@@ -36,7 +36,7 @@ SERIES = {
 
 
 def read_ranks(port: int) -> dict[int, RankCounts]:
-    """The counters of every rank as they are now."""
+    """The present counters of every rank."""
     connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/metrics")
@@ -57,7 +57,7 @@ def counts_of(page: str) -> dict[int, RankCounts]:
 
 
 def since(before: Mapping[int, RankCounts], after: Mapping[int, RankCounts]) -> dict[int, RankCounts]:
-    """What was added between two readings."""
+    """By how much the counters grew between two readings."""
     nothing = RankCounts()
     return {
         rank: RankCounts(*(getattr(now, n) - getattr(before.get(rank, nothing), n) for n in RankCounts.__slots__))

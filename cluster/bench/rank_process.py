@@ -1,4 +1,4 @@
-"""The process of one measured rank: a case per line of input, what happened per line of output."""
+"""The process of one measured rank: reads a case per line of stdin, writes its record as a line of stdout, in JSON."""
 
 import json
 import sys
@@ -17,12 +17,12 @@ from cluster.request import Request
 
 
 def main(rank: int) -> None:
-    """Answer cases until the input ends."""
+    """Run cases until stdin ends."""
     for line in sys.stdin:
         message = json.loads(line)
         try:
             answer = asdict(_live(rank, Rendezvous(LOOPBACK, message["port"], message["epoch"]), message["case"]))
-        except Exception as error:  # whatever it is, the bench is to print it
+        except Exception as error:  # whatever it is, the parent process reports it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
@@ -41,7 +41,7 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> Life:
 
 
 def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
-    """Step until the gang leaves, which the rank of the awaited request asks for, or every rank when all is done."""
+    """Step until the gang leaves: the rank of request `until` asks for it, or, without one, every rank out of work."""
     waiting = [job for job in (Job(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info().dp_rank]
     running: dict[str, Job] = {}
     life, lives, over = Life(), 0, set[str]()
@@ -79,7 +79,7 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
 
 
 def record(began: float, seconds: float, cpu: float, stats: StepStats) -> StepRecord:
-    """A step as it is kept."""
+    """The record of one step."""
     return StepRecord(
         began=began,
         seconds=seconds,

@@ -15,7 +15,7 @@ class Transformers:
     """The target as `transformers` runs it, in the dtype of our engine."""
 
     def __init__(self, folder: str, dtype: str, device: str = "cpu") -> None:
-        """`dtype` and `device` are names of torch's, such as float32 and cpu."""
+        """`dtype` and `device` are torch's names, such as float32 and cpu."""
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         compute = getattr(torch, dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=compute, local_files_only=True)

@@ -1,4 +1,4 @@
-"""Tables for people, JSON for programs, and the few numbers that both are made of."""
+"""Results as tables for people and as JSON for programs, and the small arithmetic behind both."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under headers; columns whose cells are all numbers stand on the right."""
+    """Rows under headers; columns that hold only numbers are right-aligned."""
     cells = [[_shown(cell) for cell in row] for row in rows]
     right = [all(_is_number(row[at]) for row in rows) for at in range(len(headers))]
     widths = [max(len(line[at]) for line in [list(headers), *cells]) for at in range(len(headers))]
@@ -23,12 +23,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value; 0.0 of none."""
+    """The median; 0.0 of no values."""
     return statistics.median(values) if values else 0.0
 
 
 def ratio(part: float, whole: float) -> float:
-    """`part / whole`, 0.0 when there is no whole."""
+    """`part / whole`; 0.0 when `whole` is 0."""
     return part / whole if whole else 0.0
 
 
@@ -41,7 +41,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """Where figures were taken, without naming anybody's machine."""
+    """The hardware and load that figures were taken under, without a host's name."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

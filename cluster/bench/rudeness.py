@@ -1,4 +1,4 @@
-"""Rude things to do to a server, each a number of times; run in a process of its own, beside polite streams."""
+"""What abusive clients do to a server, each act a number of times; runs in a process of its own beside the streams."""
 
 import asyncio
 import json
@@ -13,15 +13,15 @@ from cluster.bench.wire import Reply, call, head_of, read_reply
 
 CHAT_BYTES = 900_000
 KEYS = 50_000
-SLOW_BODY = 4096  # bytes that a slow body announces
-DRIP_S = 1.0  # between two of its bytes
+SLOW_BODY = 4096  # Content-Length of a slow body
+DRIP_S = 1.0  # seconds between two of its bytes
 SLOW_LIMIT_S = 60.0
-ABORT_S = (0.004, 0.029)
+ABORT_S = (0.004, 0.029)  # a scrape is closed after a time in this range
 
 
 @dataclass(slots=True)
 class Tally:
-    """How often each status came; what was no JSON though it should have been; how many got no answer at all."""
+    """Answers by status, answers that should be JSON and are not, requests without one, connections that we closed."""
 
     statuses: dict[int, int] = field(default_factory=dict)
     not_json: int = 0
@@ -43,7 +43,7 @@ class Tally:
 
 
 def act(name: str, port: int, model: str, count: int) -> Tally:
-    """Do one thing `count` times. In a new process: nothing of it disturbs who measures."""
+    """Do the act `name` `count` times; meant for another process, so that it does not disturb the one that measures."""
     return asyncio.run(_act(name, port, model, count))
 
 
@@ -65,7 +65,7 @@ async def _act(name: str, port: int, model: str, count: int) -> Tally:
 
 
 async def _leave(tally: Tally, port: int, request: bytes, after_s: float) -> None:
-    """Send a request and close the connection after a while, whatever came."""
+    """Send a request and abort the connection after `after_s`, whatever has come back."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
         writer.write(request)
@@ -119,7 +119,7 @@ async def _slow(tally: Tally, port: int, model: str, number: int, rng: random.Ra
 
 
 Once = Callable[[Tally, int, str, int, random.Random], Awaitable[None]]
-ACTS: dict[str, tuple[Once, int]] = {  # how one is done, and how many at once (0: all)
+ACTS: dict[str, tuple[Once, int]] = {  # the coroutine that does one, and how many at once (0: all)
     "aborted scrapes": (_scrape, 4),
     "chats of 900 kB": (_chat, 16),
     "bodies of 50,000 keys": (_keys, 8),

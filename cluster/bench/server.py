@@ -23,21 +23,20 @@ READY = "READY "
 
 
 class ServerError(ValueError):
-    """The server did not start; the message holds the end of what it said."""
+    """The server did not start; the message holds the last lines of its output."""
 
 
 class ServerProcess:
-    """Started on entry and ready then; stopped on exit, and everything that it started with it.
+    """A server that is ready on entry and stopped on exit, with every process that it started.
 
     `ready_s` is how long the start took. `left` names processes that outlived the server and had to be killed.
     """
 
     def __init__(self, settings: Sequence[str], config: Path | None = None) -> None:
-        """`settings` are `key=value` as for `aerie serve --set`; the port is chosen here. Without a `config` it is the
-        demo's.
+        """`settings` are `key=value` as for `aerie serve --set`; the port is chosen here. `config` None is the demo's.
 
         Raises:
-            ConfigError: the demo's is not there.
+            ConfigError: the demo's config is not in this installation.
         """
         self.port = _unused_port()
         self.ready_s = 0.0
@@ -50,7 +49,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The number of the server's first process."""
+        """The pid of `aerie serve` itself."""
         assert self._process is not None, "the server has not been started"
         return self._process.pid
 
@@ -59,7 +58,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(self._config)]
         for setting in self._settings:
             command += ["--set", setting]
-        # A session of its own, so that Ctrl-C reaches it through us and once.
+        # In a session of its own, so that Ctrl-C reaches it once: as the SIGINT that `_stop` sends.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -85,7 +84,7 @@ class ServerProcess:
         self._stop()
 
     def processes(self) -> list[Process]:
-        """Every process of the server."""
+        """Every live process of the server."""
         return tree_of(self.pid)
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
@@ -108,7 +107,7 @@ class ServerProcess:
         return "\n".join(self._said)
 
     def _stop(self) -> None:
-        """Ask once, wait, and kill what is left: also when the waiting is cut short by Ctrl-C."""
+        """Send SIGINT once, wait, and kill what is left; also when Ctrl-C cuts the waiting short."""
         process = self._process
         assert process is not None
         family = self.processes()

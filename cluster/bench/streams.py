@@ -25,7 +25,7 @@ class Prompt:
     seed: int = 0
 
     def body(self, model: str, max_tokens: int) -> dict[str, Any]:
-        """The request's JSON: a stream with token ids and the numbers of speculation at its end."""
+        """The request's JSON: streamed, with token ids, and with the counts of speculation at the end."""
         return {
             "model": model,
             "prompt": self.text,
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Stream:
-    """One stream as it grows. Written by its own thread, read by whoever looks on."""
+    """One stream as it grows: its own thread writes it, others only read it."""
 
     prompt: Prompt
     text: str = ""
@@ -61,16 +61,16 @@ class Stream:
 
     @property
     def seconds(self) -> float:
-        """From its start to its end, or to now."""
+        """Seconds from its start to its end, or to now."""
         return (self.ended or time.perf_counter()) - self.started if self.started else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Its own pace, the wait for the first token included."""
+        """Of this stream alone, time to first token included."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
     def take(self, event: dict[str, Any]) -> None:
-        """Add what one event of the stream says."""
+        """Add the contents of one event of the stream."""
         if "error" in event:
             self.error = str(event["error"].get("message", event["error"]))
             return
@@ -85,7 +85,7 @@ class Stream:
             self.steps, self.accepted = counts["num_spec_steps"], counts["num_accepted_draft_tokens"]
 
     def run(self, port: int, model: str, max_tokens: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Send the request and read the stream to its end; what goes wrong is kept in `error`, silence too."""
+        """Send the request and read the stream to its end; every failure is kept in `error`, also a timeout."""
         self.started = time.perf_counter()
         connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
         try:
@@ -108,7 +108,7 @@ class Stream:
 
 
 def served_model(port: int) -> str:
-    """The name that the server's one model goes by."""
+    """The id of the server's only model."""
     connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/v1/models")
@@ -125,8 +125,8 @@ def run_together(
     look: Callable[[list[Stream]], None] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Stream]:
-    """Stream all prompts at once and wait for all; `look` sees them again and again, and once at the end.
-    A stream that hears nothing for `timeout_s` has failed.
+    """Stream all prompts at once and wait for all; `look` is called with them repeatedly, and once at the end.
+    A stream that receives nothing for `timeout_s` has failed.
     """
     streams = [Stream(prompt) for prompt in prompts]
     threads = [threading.Thread(target=s.run, args=(port, model, max_tokens, timeout_s), daemon=True) for s in streams]

@@ -1,7 +1,7 @@
-"""An EAGLE draft that remembers what it saw: at every depth that the target reached, what it would have proposed.
+"""An EAGLE draft that records its distribution and its ranking at every depth of a chain that was reached.
 
-A depth d of a chain is reached when the d - 1 tokens before it were accepted; its context is then text that was
-committed, so that the target's distribution there can be had afterwards from the text alone.
+Depth d is reached when the d - 1 draft tokens before it were accepted. Its context is then committed text, so the
+target's distribution there can be computed afterwards from the text alone.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
 
 WIDTH = 4
-"""How many best tokens are remembered for coverage."""
+"""How many of the best tokens are recorded, for the top-4 figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """The draft's distribution `[Vd]` of one context, and its `WIDTH` best target ids with and without noise."""
+    """The draft's distribution `[Vd]` in one context, and its `WIDTH` best target ids: with noise, and without."""
 
     probabilities: Tensor
     coupled: list[int]
@@ -36,7 +36,7 @@ class Glance:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """One depth (1 is the first) that was reached: whose (`seed`), the token's `position`, the token of the target."""
+    """One depth (from 1) that was reached: the request's `seed`, the `position`, the target's and the draft's token."""
 
     seed: int
     position: int
@@ -47,7 +47,7 @@ class Reached:
 
 
 class WatchedRanking:
-    """Ranks as `CoupledRanking` does, or `alone`, by the draft's probability without the noise; notes both rankings."""
+    """Ranks as `CoupledRanking` does, or, if `alone`, by the draft's probability alone; records both rankings."""
 
     def __init__(self, ids: Tensor, alone: bool) -> None:
         """`ids` `[Vd]` are the target's ids of the draft vocabulary."""
@@ -60,7 +60,7 @@ class WatchedRanking:
         return self._ranking.propose(logits, sampling, None if self._alone else noise)
 
     def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> list[Glance]:
-        """Of the one context of each request, `logits` `[B, 1, Vd]`."""
+        """One for each request, from `logits` `[B, 1, Vd]`."""
         tempered = logits[:, 0] * sampling.inverse_temperature[:, None]
         kept = None if noise is None else noise.index_select(-1, self.ids)
         ranked = scores(logits, sampling, kept)[:, 0]
@@ -69,10 +69,10 @@ class WatchedRanking:
 
 
 class WatchedDraft:
-    """A chain's draft that keeps every `Reached`."""
+    """An `EagleDraft` of chains that records every `Reached`."""
 
     def __init__(self, runner: DraftRunner, alone: bool = False) -> None:
-        """`alone` ranks by the draft's probability, without the noise."""
+        """`alone` ranks by the draft's probability, without noise."""
         self.reached: list[Reached] = []
         self.ids = runner.model.target_ids
         self._ranking = WatchedRanking(self.ids, alone)
@@ -82,7 +82,7 @@ class WatchedDraft:
         self._tokens = torch.zeros(0)
 
     def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
-        """As the draft does."""
+        """See `Draft.draft`."""
         self._ranking.levels = self._levels = []
         tree = self._draft.draft(batch, carried, noise, shape)
         self._tokens = tree.tokens
@@ -91,7 +91,7 @@ class WatchedDraft:
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
-        """As the draft does, once the depths that this step reached are noted."""
+        """See `Draft.extend`; first records the depths that this step reached."""
         self._note(batch, accepted)
         self._ranking.levels = []
         carried = self._draft.extend(batch, accepted, features, noise, shape)
@@ -110,7 +110,7 @@ class WatchedDraft:
 
 
 def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, WatchedDraft]:
-    """An engine of `config`, and its draft to look at."""
+    """An engine of `config` with a recording draft, and that draft."""
     prepared = prepare_alone(config)
     assert prepared.resolved.shape.topk == 1, "only a chain has one context per depth"
     (runner,) = prepared.memory.draft_runner_list

@@ -1,4 +1,4 @@
-"""Many HTTP requests from one process, also rude ones: plain sockets under asyncio, as light as can be."""
+"""Many HTTP requests from one process, also abusive ones: plain asyncio connections, to cost little."""
 
 import asyncio
 import json
@@ -15,9 +15,10 @@ TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class Reply:
-    """What one request got. Seconds count from the connection on; `status` 0 is no answer, `error` says why.
+    """What one request got. Seconds count from `began`; `status` 0 means no answer, and `error` says why.
 
-    `events` counts the events of a stream, `first_s` is when the first of them came, `failure` an error event.
+    `events` counts the events of a stream, `first_s` is when the first came, `failure` is an error event. `whole`: the
+    body, or the stream up to its `[DONE]`, came completely.
     """
 
     began: float = 0.0
@@ -33,7 +34,7 @@ class Reply:
 
     @property
     def is_json(self) -> bool:
-        """Whether the body is a JSON object, as its headers must say."""
+        """Whether the body is a JSON object and the headers say so."""
         try:
             return self.headers.get("content-type", "").startswith("application/json") and isinstance(
                 json.loads(self.body), dict
@@ -43,7 +44,7 @@ class Reply:
 
 
 def head_of(method: str, path: str, length: int | None = None) -> bytes:
-    """The head of a request, with a JSON body of `length` bytes to follow."""
+    """The head of a request, with `length` for one whose JSON body of so many bytes follows."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}", "Connection: close"]
     if length is not None:
         lines += ["Content-Type: application/json", f"Content-Length: {length}"]
@@ -51,10 +52,10 @@ def head_of(method: str, path: str, length: int | None = None) -> bytes:
 
 
 async def read_reply(reader: asyncio.StreamReader, reply: Reply, look: Callable[[bytes], None] | None = None) -> None:
-    """Read an answer to its end; `look` sees each event of a stream."""
+    """Read an answer to its end; `look` is called with each event of a stream."""
     status = await reader.readline()
     if not status.startswith(b"HTTP/"):
-        raise ConnectionError(f"no answer but {status[:80]!r}")
+        raise ConnectionError(f"not an HTTP status line: {status[:80]!r}")
     reply.status = int(status.split()[1])
     while (line := await reader.readline()).strip():
         name, _, value = line.decode("latin-1").partition(":")
@@ -79,7 +80,7 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply, look: Callable[
 async def call(
     port: int, method: str, path: str, body: Any = None, look: Callable[[bytes], None] | None = None
 ) -> Reply:
-    """One request on a connection of its own; nothing is raised."""
+    """Send one request on a connection of its own; failures go into `Reply.error`."""
     reply = Reply(began=time.perf_counter())
     raw = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     writer = None

@@ -1,4 +1,4 @@
-"""A model bound to its own pool and attention backend. A batch never carries a pool, so runners cannot mix theirs."""
+"""A model bound to its own pool and attention backend; a batch never carries a pool, so runners cannot mix them up."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from cluster.models.target import DecoderTarget
 
 
 class AttentionBackend(Attend, Protocol):
-    """The attention primitive, told once per forward who sees what."""
+    """The attention primitive; `bind` sets once per forward what each row sees."""
 
     def bind(self, plan: AttentionPlan) -> None:
         """Use `plan` for the calls of the next forward."""
@@ -29,11 +29,9 @@ class Stopwatch:
     _started: float = field(default=0.0)
 
     def __enter__(self) -> None:
-        """Start."""
         self._started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        """Stop and add."""
         self.seconds += time.perf_counter() - self._started
 
     def take(self) -> float:

@@ -20,14 +20,14 @@ def free_memory(root: Path = Path("/")) -> int:
     has left of its limit (v1 and v2), file cache not counted as used. `root` is where /proc and /sys are.
 
     Raises:
-        ConfigError: the system does not say.
+        ConfigError: /proc/meminfo does not tell.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, IndexError, ValueError):
         remedy = "set max_total_tokens or kv_cache_gb"
-        raise ConfigError(f"this system does not say how much memory is free; {remedy}") from None
+        raise ConfigError(f"/proc/meminfo does not tell how much memory is free; {remedy}") from None
     return max(0, min([available, *_left_by_cgroups(root)]))
 
 
@@ -43,7 +43,7 @@ def _left_by_cgroups(root: Path) -> list[int]:
             if name not in controllers.split(","):
                 continue
             for mount in mounts:
-                # In a container the path may be the host's, which is not mounted: then its top is the own cgroup.
+                # In a container the path may be the host's, not mounted here; the mount's top is then its own cgroup.
                 own = root / mount / path.strip("/")
                 for folder in (own, *own.parents):
                     if folder.is_relative_to(root / mount):

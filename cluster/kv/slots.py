@@ -10,13 +10,14 @@ from cluster.batch import SlotWrite
 class SlotTable:
     """`[rows + 1, length]` int64 on the device: page * page_size + offset, or 0 (in the sink) where nothing is held.
 
-    The last row is never given away: it is that of idle requests, all of it in the sink. A journal,
-    where one is kept, holds what was written and not yet `sent`, for ranks that follow this one.
+    The last row is reserved for idle requests: all of it points into the sink. A journal, where one is kept, holds
+    writes that are not yet `sent` to the ranks that follow this one.
     """
 
     def __init__(self, rows: int, length: int, page_size: int, device: torch.device, journaled: bool = False) -> None:
-        """`length` is the longest sequence plus the window, in tokens; rounded up to whole pages. `journaled`: other
-        ranks follow this one.
+        """`length` is the longest sequence plus the window, in tokens; it is rounded up to whole pages.
+
+        `journaled`: other ranks follow this one.
         """
         self.page_size = page_size
         pages = -(-length // page_size)
@@ -43,16 +44,16 @@ class SlotTable:
 
     @property
     def unsent(self) -> tuple[SlotWrite, ...]:
-        """What was written and not yet `sent`; nothing where no journal is kept."""
+        """Writes that are not yet `sent`; none where no journal is kept."""
         return tuple(self._journal or ())
 
     def sent(self) -> None:
-        """Those who follow have everything that was written."""
+        """Empty the journal: it has been sent to the ranks that follow."""
         if self._journal is not None:
             self._journal.clear()
 
     def replay(self, writes: Sequence[SlotWrite]) -> None:
-        """Do what another rank's journal says, in its order."""
+        """Repeat the writes of another rank's journal, in order."""
         start = 0
         for end in [i for i, w in enumerate(writes) if w.entry < 0] + [len(writes)]:
             if end > start:

@@ -1,4 +1,4 @@
-"""Attention blocks: packed heads with their options, and latent attention in its absorbed form.
+"""Attention blocks: grouped-query attention on packed projections, and latent attention in its absorbed form.
 
 Shape legend: T rows, H hidden, nh query heads, nkv kv heads, d head_dim.
 A block knows neither pages nor ranks: `Attend` is the one attention primitive.
@@ -19,8 +19,8 @@ from cluster.models.rotary import Angles
 class Attend(Protocol):
     """Writes this layer's new k and v, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`.
 
-    A latent layer brings kv `[T, 1, 1, d]`, its values being the first of those d. `sinks` `[nh]` are logits that join
-    each head's softmax and bring no value.
+    A latent layer passes kv `[T, 1, 1, d]`; its values are the first of those d numbers. `sinks` `[nh]` are logits that
+    join each head's softmax without a value.
     """
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -32,7 +32,7 @@ class Attend(Protocol):
 class SelfAttention:
     """Packed q, k, v projection, rope on q and k, the attention primitive, output projection; this rank's heads.
 
-    `gated`: the packed projection ends with a gate per head, whose sigmoid multiplies what attention gives.
+    `gated`: the packed projection ends with a gate per head, whose sigmoid multiplies attention's output.
     """
 
     qkv: Tensor
@@ -74,10 +74,10 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are taken into the latent's space.
+    """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are projected into the latent space.
 
-    One cell per token is cached, its normed latent and its rotated key, for all heads; `keys` `[nh, nope, r]` and
-    `values` `[nh, r, v]` are the two halves of `kv_b_proj`. `q_down` None: queries are projected at once.
+    One cell per token is cached for all heads: its normed latent and its rotated key. `keys` `[nh, nope, r]` and
+    `values` `[nh, r, v]` are the two halves of `kv_b_proj`. `q_down` None: queries are projected directly.
     """
 
     q_down: Tensor | None

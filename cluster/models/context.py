@@ -22,8 +22,9 @@ WHOLE = Sharding()
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """One value in place of five: the compute `dtype`, the `device`, the `exchange` with the ranks that share the model
-    by `sharding`, and `max_position`, how many positions the rotary tables hold.
+    """The compute `dtype`, the `device`, and the `exchange` with the ranks that share the model as `sharding` says.
+
+    `max_position` is how many positions the rotary tables hold.
     """
 
     dtype: torch.dtype
@@ -34,5 +35,5 @@ class ModelContext:
 
     @classmethod
     def dry(cls, sharding: Sharding = WHOLE) -> "ModelContext":
-        """For a model on torch's meta device, which reads headers and holds no numbers."""
+        """For a model on torch's meta device, which needs only the headers of its checkpoint."""
         return cls(torch.float32, torch.device("meta"), NoExchange(), sharding, 1)

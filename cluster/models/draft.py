@@ -1,6 +1,6 @@
-"""What every draft has: layers that may read the embedding again, a vocabulary map, an embedding and a head of its own
-or the target's. Two entrances, never guessed from a width: `fuse_aux` turns what the target gives into the draft's
-hidden, `forward` runs the layers on a hidden.
+"""What all drafts share: layers that may read the embedding again, a vocabulary map, an own or the target's embedding
+and head. The two entry points are never chosen by a tensor's width: `fuse_aux` turns the target's hidden states into
+the draft's hidden, `forward` runs the layers on that.
 """
 
 from abc import ABC, abstractmethod
@@ -31,9 +31,9 @@ from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tie
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer on the un-split residual stream; with `embed_norm` its attention reads `[embedding | hidden]`, 2 H.
+    """One layer on the residual stream; with `embed_norm` its attention reads `[embedding | hidden]`, 2 H wide.
 
-    `residual_normed`: the residual is the normed hidden.
+    `residual_normed`: the normed hidden is added to attention's output, not the hidden itself.
     """
 
     embed_norm: Tensor | None
@@ -85,11 +85,12 @@ class DraftModel(ABC):
     """One member of the draft runner list on one rank: the parts that all families of drafts share."""
 
     def __init__(self, spec: DraftSpec, checkpoint: Checkpoint, context: ModelContext, runner: int = 0) -> None:
-        """Load this rank's part of every tensor, strictly; positions are bounded by the target, not by its own config.
-        `runner` is its place in the draft runner list.
+        """Load this rank's part of every tensor, strictly; `runner` is the index in the draft runner list.
+
+        The target's context length bounds positions, not the draft's config.
 
         Raises:
-            ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is not one.
+            ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is invalid.
         """
         load, g = Loader(checkpoint, context), spec.layer
         self.spec, self._exchange = spec, context.exchange
@@ -113,19 +114,19 @@ class DraftModel(ABC):
 
     @abstractmethod
     def _load(self, load: Loader) -> None:
-        """Take what this family has besides: how the target's hidden states and the embedding enter."""
+        """Load the tensors that only this family has, for its `fuse_aux` and `forward`."""
 
     @abstractmethod
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """What the target gives `[T, A]` -> the draft's hidden `[T, H]`."""
+        """The target's hidden states `[T, A]` -> the draft's hidden `[T, H]`."""
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
+        """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        """The exchange calls of a forward and of the head, in order; the widths of rows and of this shard's logits."""
         assert self._head is not None
         return ("embed", *LAYER_OPS * self.spec.num_layers), ("head",), self.spec.hidden, self._head.columns
 
@@ -140,7 +141,7 @@ class DraftModel(ABC):
         return self._head(normed, self._exchange)
 
     def _run(self, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The layers and the final norm: (for the head, recurrent) `[T, H]`."""
+        """The layers and the final norm: (input of the head, recurrent) `[T, H]`."""
         angles = self._rotary.at(positions)
         if self.spec.query_scaling is not None:
             attend = _Grown(attend, positions, *self.spec.query_scaling)
@@ -150,20 +151,18 @@ class DraftModel(ABC):
         return normed, normed if self.spec.recurrent == "post" else hidden
 
     def _embedding(self, token_ids: Tensor) -> Tensor:
-        """Rows `[T, H]` of the tokens after the cells."""
         assert self._embed is not None
         return self._embed(token_ids, self._exchange)
 
 
 class _Grown:
-    """Attention whose queries grow with their position: 1 + beta log(1 + p // length) (llama-4, Mistral)."""
+    """Attention whose queries at position p are multiplied by 1 + beta log(1 + p // length) (llama-4, Mistral)."""
 
     def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
         self._attend = attend
         self._growth = 1 + beta * torch.log1p((positions // length).double())
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attend in `layer` of the runner's pool."""
         return self._attend(layer, q * self._growth.to(q.dtype)[:, None, None], kv, sinks)
 
 
@@ -173,7 +172,7 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
     On disk `d2t` holds offsets: target id = draft id + d2t[draft id].
 
     Raises:
-        ConfigError: there is none where one is needed, or it is no ascending map into the target's ids.
+        ConfigError: it is missing where it is needed, or is not an ascending map into the target's ids.
     """
     if spec.token_map:
         checkpoint.drop("t2d")
@@ -202,7 +201,7 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
         )
     if not increasing:
         raise ConfigError(
-            f"tensor 'd2t' in {checkpoint.folder!r} is no map into the target's {spec.vocab_size} ids; it must hold "
+            f"tensor 'd2t' in {checkpoint.folder!r} is not a map into the target's {spec.vocab_size} ids; it must hold "
             "offsets (target id minus draft id) that ascend and agree with 't2d'"
         )
     return placed(ids, torch.int64, device)

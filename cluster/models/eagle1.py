@@ -1,4 +1,4 @@
-"""Drafts whose `fc` joins the embedding and a hidden in every forward: EAGLE-1/2, Mistral EAGLE, and MTP layers.
+"""Drafts whose `fc` joins embedding and hidden state in every forward: EAGLE-1/2, Mistral EAGLE, and MTP layers.
 
 Sources: arXiv 2401.15077 and SGLang #4247 (EAGLE-1), SGLang #24058 (Mistral), DeepSeek-V3's report 2.2 (MTP).
 """
@@ -12,7 +12,7 @@ from cluster.models.load import Loader
 
 
 class Eagle1Draft(DraftModel):
-    """A draft on one rank that reads `fc([embedding | hidden])`, the target's post-norm hidden at extend."""
+    """A draft on one rank that reads `fc([embedding | hidden])`; at extend, hidden is the target's post-norm hidden."""
 
     def _load(self, load: Loader) -> None:
         spec, h = self.spec, self.spec.hidden
@@ -28,7 +28,7 @@ class Eagle1Draft(DraftModel):
         return aux_hidden
 
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
+        """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""
         embedding, eps = self._embedding(token_ids), self.spec.layer.eps
         if self.spec.zero_first:
             embedding = embedding.masked_fill((positions == self._first_position)[:, None], 0)

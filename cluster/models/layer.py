@@ -1,7 +1,7 @@
-"""The decoder layer shared by targets and drafts, and the door to its parts.
+"""The decoder layer of targets; the parts that drafts use as well are exported from here.
 
 Shape legend: T rows, H hidden. A layer knows neither pages nor ranks: `Attend` is the one attention primitive,
-`TokenExchange` the one seam between ranks.
+`TokenExchange` the only interface to other ranks.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Pre-norm decoder layer on the un-split residual stream; with `after_*` also normed behind both blocks."""
+    """Pre-norm decoder layer on the residual stream; `after_*` also norm the outputs of attention and MLP."""
 
     input_norm: Tensor
     attention: SelfAttention | LatentAttention

@@ -1,4 +1,4 @@
-"""MLPs: one gated, or many of which each token takes a few. Sharded by columns over all ranks.
+"""MLPs: dense, or a mixture of experts; both are gated and sharded by columns over all ranks.
 
 Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts, k of them active per token.
 """
@@ -40,14 +40,14 @@ class Mlp:
         return exchange.scatter(self.part(exchange.gather(rows)))
 
     def part(self, rows: Tensor) -> Tensor:
-        """What this rank's columns add to the sum, `[T, H]`."""
+        """This rank's partial sum, `[T, H]`."""
         gate, up = project(rows, self.gate_up, self.gate_up_bias).chunk(2, -1)
         return project(self.activate(gate).mul_(up), self.down, self.down_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Which experts a token takes, and with what weights. Whole on every rank, so that all choose alike."""
+    """The router: which experts a token takes, with what weights. Replicated, so that all ranks choose alike."""
 
     weight: Tensor
     bias: Tensor | None
@@ -57,8 +57,8 @@ class Gate:
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """`[T, H]` -> (weights, experts) `[T, k]`.
 
-        Grouped choice as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2): a group counts by its two best experts; the
-        correction decides who is chosen, not with what weight.
+        Grouped choice as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2): a group is scored by its two best experts;
+        the correction affects which experts are chosen, not their weights.
         """
         moe = self.moe
         scores = project(rows.to(self.weight.dtype), self.weight, self.bias)
@@ -81,7 +81,7 @@ class Gate:
 class Experts:
     """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`.
 
-    `shared_gate` `[H, 1]` is whole on every rank: a gate multiplies each rank's part of the sum alike.
+    `shared_gate` `[H, 1]` is replicated: it multiplies the partial sums of all ranks alike.
     """
 
     gate: Gate
@@ -104,7 +104,7 @@ class Experts:
         return exchange.scatter(out)
 
     def grouped(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Each expert once, on the rows that chose it; a row's experts are added up in order of their number."""
+        """Run each expert once, on the rows that chose it; a row's experts are summed in order of their index."""
         experts, active = self.gate_up.shape[0], chosen.shape[1]
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
@@ -118,7 +118,7 @@ class Experts:
         return out
 
     def dense(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The twin of `grouped`: every expert on every row, with weight 0 where it was not chosen."""
+        """The plain equivalent of `grouped`: every expert on every row, with weight 0 where it was not chosen."""
         all_weights = rows.new_zeros(rows.shape[0], self.gate_up.shape[0]).scatter_(1, chosen, weights)
         out = torch.zeros_like(rows)
         for expert in range(self.gate_up.shape[0]):

@@ -1,4 +1,4 @@
-"""Which class serves which draft, and the ways in: a check of every tensor against headers, and loading."""
+"""Which class implements which kind of draft; checking models by their checkpoints' headers, and loading them."""
 
 from functools import partial
 
@@ -22,22 +22,18 @@ DRAFTS: dict[Kind, type[Eagle3Draft] | type[Eagle1Draft]] = {
 
 
 def check_target(folder: str, arch: TargetArch, ranks: Part = ALL) -> None:
-    """Find every tensor of the target in `folder` under its name, with its shape; reads headers.
+    """Check from headers alone that `folder` holds every tensor of the target, with its name and shape.
 
-    `ranks` is the part of an attention group that has to be able to hold its heads.
+    `ranks` is the shard that is checked, so that heads which cannot be split over so many ranks are refused.
 
     Raises:
-        ConfigError: a tensor missing, unknown or of the wrong shape, named.
+        ConfigError: a tensor is missing, unknown or of the wrong shape; the message names it.
     """
     DecoderTarget(arch, target_checkpoint(folder, arch, dry=True), ModelContext.dry(Sharding(ranks, ranks, ranks)))
 
 
 def check_draft(folder: str, spec: DraftSpec, ranks: Part = ALL) -> None:
-    """Find every tensor of the draft in `folder`, of all its runners; as `check_target`.
-
-    Raises:
-        ConfigError: a tensor missing, unknown or of the wrong shape, named.
-    """
+    """Check all runners of the draft in `folder`, and raise `ConfigError`, as `check_target` does."""
     context = ModelContext.dry(Sharding(ranks, ranks, ranks))
     for runner in range(spec.runners):
         DRAFTS[spec.kind](spec, draft_checkpoint(folder, spec, runner, dry=True), context)
@@ -49,7 +45,7 @@ def draft_checkpoint(folder: str, spec: DraftSpec, runner: int = 0, dry: bool = 
 
 
 def load_target(folder: str, arch: TargetArch, context: ModelContext) -> DecoderTarget:
-    """This rank's part of the target in `folder`, every tensor accounted for before the first one is read.
+    """This rank's part of the target in `folder`; every tensor is checked by its header before the first is read.
 
     Raises:
         ConfigError: as `check_target`.
@@ -61,11 +57,10 @@ def load_target(folder: str, arch: TargetArch, context: ModelContext) -> Decoder
 def load_draft_list(
     folder: str, spec: DraftSpec, target: DecoderTarget, context: ModelContext, runners: int
 ) -> list[DraftModel]:
-    """This rank's part of the first so many `runners` of the draft in `folder`, sharing the embedding and head of
-    `target` where it has none.
+    """This rank's part of the first `runners` runners of the draft in `folder`.
 
-    A whole draft beside a target whose vocabulary is sharded gets whole ones of its own, read again; so does a draft
-    that ranks some of the target's ids with the target's head.
+    A draft without an embedding or head shares the target's. A replicated draft beside a target whose vocabulary is
+    sharded reads whole ones again; so does a draft that ranks some of the target's ids with the target's head.
 
     Raises:
         ConfigError: as `check_draft`.

@@ -1,4 +1,4 @@
-"""Rotary embeddings as tables of cos and sin, and checkpoints' pairs brought into our layout."""
+"""Rotary embeddings as tables of cos and sin, and the permutation of neighbouring pairs to the half-split layout."""
 
 import math
 from typing import NamedTuple
@@ -73,8 +73,8 @@ class RotaryTable:
 def half_split(weight: Tensor, heads: int, rotated: int | None = None) -> Tensor:
     """Rows `[n * d, ..]` made for rope over neighbouring pairs -> the same heads for the half-split layout.
 
-    Of each head the last `rotated` rows are turned, all where that is None. Scores stay the same, as q and k are
-    permuted alike.
+    Of each head the last `rotated` rows are permuted, all if that is None. Attention scores do not change, because q
+    and k are permuted alike.
     """
     split = weight.view(heads, -1, *weight.shape[1:])
     keep = 0 if rotated is None else split.shape[1] - rotated

@@ -17,7 +17,7 @@ from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tie
 
 
 class DecoderTarget:
-    """A target on one rank. `forward` returns the post-norm hidden and the aux hidden states of chosen boundaries."""
+    """A target on one rank. `forward` returns the post-norm hidden and the aux hidden states at given boundaries."""
 
     def __init__(self, arch: TargetArch, checkpoint: Checkpoint, context: ModelContext) -> None:
         """Load this rank's part of every tensor of the checkpoint, strictly.
@@ -43,7 +43,7 @@ class DecoderTarget:
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        """The exchange calls of a forward and of the head, in order; the widths of rows and of this shard's logits."""
         return ("embed", *LAYER_OPS * self.arch.num_layers), ("head",), self.arch.hidden, self._head.columns
 
     def get_embed_and_head(self) -> tuple[Embedding, Head]:
@@ -91,7 +91,7 @@ def read_embed_and_head(folder: str, arch: TargetArch, context: ModelContext) ->
 
 
 def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
-    """The head; a checkpoint that holds one uses it, tied or not by its config."""
+    """The head: the checkpoint's own where it holds one, even if the config ties it to the embedding."""
     if arch.tied and not load.checkpoint.holds("lm_head.weight"):
         return tied_head(embed, arch.vocab_size)
     return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

@@ -32,7 +32,7 @@ class Draft(Protocol):
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
-        """Run the committed rows through the draft; carriers of the B requests for the next step.
+        """Run the committed rows through the draft; returns what the B requests carry to the next step.
 
         `features` are the target's hidden states `[T, Ht]` of all rows, `noise` `[B, V]` is keyed to the position
         after each request's bonus.
@@ -76,7 +76,7 @@ class EagleDraft:
         return grow(batch, carried, noise, shape, self._ranking, _Again(self._runner, batch, carried, shape))
 
     def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
-        """The tree of topk 1: every level has one row, which sees all before it. The fast twin of `grow`."""
+        """The tree of topk 1: every level has one row, which sees all before it. Equals `grow`, faster."""
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
         seen = hidden.new_zeros(1, 1, shape.num_steps)
         sampling = batch.sampling.narrow(0, batch.decodes)
@@ -101,14 +101,13 @@ class EagleDraft:
 
 
 class _Again:
-    """Levels of one runner: each runs on the recurrent hidden of the level before."""
+    """`Levels` by one runner: each starts from the recurrent hidden of the level before."""
 
     def __init__(self, runner: DraftRunner, batch: Batch, carried: EagleDraftInput, shape: TreeShape) -> None:
         self._runner, self._batch, self._ancestry = runner, batch, Ancestry(carried, shape)
         self._hidden = carried.hidden[:, None].expand(*carried.topk_index.shape, -1)
 
     def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
-        """See `Levels.run`."""
         bias = self._ancestry.descend(level, parent)[:, :, : level * tokens.shape[1]]
         hidden = after(self._hidden, parent)
         logits, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bias)

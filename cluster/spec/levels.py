@@ -1,4 +1,4 @@
-"""A tree grows level by level, whoever runs the levels: one runner again and again, or a list of them.
+"""Growing a tree level by level, whether one runner runs all levels or each level has its own.
 
 Legend: R requests, K topk, S depth, H width, Vd draft vocabulary.
 """
@@ -29,8 +29,9 @@ class Levels(Protocol):
 def grow(
     batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape, ranking: Ranking, levels: Levels
 ) -> DraftTree:
-    """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score, the end the
-    N - 1 best of all candidates.
+    """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
+
+    At the end, the root and the N - 1 best candidates of all levels make the tree.
     """
     grown = Growth(carried.topk_index, carried.topk_logprobs)
     sampling = batch.sampling.narrow(0, batch.decodes)
@@ -45,7 +46,7 @@ def grow(
 
 
 def at_level(noise: Tensor | None, level: int) -> Tensor | None:
-    """The noise `[R, 1, V]` of what is proposed after a level's rows."""
+    """The noise `[R, 1, V]` at the position of the tokens proposed after a level's rows."""
     return None if noise is None else noise[:, level : level + 1]
 
 
@@ -66,5 +67,5 @@ class Ancestry:
 
 
 def after(rows: Tensor, parent: Tensor | None) -> Tensor:
-    """`rows` `[R, K, ..]` of a level, picked by the rows that follow them."""
+    """For each row of a level its parent's entry of `rows` `[R, K, ..]`, those of the level before."""
     return rows if parent is None else rows.gather(1, parent[..., None].expand_as(rows))

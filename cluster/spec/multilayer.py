@@ -1,10 +1,10 @@
 """A draft of several layers, each a runner of its own: runner i makes level i (MTP; upstream: SGLang #22954).
 
-Rows are labelled so that every runner reads the same token at the same label. Runner i's row at label q takes the
-embedding of token q + 1 and what runner i - 1 gave at q - 1: its output where the format chains, else what it was
-given itself, so that in the end it is the target's hidden at q - i. That is how such layers are trained, shifted so
-that all share slots. What a runner gave is kept by slot beside its pool, so chunks, cached prefixes and retraction need
-nothing more. Labels below i do not exist for runner i; it does not look at them.
+A row's label is its position. All runners read the same token at the same label, so that they share slots: runner i's
+row at label q takes the embedding of token q + 1 and the hidden that runner i - 1 passed on at label q - 1: its output
+if the format is `chained`, else its own input, so in the end the target's hidden at q - i. Such layers are trained like
+this, without the shift. What a runner passes on is kept by slot beside its pool, so that chunks, cached prefixes and
+retraction need nothing more. Runner i has no rows at labels below i and masks them.
 
 Legend: R requests, K topk, S depth, H draft width, T rows.
 """
@@ -30,14 +30,14 @@ LABEL = torch.int64
 
 
 def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes that so many runners keep of one token beside their pools."""
+    """Bytes that `runners` runners keep of one token beside their pools."""
     return runners * hidden * dtype.itemsize + LABEL.itemsize if runners > 1 else 0
 
 
 class MultiLayerDraft:
     """Drafts with a list of runners: at level l runner l runs the rows of levels 1 to l, so its own KV has them.
 
-    Slots are shared with the target; pools, and what runners gave, are their own.
+    Slots are shared with the target; pools, and what runners pass on (`_gave`), are their own.
     """
 
     def __init__(self, draft_runner_list: list[DraftRunner], ranking: Ranking) -> None:
@@ -65,7 +65,7 @@ class MultiLayerDraft:
         self, batch: Batch, level: int, tokens: Tensor, source: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Runner `level` over the rows of all levels so far, `tokens` `[R, level K]` and their hidden `source`
-        `[R, level K, H]` -> logits of all rows' last level `[R, K, Vd]`, and what the runner gave `[R, level K, H]`.
+        `[R, level K, H]` -> logits of the last level `[R, K, Vd]`, and what the runner passes on `[R, level K, H]`.
         """
         (r, count), runner = tokens.shape, self._runners[level]
         k = count // level
@@ -81,7 +81,7 @@ class MultiLayerDraft:
         return logits.view(r, k, logits.shape[-1]), (recurrent if self._chained else rows).view(source.shape)
 
     def given_at_root(self, batch: Batch, level: int) -> Tensor:
-        """What the runner before `level` gave at each request's last committed token, `[R, H]`."""
+        """What runner `level` - 1 passed on at each request's last committed token, `[R, H]`."""
         return self._gave[level - 1].index_select(0, last_slots(batch))
 
     def extend(
@@ -104,7 +104,7 @@ class MultiLayerDraft:
         return carry(self._runners[0], self._ranking, batch.sampling, accepted, gave, noise)
 
     def _seen(self, plan: AttentionPlan, positions: Tensor, runner: int) -> AttentionPlan:
-        """The plan without labels below `runner`, for the rows that exist for it; the others are nobody's concern."""
+        """The plan with labels below `runner` masked for rows at or above it; the output of other rows is not used."""
         if runner == 0:
             return plan
         return AttentionPlan(plan.write, tuple(self._without(group, positions, runner) for group in plan.groups))
@@ -116,7 +116,7 @@ class MultiLayerDraft:
 
 
 class _OneEach:
-    """Levels of a list of runners: each runs the rows of all levels, on what the runner before gave one level up."""
+    """`Levels` by a runner each: it runs the rows of all levels so far, on what the one before passed on."""
 
     def __init__(self, draft: MultiLayerDraft, batch: Batch, carried: EagleDraftInput, shape: TreeShape) -> None:
         self._draft, self._batch, self._ancestry = draft, batch, Ancestry(carried, shape)
@@ -126,7 +126,6 @@ class _OneEach:
         self._gave: Tensor | None = None
 
     def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
-        """See `Levels.run`."""
         r, k = tokens.shape
         self._tokens.append(tokens)
         self._biases.append(self._ancestry.descend(level, parent))
@@ -151,7 +150,7 @@ def last_slots(batch: Batch) -> Tensor:
 
 
 def slots_before(plan: AttentionPlan, positions: Tensor) -> Tensor:
-    """The slot of the token before each row, `[T]`, of rows that lie in order per request; any slot at position 0."""
+    """The slot of the token before each row, `[T]`; rows are in order per request. At position 0 any slot."""
     parts = [plan.write[:0]]
     for group in plan.groups:
         write = plan.write[group.rows].view(group.requests, group.q_rows)

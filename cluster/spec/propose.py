@@ -26,12 +26,13 @@ class Ranking(Protocol):
 
 
 class CoupledRanking:
-    """Ranks as the target will choose (Gumbel coupling): at T > 0 with the *target's* noise, so that where draft and
-    target agree on the distribution they agree on the draw.
+    """Ranks with the *target's* noise at T > 0 (Gumbel coupling).
+
+    Where draft and target agree on the distribution, they then also agree on the draw.
     """
 
     def __init__(self, target_ids: Tensor, topk: int) -> None:
-        """`target_ids` `[Vd]` are the target's ids of the draft vocabulary."""
+        """`target_ids` `[Vd]` map the draft vocabulary to target ids."""
         self._target_ids, self._topk = target_ids, topk
 
     def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -51,8 +52,9 @@ def carry(
     gave: tuple[Tensor, Tensor],
     noise: Tensor | None,
 ) -> EagleDraftInput:
-    """Carriers for the next draft, of what the extend `gave` at each request's last row: `[B, H]` for the head, and
-    recurrent.
+    """What requests carry to the next draft, from the output `gave` of the extend at each request's last row.
+
+    `gave` is (input of the head, recurrent hidden), `[B, H]` each.
     """
     normed, recurrent = gave
     logits = runner.logits(normed)[:, None]

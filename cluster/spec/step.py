@@ -28,8 +28,8 @@ class StepOutput:
     """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
     prompts; `logprobs` `[R * (S + 1) + F, V]` of the target for those, when the batch asked; seconds by phase.
 
-    `scores` `[R, S + 1]` are those of `tokens`: not finite where the logits were not. `sound` `[c]` says of each prompt
-    row whether all was finite.
+    `scores` `[R, S + 1]` are those of `tokens`, not finite where the logits were not. `sound` `[c]` says whether a
+    prompt row's hidden and, after a finished prompt, the score of `first` are finite.
     """
 
     tokens: Tensor
@@ -47,7 +47,7 @@ class Step:
     def __init__(
         self, target: TargetRunner, draft: Draft, carried: EagleDraftInput, enter: Callable[[str], None]
     ) -> None:
-        """`carried` holds the carriers of every request row; `enter` hears of each phase that begins."""
+        """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
         self._target, self._draft, self.carried, self._enter = target, draft, carried, enter
         self._vocab = target.model.arch.vocab_size
 

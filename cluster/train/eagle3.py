@@ -1,8 +1,7 @@
 """The EAGLE-3 draft as a training module, named and saved as SpecForge does.
 
-Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps.
-A cell t is made of the target's aux hidden at t and the embedding of token t+1, sits at rotary
-position t and predicts token t+2. Not known here: where features and text come from.
+Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps. A cell t is made of the
+target's aux hidden at t and the embedding of token t+1, has rotary position t and predicts token t+2.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over rows `width` wide."""
+    """Grouped-query attention whose input is `width` wide."""
 
     def __init__(self, shape: DraftShape, width: int) -> None:
         super().__init__()
@@ -165,7 +164,7 @@ class Eagle3Draft(nn.Module):
         self.t2d[ascending] = True
 
     def unroll(self, aux_hidden: torch.Tensor, embeddings: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        """Training-time test: the logits [B, T, V] of every one of `steps` steps.
+        """Training-time test: the logits [B, T, V] of each of `steps` steps.
 
         aux_hidden [B, T, A] of positions 0..T-1; embeddings [B, T + steps - 1, H] of the tokens at
         positions 1..T+steps-1. Step i at cell t reads token t+1+i and predicts token t+2+i.

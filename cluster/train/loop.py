@@ -16,11 +16,10 @@ from cluster.train.optimizer import Optimizers, clock_factor
 
 
 class ThreadChoice:
-    """Threads of the next step on a machine that other work shares.
+    """Chooses the torch threads of each step, on a machine that other work shares: all of them, or one fewer.
 
-    A step is as slow as its slowest thread, so while a core is taken by something else one thread
-    can be faster than two. Every `explore`-th step tries the other count; the faster of the two
-    most recent times is used.
+    A step is as slow as its slowest thread, so while a core is taken by other work one thread can be faster than two.
+    Every `explore`-th step tries the other count; the count whose latest step was faster is used.
     """
 
     def __init__(self, threads: int, explore: int = 10) -> None:
@@ -31,7 +30,7 @@ class ThreadChoice:
         self._used = threads
 
     def set(self) -> None:
-        """Apply the choice to the tensor library."""
+        """Make the choice for the next step, and tell torch."""
         best = min(self._counts, key=lambda count: self._recent.get(count, 0.0))
         others = [count for count in self._counts if count != best]
         self._step += 1
@@ -61,10 +60,10 @@ def train_for(
     loss_at: Callable[[int], torch.Tensor],
     evaluate: Callable[[], str],
 ) -> tuple[int, float]:
-    """Descend `loss_at(step)` until the run's `minutes` or `steps` are spent, counting those before a resume.
+    """Minimise `loss_at(step)` until the run's `minutes` or `steps` are spent, counting those before a resume.
 
-    The learning rate follows what is spent. By the clock a slow machine takes fewer steps and still decays to the
-    end; by steps, runs on any machine are equal. Returns (steps, seconds); evaluation and saving do not count.
+    The learning rate follows the spent share. With `minutes`, a slow machine takes fewer steps, yet the rate decays to
+    the end; with `steps`, every machine does the same. Returns (steps, seconds); evaluation and saving do not count.
     """
     step, elapsed, budget, checkpoint = 0, 0.0, run.minutes * 60.0, run.checkpoint
     if checkpoint.exists():

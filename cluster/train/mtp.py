@@ -1,10 +1,9 @@
-"""MTP layers as a training module, saved as Step-3.5 does: a draft runner list, or one layer used again and again.
+"""MTP layers as a training module, saved as Step-3.5 does: a layer for each level, or one layer for all levels.
 
 Shapes: B rows, T cells, H hidden width, V vocabulary, S levels. Cell t of level i (from 0) joins the embedding of token
 t+1+i with the target's post-norm hidden at t (level 0) or what level i-1 gave at t before its final norm, and predicts
 token t+2+i. Embedding and head are the target's; the head goes into the checkpoint, because the format keeps one there.
-Sources: DeepSeek-V3's report 2.2; the format's table in `cluster/arch/draft/mtp.py`. Not known here: where text comes
-from.
+Sources: DeepSeek-V3's report 2.2; the format's table in `cluster/arch/draft/mtp.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from cluster.train.eagle3 import MLP, Attention, DraftShape, RMSNorm
 
 
 class Decoder(nn.Module):
-    """One decoder layer as the target has them."""
+    """One decoder layer, as those of the target."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ class Decoder(nn.Module):
 
 
 class SharedHead(nn.Module):
-    """What the format puts under this name, without the head itself."""
+    """The tensors that the format stores under `shared_head`, without the head itself."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class MtpLayer(nn.Module):
 
 @dataclass(frozen=True)
 class MtpShape:
-    """Which layers, and where they stand: after the target's own."""
+    """The layers' shape and number; their indices follow those of the target's own layers."""
 
     layer: DraftShape
     count: int
@@ -82,7 +81,7 @@ class MtpDraft(nn.Module):
     head: torch.Tensor
 
     def __init__(self, shape: MtpShape, target: LlamaForCausalLM) -> None:
-        """Begin near the target: its last layer and final norm, the hidden as input and a little of the embedding."""
+        """Initialise near the target: its last layer and final norm, and an input that is mostly the hidden."""
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(MtpLayer(shape.layer) for _ in range(shape.count))
@@ -100,8 +99,8 @@ class MtpDraft(nn.Module):
         """The logits [B, T, V] of every one of `levels` levels.
 
         hidden [B, T, H] of the target at positions 0..T-1; embeddings [B, T + levels - 1, H] of the tokens at positions
-        1..T+levels-1. A layer of a list has cells of its own; one layer used again sees those of level 0 and, of every
-        later level, the cell itself, as drafting leaves them.
+        1..T+levels-1. Each of several layers has cells of its own. A single layer sees the cells of level 0 and, of
+        every later level, the one at its own place: what is in its KV when it drafts.
         """
         length, again = hidden.shape[1], self.shape.count == 1
         cells: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -115,7 +114,7 @@ class MtpDraft(nn.Module):
 
 
 def save_mtp(draft: MtpDraft, directory: Path) -> None:
-    """Write config.json and model.safetensors in bf16; the format keeps norms as what they exceed 1 by."""
+    """Write config.json and model.safetensors in bf16; the format stores norm weights minus 1."""
     layer, first = draft.shape.layer, draft.shape.first_index
     directory.mkdir(parents=True, exist_ok=True)
     config = {

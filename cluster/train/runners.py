@@ -1,4 +1,4 @@
-"""Train MTP layers on text the target writes and on real text: a runner per level, or one layer for all levels.
+"""Train MTP layers on text the target writes and on real text: a layer for each level, or one for all levels.
 
 Both kinds read the same rows in the same order for the same number of steps, so they can be compared.
 """
@@ -44,7 +44,7 @@ class Text:
 
 @torch.no_grad()
 def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> Text:
-    """The target's samples with a third as many rows of real text, read by the target once and kept in `work`."""
+    """The target's samples with a third as many rows of real text, and its hidden there, cached in `work`."""
     cache = work / "mtp-text.pt"
     if cache.exists():
         return Text(**torch.load(cache, weights_only=True))

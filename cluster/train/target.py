@@ -30,7 +30,7 @@ class TargetRecipe:
     """Every fourth step reads windows this long, the others windows half as long, which cost less."""
     tokens_per_step: int = 4096
     repeat_steps: int = 380
-    """Up to this step a quarter of the rows repeat themselves."""
+    """Up to this step a quarter of the rows are `with_repeats`."""
     matrix_lr: float = 0.02
     other_lr: float = 0.004
     seed: int = 0

@@ -1,7 +1,7 @@
 """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same weights, only the tree differs.
 
 x = fc([embed | target's post-norm hidden]), one Llama layer without a norm before its attention, no final norm, the
-target's embedding and head. A config without `bias` means that fc has one. FR-Spec: a `d2t` picks rows of the head.
+target's embedding and head. A config without `bias` means that fc has one. FR-Spec: `d2t` picks rows of that head.
 """
 
 from cluster.arch.draft.facts import Facts
@@ -16,7 +16,7 @@ def read_eagle1(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     """The EAGLE-1/2 draft of this config and these shapes.
 
     Raises:
-        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
     """
     keys = Keys(merged(outer.section("model").data, outer.data), folder)
     same_target(folder, keys, target)

@@ -25,7 +25,7 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     """The EAGLE-3 draft of this config and these shapes.
 
     Raises:
-        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
     """
     speculators = outer.data.get("speculators_model_type") is not None
     nested = outer.section("transformer_layer_config")
@@ -81,10 +81,10 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
 
 
 def later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
-    """A layer after the first, in the meaning that shape and presence tell.
+    """A layer after the first; its kind follows from the shape of its q_proj and from the tensors present.
 
-    Its q_proj reads 2 H: it takes the embedding again (DeepSpec). It reads H and has a `hidden_norm`: that is its
-    norm before attention (SGLang). Else it is an ordinary layer (ModelOpt, speculators, vLLM).
+    If q_proj reads 2 H, the layer takes the embedding again (DeepSpec). If it reads H and there is a `hidden_norm`,
+    that is the norm before attention (SGLang). Otherwise it is an ordinary layer (ModelOpt, speculators, vLLM).
     """
     name = "q_proj" if geometry.latent is None else "q_a_proj"
     query = shapes.get(f"{prefix}.self_attn.{name}.weight", ())

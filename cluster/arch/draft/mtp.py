@@ -1,8 +1,8 @@
 """MTP layers that ship inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, Qwen3-Next.
 
 x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), one full decoder layer, a norm, a head. Sources: the report
-of DeepSeek-V3 (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Layers beyond one are a draft runner list (SGLang
-#22954).
+of DeepSeek-V3 (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Several layers make a draft runner list
+(SGLang #22954).
 """
 
 import re
@@ -23,9 +23,10 @@ from cluster.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one producer spells an MTP layer. `prefix` holds {index}, the layer's number; `inner` its decoder layer.
+    """How one producer names an MTP layer's tensors, and its conventions, which `DraftSpec` explains.
 
-    `names` are the producer's for parts of the decoder layer.
+    `prefix` precedes all names and `inner` those of the decoder layer, {index} being the layer's number; `joined` is
+    the fc, `names` are the producer's for parts of the decoder layer.
     """
 
     dialect: str
@@ -91,7 +92,7 @@ QWEN = Format(
 
 
 def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
-    """The producer's spelling, and the numbers of the MTP layers."""
+    """The producer's format, and the numbers of the MTP layers."""
     mimo = {int(m[1]) for n in shapes if (m := re.match(r"mtp_layers\.(\d+)\.", n))}
     if mimo:
         return MIMO, sorted(mimo)
@@ -105,17 +106,17 @@ def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
 
 
 def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
-    """The MTP draft of this config and these shapes; what belongs to the target in the same checkpoint is left to it.
+    """The MTP draft of this config and these shapes; the target's tensors in the same checkpoint are ignored.
 
     Raises:
-        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
     """
     same_target(folder, keys, target)
     form, numbers = format_of(shapes)
     if form is QWEN and numbers != [0]:
-        raise ConfigError(f"draft {folder!r}: 'mtp.layers' are {numbers}; one layer, 0, behind 'mtp.fc' is served")
+        raise ConfigError(f"draft {folder!r}: 'mtp.layers' are {numbers}, but only one layer, 0, is served")
     if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        raise ConfigError(f"draft {folder!r}: its MTP layers are {numbers}, which must follow each other")
+        raise ConfigError(f"draft {folder!r}: its MTP layers are {numbers}, which must be consecutive")
     given = keys.data.get("num_nextn_predict_layers")
     if given is not None and given != len(numbers):
         raise ConfigError(f"draft {folder!r}: num_nextn_predict_layers is {given} but it holds MTP layers {numbers}")
@@ -163,7 +164,7 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
 
 
 def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str) -> LayerGeometry:
-    """The decoder layer's sizes: latent attention is DeepSeek's, grouped heads beside NextN experts are GLM's."""
+    """The decoder layer: latent attention is read as DeepSeek's, grouped heads with NextN experts as GLM's."""
     dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if form is QWEN:
         given = {**NEXT_DEFAULTS, **{key: value for key, value in keys.data.items() if value is not None}}
@@ -180,7 +181,7 @@ def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str
 
 
 def _others(form: Format, numbers: list[int]) -> tuple[str, ...]:
-    """Patterns of what belongs to the target, or to another runner."""
+    """Patterns of the target's tensors in the same checkpoint."""
     of_target = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\."]
     listed = "|".join(str(n) for n in numbers)
     if form.prefix.startswith("layers."):

@@ -1,4 +1,4 @@
-"""Sizes of a draft's layers and vocabulary, read from shapes and config together and held against each other."""
+"""Sizes of a draft's layers and vocabulary, read from shapes and config, which must agree."""
 
 import re
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from cluster.config import ConfigError
 
 
 def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
-    """How many `layers.i` there are, which the config must confirm.
+    """How many layers the config says that there are, 1 by default; the tensors must not hold more.
 
     Raises:
-        ConfigError: naming both numbers.
+        ConfigError: a tensor belongs to a later layer; the message names it.
     """
     numbers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
     count = keys.integer("num_hidden_layers", 1)
@@ -30,12 +30,12 @@ def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
 def draft_geometry(
     folder: str, keys: Keys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
 ) -> LayerGeometry:
-    """One layer's sizes: heads from the config, head_dim from `q_proj` where the config has none, biases by presence.
+    """One layer's sizes: heads from the config, head_dim from `q_proj` where the config has none, biases from tensors.
 
-    `partial`: the format may rotate a part of each head.
+    `partial`: the format may rotate only a part of each head.
 
     Raises:
-        ConfigError: a bias that the config denies.
+        ConfigError: config and tensors disagree on a bias.
     """
     if is_latent(shapes, prefix):
         return latent_geometry(keys)
@@ -57,7 +57,7 @@ def draft_geometry(
 
 
 def is_latent(shapes: Shapes, prefix: str) -> bool:
-    """Whether the layer's attention is latent, by any of its tensors."""
+    """Whether the layer holds any tensor that only latent attention has."""
     return any(
         f"{prefix}.self_attn.{part}.weight" in shapes for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
     )
@@ -70,9 +70,9 @@ def latent_geometry(keys: Keys, dense: bool = True) -> LayerGeometry:
 
 
 def windows_of(keys: Keys, geometry: LayerGeometry, count: int) -> tuple[LayerGeometry, ...]:
-    """Every layer's geometry: `layer_types` says which look through `sliding_window`; without it, all that do or none.
+    """Every layer's geometry: `layer_types` says which have the `sliding_window`; without that list, all or none do.
 
-    Qwen's configs carry a `sliding_window` that `use_sliding_window` false switches off.
+    Qwen's configs carry a `sliding_window` that applies only with `use_sliding_window` true.
     """
     if keys.data.get("sliding_window") is None:
         return (geometry,) * count
@@ -82,7 +82,7 @@ def windows_of(keys: Keys, geometry: LayerGeometry, count: int) -> tuple[LayerGe
 
 
 def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: str) -> LayerGeometry:
-    """The layer with its rotary pairs as the checkpoint has them; latent attention always has neighbours."""
+    """The layer with its checkpoint's rotary layout; that of latent attention is always neighbouring pairs."""
     if geometry.latent is not None:
         return geometry
     layout = facts.choose("rope_layout", convention, source)
@@ -114,7 +114,7 @@ def vocabulary_of(
     `mapped`: a `d2t` may pick rows of the target's head; else a draft with a `d2t` has a head of its own.
 
     Raises:
-        ConfigError: sizes disagree, or there is nothing that could be shared.
+        ConfigError: sizes disagree, or the target's embedding or head, which the draft needs, does not fit.
     """
     own_embed, own_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     size = keys.integer("draft_vocab_size", target.vocab_size)
@@ -147,7 +147,7 @@ def same_target(folder: str, keys: Keys, target: TargetArch) -> None:
     """Refuse a draft that was made for a target of other widths.
 
     Raises:
-        ConfigError: naming both numbers.
+        ConfigError: the widths differ; the message gives both.
     """
     given = keys.integer("target_hidden_size", target.hidden)
     if given != target.hidden:
@@ -162,5 +162,5 @@ def same_target(folder: str, keys: Keys, target: TargetArch) -> None:
 
 
 def merged(nested: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested geometry with what only the outer config says."""
+    """The nested config, completed with keys that only the outer one has."""
     return {**outer, **{key: value for key, value in nested.items() if value is not None}}

@@ -1,4 +1,4 @@
-"""Gemma-3, its text: norms of 1 + weight around both blocks, local and global layers with a rope each."""
+"""Gemma-3's language model: norms of 1 + weight before and after both blocks; local and global layers."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def gemma3(keys: Keys) -> TargetArch:
 
 
 def _local_rope(keys: Keys) -> Rope:
-    """The rope of local layers: listed by type, or `rope_local_base_freq` without scaling."""
+    """The rope of local layers: as `rope_parameters` lists it, else `rope_local_base_freq` without scaling."""
     if "sliding_attention" in keys.section("rope_parameters").data:
         return rope_of(keys, 10000.0, "sliding_attention")
     return Rope(keys.number("rope_local_base_freq", 10000.0))

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, every other layer windowed, YaRN, biases, and experts in one tensor, bf16 or MXFP4."""
+"""gpt-oss: attention sinks, sliding windows in every other layer, YaRN, biases, stacked experts in bf16 or MXFP4."""
 
 from dataclasses import replace
 

@@ -35,7 +35,7 @@ END_OF_TEXT = 2
 
 
 def mistral_native(params: Keys) -> TargetArch:
-    """A dense Mistral. What params.json does not say: end of text is token 2, 128,000 positions.
+    """A dense Mistral; params.json never names the end token, which is 2, and 128,000 positions are its default.
 
     Raises:
         ConfigError: it holds experts, latent attention, position-dependent scales or a vision tower.

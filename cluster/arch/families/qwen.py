@@ -41,7 +41,7 @@ def qwen3_moe(keys: Keys) -> TargetArch:
 
 
 NEXT_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
-"""What Qwen3-Next's configs mean where they say nothing."""
+"""Qwen3-Next's defaults of keys that a config leaves out."""
 NEXT_NAMES = (
     (r"\.mlp\.router\.", ".mlp.gate."),
     (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
@@ -50,10 +50,10 @@ NEXT_NAMES = (
 
 
 def qwen3_next_experts(keys: Keys) -> Moe:
-    """Qwen3-Next's experts: softmax over all, and one that every token takes behind a gate of its own."""
+    """Qwen3-Next's experts: softmax over all, and one with a gate of its own that every token takes."""
     experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
     if active > experts:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: num_experts_per_tok {active} of {experts} experts")
+        raise ConfigError(f"{keys.file} of {keys.where!r}: num_experts_per_tok {active} exceeds the {experts} experts")
     return Moe(
         experts=experts,
         active=active,
@@ -65,7 +65,7 @@ def qwen3_next_experts(keys: Keys) -> Moe:
 
 
 def _windows(keys: Keys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
-    """With `use_sliding_window`, layers from `max_window_layers` on look through the window."""
+    """With `use_sliding_window`, layers from `max_window_layers` on have the sliding window."""
     count, window = keys.integer("num_hidden_layers"), None
     if keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None:
         window = keys.integer("sliding_window", 4096)

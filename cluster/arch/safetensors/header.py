@@ -26,7 +26,7 @@ SIZES = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of a number of each dtype that is read."""
+"""Bytes per element of every dtype that is read."""
 
 
 class Stored(NamedTuple):
@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def parse_header(raw: bytes, size: int, path: Path) -> dict[str, Stored]:
-    """The tensors that the JSON `raw` lists for a file of `size` bytes, each of its data owned by exactly one.
+    """The tensors that the JSON `raw` lists for a file of `size` bytes; they must cover its data exactly.
 
     Raises:
         ConfigError: as `read_header`.
@@ -67,12 +67,12 @@ def parse_header(raw: bytes, size: int, path: Path) -> dict[str, Stored]:
     try:
         pairs = json.loads(raw.decode("utf-8"), object_pairs_hook=_pairs)
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"its header is no JSON: {error}") from None
+        raise _broken(path, f"its header is not JSON: {error}") from None
     if not isinstance(pairs, dict):
-        raise _broken(path, "its header is no JSON object")
+        raise _broken(path, "its header is not a JSON object")
     metadata = pairs.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
-        raise _broken(path, "its __metadata__ must map names to texts")
+        raise _broken(path, "its __metadata__ must map names to strings")
     base = 8 + len(raw)
     found = {name: _entry(name, entry, base, path) for name, entry in pairs.items()}
     at, before = base, "the header"
@@ -88,7 +88,7 @@ def parse_header(raw: bytes, size: int, path: Path) -> dict[str, Stored]:
 
 
 def _entry(name: str, entry: Any, base: int, path: Path) -> Stored:
-    """One entry, its size equal to what dtype and shape make it."""
+    """One tensor's entry, whose number of bytes must follow from its dtype and shape."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _broken(path, f"tensor {name!r} must have dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -96,9 +96,9 @@ def _entry(name: str, entry: Any, base: int, path: Path) -> Stored:
         raise _broken(path, f"tensor {name!r} has dtype {dtype!r}; known: {', '.join(SIZES)}")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
-            raise _broken(path, f"tensor {name!r} has {what} {str(numbers)[:80]}, which must list sizes")
+            raise _broken(path, f"tensor {name!r} has {what} {str(numbers)[:80]}, which must list whole numbers")
     if len(shape) > 8 or len(offsets) != 2:
-        raise _broken(path, f"tensor {name!r} has {len(shape)} dimensions and {len(offsets)} offsets")
+        raise _broken(path, f"tensor {name!r} has {len(shape)} dimensions (at most 8) and {len(offsets)} offsets (2)")
     count = prod(shape) * SIZES[dtype]
     if offsets[1] - offsets[0] != count:
         raise _broken(
@@ -109,7 +109,7 @@ def _entry(name: str, entry: Any, base: int, path: Path) -> Stored:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names are all different."""
+    """A JSON object; a name that appears twice is an error."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

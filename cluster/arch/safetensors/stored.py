@@ -19,19 +19,19 @@ RENAMES = (
 
 
 def normal_name(name: str) -> str:
-    """A name without dialect: no `model.` prefix, `midlayer` as `layers.0`, legacy aux norms as `fc_norm.i`."""
+    """A name without its producer's dialect: no `model.`, `midlayer` as `layers.0`, legacy aux norms as `fc_norm.i`."""
     for pattern, replacement in RENAMES:
         name = pattern.sub(replacement, name)
     return name
 
 
 def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
-    """The files of a folder's weights, and by normalised name where its index, if there is one, says each tensor is.
+    """A folder's weight files, and for each normalised tensor name the file that its index, if it has one, gives.
 
     `model.safetensors` or `consolidated.safetensors`, or the files that the weight index of one of them lists.
 
     Raises:
-        ConfigError: the folder is missing, or its index is none.
+        ConfigError: the folder is missing, or its index is malformed.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -51,11 +51,11 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         places = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{index.name} in {folder!r} is no weight index; write it again") from None
+        raise ConfigError(f"{index.name} in {folder!r} is not a weight index; write it again") from None
     names = sorted(set(places.values()))
     for name in names:
         if Path(name).name != name:
-            raise ConfigError(f"{index.name} in {folder!r} names {name!r} outside the folder")
+            raise ConfigError(f"{index.name} in {folder!r} names {name!r}, which is outside the folder")
     promised = {normal_name(tensor): index.parent / file for tensor, file in places.items()}
     return [index.parent / name for name in names], promised
 
@@ -64,7 +64,7 @@ def stored_tensors(folder: str) -> dict[str, tuple[Path, str, Stored]]:
     """Every tensor of a folder under its normalised name: its file, the name it has there, and where it lies.
 
     Raises:
-        ConfigError: a file is missing, its header is none, or two tensors have the same name.
+        ConfigError: a file is missing, its header is malformed, or two tensors have the same name.
     """
     found: dict[str, tuple[Path, str, Stored]] = {}
     for path in weight_files(folder)[0]:

@@ -1,4 +1,4 @@
-"""Every tensor of a target by name and shape, and a checkpoint's headers held against the list; nothing is loaded."""
+"""Every tensor that a target needs, and a check of a checkpoint's headers against that list; nothing is loaded."""
 
 import re
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from cluster.config import ConfigError
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
 IGNORED = r"rotary_emb\.inv_freq$"
-# What may stand beside a quantised tensor, put after its name or in place of its `.weight`.
+# Suffixes of the scales of a quantised tensor; they follow its name or replace its `.weight`.
 COMPANIONS = re.compile(r"(\.weight)?(_scale_inv|_scale|\.(input|activation)_scale|\.qscale_(act|weight))$")
 PACKED = ("_blocks", "_scales")
 
 
 def target_tensors(arch: TargetArch) -> Named:
-    """(name, shape) of every tensor that the target needs, under the names that layers ask for."""
+    """(name, shape) of every tensor that the target needs; names as the layers request them, not as stored."""
     yield "embed_tokens.weight", (arch.vocab_size, arch.hidden)
     for index, layer in enumerate(arch.layers):
         yield from layer_tensors(f"layers.{index}", layer)
@@ -93,7 +93,7 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> Named:
 
 
 def check_tensors(folder: str, arch: TargetArch) -> None:
-    """Hold the headers in `folder` against what `arch` needs. Scales and packings are looked at when they are read.
+    """Check the headers in `folder` against what `arch` needs; scales and packed tensors only when they are read.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape; the message names tensor and file.
@@ -114,7 +114,7 @@ def check_tensors(folder: str, arch: TargetArch) -> None:
         path, raw, stored = held[name]
         if stored.shape != shape:
             raise ConfigError(
-                f"tensor {raw!r} in {str(path)!r} is {list(stored.shape)} but the config makes it {list(shape)}"
+                f"tensor {raw!r} in {str(path)!r} is {list(stored.shape)} but the config requires {list(shape)}"
             )
         known.add(name)
     ignored = [re.compile(pattern) for pattern in (IGNORED, *arch.ignored)]

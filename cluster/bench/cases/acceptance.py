@@ -1,7 +1,7 @@
 """`aerie bench acceptance`: how many of its draft's tokens the target accepts, on text neither was trained on.
 
-Accept length at T=0 and T=0.8; and at T=1, depth by depth, what coupling the draft's ranking with the target's noise
-gains, beside the most that any way of drawing from these two distributions could accept, sum(min(p, q)).
+Accept length at T=0 and T=0.8. At T=1, acceptance by depth of a chain: when the draft ranks with the target's Gumbel
+noise, when it ranks by probability alone, and sum(min(p, q)), the most that any coupling of the two could accept.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ QUICK = Size(prompts=8, new_tokens=32)
 
 
 def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Everything, JSON-ready."""
+    """Measure everything; JSON-ready."""
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     lengths, identical = _accept_lengths(pair, size, prompts, say)
     say("acceptance: by depth at T=1")
@@ -86,7 +86,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def by_depth(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
-    """A chain at T=1, ranked with the target's noise and by the draft's probability alone, and the bound."""
+    """Acceptance of a chain at T=1, ranked with the target's noise and by probability alone, and the bound."""
     coupled, reached, ids = _watch(pair, prompts, new_tokens, alone=False)
     likeliest, reached_alone, _ = _watch(pair, prompts, new_tokens, alone=True)
     texts = [[*prompt, *made] for prompt, made in zip(prompts, coupled.tokens, strict=True)]
@@ -120,7 +120,7 @@ def by_depth(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> d
 def bounds_of(
     reached: Sequence[Reached], texts: Sequence[Sequence[int]], target: Transformers, ids: Tensor
 ) -> list[float]:
-    """Sum(min(p, q)) of every context reached; a request's seed is the number of its text.
+    """Sum(min(p, q)) of every reached context; a request's seed is the index of its text.
 
     q is zero outside the draft's vocabulary `ids`, so only p at those ids counts.
     """
@@ -131,7 +131,7 @@ def bounds_of(
 def _watch(
     pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, alone: bool
 ) -> tuple[Run, list[Reached], Tensor]:
-    """One watched run at T=1, the depths it reached within the texts, and the draft's vocabulary."""
+    """A run at T=1 with a recording draft, the depths it reached within the texts, and the draft's vocabulary."""
     engine, draft = watched_engine(pair.config(CHAIN, len(prompts)), alone)
     run = run_together(engine, prompts, [params_of(new_tokens, 1.0, seed) for seed in range(len(prompts))])
     ends = [len(prompt) + new_tokens for prompt in prompts]
@@ -141,7 +141,7 @@ def _watch(
 def _accept_lengths(
     pair: Pair, size: Size, prompts: Sequence[Sequence[int]], say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Every setting at every temperature, and whether all gave the tokens of plain decoding."""
+    """Accept lengths by setting and temperature, and whether all outputs equal those of plain decoding."""
     figures, same = [], True
     engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *GOALS)}
     for temperature in (0.0, 0.8):

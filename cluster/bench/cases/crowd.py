@@ -1,7 +1,7 @@
-"""`aerie bench crowd`: a rank is killed while streams are open and a queue waits behind them; how soon are all back?
+"""`aerie bench crowd`: a rank is killed while streams are open and a queue waits behind them; how soon do all go on?
 
-Its own `aerie serve` on loopback, at float64: whatever was killed, every request ends with the tokens of an
-undisturbed run (law 1), and whoever waited is given to the gang again as soon as it serves.
+It starts its own `aerie serve` on loopback, at float64. Whatever was killed, every request must end with the tokens of
+an undisturbed run (law 1), and every open request must be submitted to the new gang as soon as that serves.
 """
 
 import threading
@@ -23,7 +23,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Requests that decode (all ranks together), requests behind them, their tokens, and how often a rank dies."""
+    """Requests that decode (on all ranks together), requests that queue, tokens of each, and how often a rank dies."""
 
     streams: int = 16
     queued: int = 100
@@ -36,8 +36,8 @@ QUICK = Size(streams=4, queued=12, max_tokens=24, kills=1)
 
 @dataclass(slots=True)
 class Round:
-    """One kill. `open` requests at that moment; `resumed` of them were given to the gang again, the last of them
-    `resumed_s` after /health first said 200 again, which it did `healthy_s` after the kill.
+    """One kill. Of the requests `open` at that moment, `resumed` were submitted to the new gang, the last of them
+    `resumed_s` after /health was 200 again, and that was `healthy_s` after the kill. `cut` requests failed.
     """
 
     killed: str
@@ -50,12 +50,12 @@ class Round:
 
     @property
     def failed(self) -> bool:
-        """Whether anybody was forgotten, cut, or got other tokens, or the server was never seen to come back."""
+        """Whether a request was not resumed, failed or got other tokens, or the server was not seen healthy again."""
         return bool(self.cut or self.different or self.resumed < self.open or self.healthy_s is None)
 
 
 def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
-    """Kill a rank under the crowd, `size.kills` times; see `Round`."""
+    """Kill a rank under this load, `size.kills` times; see `Round`."""
     prompts = prompts_of(size.streams + size.queued)
     rounds: list[Round] = []
     with ServerProcess([*GANG, f"max_running_requests={size.streams // 2}", "max_queue_wait_s=600"]) as server:
@@ -98,7 +98,7 @@ class Counter:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def look(self, streams: list[Stream]) -> None:
-        """Called again and again while the streams run."""
+        """Called repeatedly while the streams run."""
         if self._began or sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) < self._enough:
             return
         self.open = sum(s.ended is None for s in streams)
@@ -108,10 +108,10 @@ class Counter:
         self._thread.start()
 
     def settle(self) -> tuple[float | None, float | None, int]:
-        """When /health said 200 again, how long after that the last stream was resumed, and how many were."""
+        """Seconds until /health was 200 again, from then until the last stream was resumed, and how many were."""
         _, healthy = self._pulse.settle(expect_loss=True)
         self._over.set()
-        if self._thread.ident is None:  # nobody was killed
+        if self._thread.ident is None:  # nothing was killed
             return None, None, 0
         self._thread.join()
         most = max((count for _, count in self._times), default=0.0)
@@ -120,8 +120,8 @@ class Counter:
 
     def _watch(self) -> None:
         while True:
-            over = self._over.is_set()  # one look more after the end
-            with suppress(OSError):  # the page may fail while the gang is down
+            over = self._over.is_set()  # read once more after the end
+            with suppress(OSError):  # /metrics may fail while the gang is down
                 self._times.append((time.monotonic() - self._began, resumed_streams(self._port) - self._before))
             if over:
                 return

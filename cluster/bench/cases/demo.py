@@ -1,7 +1,7 @@
-"""`aerie demo`: serve the demo pair, stream eight prompts at once, and show what speculation gave.
+"""`aerie demo`: serve the demo pair, stream eight prompts at once, and show what speculation gained.
 
-The same path as for any user: `aerie serve`, HTTP, streams of events. It runs twice, with and without speculation, and
-compares tokens and speed. Rounds repeat, and medians are shown.
+It takes the path of any user: `aerie serve`, HTTP, server-sent events. The server runs twice, with and without
+speculation; tokens are compared, and speeds as medians over several rounds.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Side:
-    """What one server gave: every round of all prompts at once, and of the first prompt alone; and by which ranks."""
+    """What one server gave: the rounds of all prompts at once, those of the first prompt alone, and counts by rank."""
 
     startup_s: float = 0.0
     together: list[list[Stream]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Side:
 
     @property
     def failed(self) -> int:
-        """Streams that ended otherwise than with all their tokens."""
+        """How many streams did not end with all their tokens."""
         return sum(stream.error is not None for stream in self.streams)
 
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve, stream, compare, report. 0 when nothing failed and both sides gave the same tokens, else 1.
 
     Raises:
-        ConfigError: no config is given, and this installation has not the demo's.
+        ConfigError: no config is given, and the demo's is not in this installation.
         ServerError: the server did not start.
     """
     signal.signal(signal.SIGTERM, _interrupted)
@@ -160,7 +160,7 @@ def prompt_table(spec: Side, plain: Side) -> str:
 
 
 def summary_table(result: dict[str, Any]) -> str:
-    """Both sides next to each other."""
+    """The figures of both sides in columns."""
     rows = [
         (name, result[key], result[f"{key}_plain"], last)
         for name, key, last in (

@@ -1,7 +1,7 @@
 """`aerie bench faults`: processes of a server die, freeze or slow down while streams are open; what do clients see?
 
 It starts its own `aerie serve` on loopback, hurts nothing else, and stops by itself. At float64 the tokens of every
-stream must be those of an undisturbed run (law 1), whatever was killed meanwhile.
+stream must be those of an undisturbed run, since they depend on prompt, settings and seed alone (law 1).
 """
 
 import json
@@ -21,7 +21,7 @@ from cluster.bench.server import ServerProcess
 from cluster.bench.streams import HOST, Prompt, Stream, run_together, served_model
 
 GANG = ("dtype=float64", "tp_size=2", "attn_dp_size=2")
-OPEN_TOKENS = 6  # every stream has this many before anything is done to it
+OPEN_TOKENS = 6  # every stream has this many before the fault
 WAIT_S = 120.0
 POLL_S = 0.02
 SLOW_S = 12.0
@@ -31,7 +31,7 @@ REPLICA, ENGINE = "ServeReplica:", "-engine"  # what Ray calls the process of an
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many streams of how many tokens, and which rounds: (ingress, what is done to whom)."""
+    """How many streams of how many tokens, and the rounds: (ingress, faults, each a verb and its victim)."""
 
     streams: int = 16
     max_tokens: int = 192
@@ -48,7 +48,7 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class Round:
-    """One thing done to a server with open streams. Seconds count from the moment it was done."""
+    """One fault in a server with open streams. Seconds of health count from that moment; `named` is what was blamed."""
 
     ingress: str
     what: str
@@ -64,7 +64,7 @@ class Round:
 
     @property
     def failed(self) -> bool:
-        """Whether a client saw anything but a pause."""
+        """Whether a client saw more than a pause, or pages stayed in use."""
         return bool(self.cut or self.different or self.pages_used)
 
 
@@ -92,7 +92,7 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every round streams, and what the streams were when nothing was done to them."""
+    """What every round streams, and the same streams without a fault (`wanted`)."""
 
     model: str
     prompts: Sequence[Prompt]
@@ -104,7 +104,7 @@ def undisturbed(server: ServerProcess, size: Size) -> Work:
     """Stream everything once.
 
     Raises:
-        RuntimeError: a stream failed though nothing was done to it.
+        RuntimeError: a stream failed without a fault.
     """
     model, prompts = served_model(server.port), prompts_of(size.streams)
     wanted = run_together(server.port, model, prompts, size.max_tokens)
@@ -120,7 +120,7 @@ def prompts_of(count: int) -> list[Prompt]:
 
 
 def one_round(server: ServerProcess, work: Work, ingress: str, what: str) -> Round:
-    """Open the streams, do `what` once all of them have tokens, wait for their ends, and compare."""
+    """Open the streams, cause the fault `what` once all of them have tokens, wait for their ends, and compare."""
     result = Round(ingress, what)
     before = server_info(server.port)
     verb, _, whom = what.partition(" ")
@@ -157,7 +157,7 @@ def one_round(server: ServerProcess, work: Work, ingress: str, what: str) -> Rou
 
 
 def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
-    """The number of the process that is to be hurt."""
+    """The pid of the process to hurt, a rank of `info` or the replica."""
     if whom == "replica":
         (engine,) = [p.pid for p in server.processes() if REPLICA in p.name and ENGINE in p.name]
         return engine
@@ -188,7 +188,7 @@ def slow_down(pid: int, seconds: float) -> None:
 
 
 class Pulse:
-    """Asks /health again and again from `begin` on, in a thread: when it first said 503, and when 200 again."""
+    """Polls /health from `begin` on, in a thread, and notes when it first failed and when it was 200 again."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -199,12 +199,12 @@ class Pulse:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def begin(self) -> None:
-        """Start the clock."""
+        """Start the clock and the polling."""
         self._began = time.monotonic()
         self._thread.start()
 
     def settle(self, expect_loss: bool) -> tuple[float | None, float | None]:
-        """Wait until the server is well again, and return both times; without a loss, what was seen so far."""
+        """Both times, in seconds since `begin`; if a loss is expected, waits until the server is healthy again."""
         if not self._thread.ident:
             return None, None
         if expect_loss:
@@ -225,7 +225,7 @@ class Pulse:
 
 
 def is_healthy(port: int) -> bool:
-    """Whether /health says 200."""
+    """Whether /health answers 200."""
     try:
         with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=10) as answer:
             return bool(answer.status == 200)
@@ -234,14 +234,14 @@ def is_healthy(port: int) -> bool:
 
 
 def server_info(port: int) -> dict[str, Any]:
-    """What /server_info says."""
+    """The answer of /server_info."""
     with urllib.request.urlopen(f"http://{HOST}:{port}/server_info", timeout=30) as answer:
         info: dict[str, Any] = json.load(answer)
         return info
 
 
 def idle_info(port: int) -> dict[str, Any]:
-    """The same once every rank reports and holds no page for anybody, or after a while as it is."""
+    """The same, once every rank reports and none runs a request or uses pages; after 20 s, as it is."""
     until = time.monotonic() + 20.0
     while True:
         info = server_info(port)
@@ -252,7 +252,7 @@ def idle_info(port: int) -> dict[str, Any]:
 
 
 def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
-    """The rank whose own time per step, collectives not counted, is the longest, and the factor over the others'."""
+    """The rank with the longest own time per step (collectives excluded), and its factor over the fastest rank's."""
     earlier = {rank["rank"]: rank for rank in before}
     own = {
         r["rank"]: (r["own_seconds"] - earlier[r["rank"]]["own_seconds"])

@@ -1,6 +1,6 @@
-"""`aerie bench levels`: how far the target follows a draft of three levels, of any kind.
+"""`aerie bench levels`: accept length and acceptance by depth of any draft, three levels deep.
 
-Three trained MTP layers can be held against one layer used three times: run it for both folders.
+To compare three trained MTP layers with one layer used three times, run it on both folders.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""`aerie bench lockstep`: what it costs ranks to step together, and how long one holds up another.
+"""`aerie bench lockstep`: what lockstep costs data-parallel ranks, and how much one rank slows the others down.
 
-Two ranks as processes over gloo on loopback, one torch thread each, no Ray. Every comparison is a life of a gang; the
-lives take turns in every repeat, every other time in opposite order. Figures are medians over the repeats, ratios are
-taken within one.
+Two ranks as processes over gloo on loopback, one torch thread each, no Ray. Every case is a run of its own gang; the
+cases take turns in every repeat, in reverse order every other time. Figures are medians over the repeats; a ratio is
+taken within a repeat.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ ALONE, ALL_ALONE, IDLE, BUSY, REPLICATED, UNEVEN, UNEVEN_PADDED = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One life of a gang in numbers; times are medians over the steps in which only trees were verified."""
+    """The figures of one gang; times are medians over steps without prefill in which rank 0 decodes all it has."""
 
     step_ms: float
     draft_ms: float
@@ -58,7 +58,7 @@ def measure(pair: Pair, size: Size, say: Callable[[str], None] = print) -> dict[
 
 
 def figures(lives: Sequence[Life]) -> Figures:
-    """The numbers of a life, from what its ranks saw; rank 0 has requests in all of them."""
+    """The figures of a gang from the records of its ranks; rank 0 has requests in every case."""
     steps = list(zip(*(life.steps for life in lives), strict=True))
     most = max(step[0].decodes for step in steps)
     steady = [step for step in steps if step[0].decodes == most and not any(s.prompt_rows for s in step)]
@@ -68,7 +68,7 @@ def figures(lives: Sequence[Life]) -> Figures:
     return Figures(
         step_ms=1000 * median([step[0].seconds for step in steady]),
         draft_ms=1000 * median([step[0].phases["draft"] for step in steady]),
-        # The rank that comes last waits for nobody: what is left is the agreement itself.
+        # The rank that arrives last waits for no other: its time is that of the agreement itself.
         agree_share=median([ratio(min(s.phases["agree"] for s in step), step[0].seconds) for step in steady]),
         tokens_per_s=sum(len(t) for life in lives for t in life.tokens.values()) / (ended - began),
         padded_share=ratio(padded, padded + target),
@@ -163,7 +163,7 @@ def _uneven(result: dict[str, Any]) -> str:
 
 
 def _cases(pair: Pair, size: Size) -> dict[str, Case]:
-    """Every gang but the stalling ones; request i is the same text in all of them."""
+    """Every case but those of `stall`; request i has the same prompt in all of them."""
     prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
 
     def jobs(first: int, second: int = 0, ranks: int = 2) -> list[Job]:

@@ -1,8 +1,8 @@
 """`aerie bench offline`: speculation on and off, and plain decoding against `transformers`, side by side in one run.
 
-Contenders take turns in every repeat, every other time in opposite order, so that a machine that slows down slows all
-of them; a ratio is taken within a repeat, and the median over the repeats is shown. Outputs must be the same tokens, or
-the figures mean nothing.
+Contenders take turns in every repeat, in reverse order every other time, so that a machine that slows down slows all
+of them; a ratio is taken within a repeat, and the median over the repeats is shown. All settings must give the same
+tokens, or the figures mean nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ QUICK = Size(prompts=8, alone=1, new_tokens=24, repeats=2)
 
 @dataclass(slots=True)
 class Contender:
-    """Something that generates, and all its runs by batch size."""
+    """One way to generate, and all its runs by batch size."""
 
     name: str
     work: Work
@@ -78,7 +78,7 @@ def measure(
 def run_contenders(
     pair: Pair, size: Size, shapes: Sequence[Shape], say: Callable[[str], None] = print
 ) -> dict[str, Contender]:
-    """Every contender through every repeat; a first, shorter round warms all of them up and is not kept."""
+    """Run every contender in every repeat; a first, shorter round warms all of them up and is not recorded."""
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     contenders: dict[str, Contender] = {}
     for shape in (PLAIN, *shapes):
@@ -108,7 +108,7 @@ def run_contenders(
 
 
 def report(pair: Pair, size: Size, shapes: Sequence[Shape], contenders: dict[str, Contender]) -> dict[str, Any]:
-    """The figures of all contenders, what is best, and how it stands against the goals."""
+    """The figures of all contenders, the best settings, and plain decoding against `transformers`."""
     plain, reference = contenders[str(PLAIN)], contenders[TRANSFORMERS]
     truth = {batch: plain.runs[batch][0].tokens for batch in BATCHES}
     settings = [_setting(contenders[str(shape)], shape, plain, truth) for shape in (PLAIN, *shapes)]
@@ -191,7 +191,6 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _setting(contender: Contender, shape: Shape, plain: Contender, truth: dict[int, list[list[int]]]) -> dict[str, Any]:
-    """One setting's figures."""
     runs = contender.runs
     every = [(run, truth[batch]) for batch in BATCHES for run in runs[batch]]
     differ = [first_difference(a, b) for run, texts in every for a, b in zip(run.tokens, texts, strict=True)]

@@ -1,7 +1,7 @@
-"""`aerie bench overload`: five times more requests than a server can do; what do those get who are let in, and who not?
+"""`aerie bench overload`: five times the requests that a server can do; what do admitted and refused ones get?
 
-It starts its own `aerie serve` on loopback with few slots, hurts nothing else, and stops by itself. First as many
-clients as the server takes at once measure its capacity, then requests come at a fixed rate, whatever becomes of them.
+It starts its own `aerie serve` on loopback with few slots, hurts nothing else, and stops by itself. First a closed loop
+of as many clients as there are slots measures the capacity, then an open loop sends requests at a fixed rate.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from cluster.bench.streams import served_model
 from cluster.bench.wire import Reply, call
 
 GANG = ("tp_size=2", "attn_dp_size=2")
-REFUSAL_S = 0.1  # within which 99 of 100 refusals are to come
-GOODPUT = 0.9  # of capacity
-NEAR_S = 2.0  # those let in so close to a refusal show how long the wait really was
+REFUSAL_S = 0.1  # the goal for the p99 of refusals
+GOODPUT = 0.9  # the goal, of capacity
+NEAR_S = 2.0  # requests admitted so close to a refused one show the real wait
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Slots of a rank, tokens of a request, the bound on waiting, and how long each part takes. Seconds."""
+    """Slots per rank, tokens per request, the bound on waiting, and durations (s); `factor` x capacity is offered."""
 
     slots: int = 8
     max_tokens: int = 96
     max_wait_s: float = 10.0
     capacity_s: float = 30.0
     seconds: float = 60.0
-    settle_s: float = 10.0  # of the start, in which the queue fills
+    settle_s: float = 10.0  # at the start, not counted: the queue fills
     factor: float = 5.0
 
 
@@ -69,14 +69,14 @@ def _one(reply: Reply, began: float) -> One:
 
 
 def _body(model: str, number: int, max_tokens: int) -> bytes:
-    """A request whose prompt no cache holds, as long in every part of a run, and whose length is known."""
+    """A request whose prompt no cache holds; prompts and outputs have the same lengths in all parts of a run."""
     prompt = f"{number:07}: once upon a time there was a fox that"
     fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     return json.dumps(fields).encode()
 
 
 def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[One]:
-    """So many clients, each sending its next request when the last one has ended."""
+    """A closed loop of `clients`, each sending its next request when the last one has ended."""
 
     async def run() -> list[One]:
         began = time.perf_counter()
@@ -94,7 +94,7 @@ def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float)
 
 
 def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[One]:
-    """Requests at a fixed rate; returns when all have ended."""
+    """An open loop: `per_s` requests a second for `seconds`; returns when all have ended."""
 
     async def run() -> list[One]:
         began = time.perf_counter()
@@ -118,7 +118,7 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
         say(f"overload: ready after {server.ready_s:.1f} s")
         model = served_model(server.port)
         clients = 2 * size.slots
-        other.submit(closed, server.port, model, clients, size.max_tokens, 3.0).result()  # warm
+        other.submit(closed, server.port, model, clients, size.max_tokens, 3.0).result()  # warm-up
         done = other.submit(closed, server.port, model, clients, size.max_tokens, size.capacity_s).result()
         capacity = sum(one.whole for one in done) / max(one.at + one.seconds for one in done)
         say(f"overload: capacity {capacity:.2f} requests/s with {clients} clients")
@@ -128,7 +128,7 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
-    """What the requests got, and which goals it misses."""
+    """What the requests got, and which goals that meets."""
     refused = [one for one in found if one.status == 503]
     taken = [one for one in found if one.status == 200 and one.whole]
     ended = [one for one in taken if size.settle_s <= one.at + one.seconds <= size.seconds]
@@ -167,7 +167,7 @@ def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The value below which a share of them lies; 0.0 of none."""
+    """The value below which a `share` of the values lies; 0.0 of no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 

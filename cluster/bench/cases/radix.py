@@ -1,6 +1,6 @@
-"""What the radix tree costs: CPU time of the operations that a step waits for, on trees as large as a real cache.
+"""`aerie bench radix`: CPU time of the radix tree's operations that a step waits for, at the size of a real cache.
 
-Not a ratio, for once: all ranks of a gang wait while one of them evicts, so milliseconds count, and they have goals.
+Its figures are milliseconds, with goals, not ratios: all ranks of a gang wait while one of them evicts.
 """
 
 import time
@@ -55,7 +55,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]]]:
-    """Name, goal and what measures it once, in seconds."""
+    """Name, goal in milliseconds, and a function that measures it once, in seconds."""
     text = list(range(size.chain * PAGE + 1))
     prompts = _family(size.pages)
     grown = _tree_of(prompts)
@@ -67,7 +67,7 @@ def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]
 
     def family() -> float:
         taken = _cpu(lambda: grown.evict(EVICTED))
-        for prompt in prompts[:EVICTED]:  # as large again for the next repeat
+        for prompt in prompts[:EVICTED]:  # back to its size for the next repeat
             grown.insert(prompt, range(len(prompt) // PAGE))
         return taken
 
@@ -98,7 +98,7 @@ def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]
 
 
 def _family(pages: int) -> list[list[int]]:
-    """Texts of about `pages` pages together: of every ten the first four are the same, a hundred each are their own."""
+    """Texts of about `pages` pages together: ten at a time share their first five, a hundred are each text's own."""
     prompts: list[list[int]] = []
     for number in range(max(1, pages // 100)):
         shared = [number // 10] * (5 * PAGE)

@@ -1,8 +1,8 @@
-"""`aerie bench rude`: rude clients beside polite streams; do the streams notice?
+"""`aerie bench rude`: abusive clients beside ordinary streams; are the streams disturbed?
 
 It starts its own `aerie serve` on loopback, hurts nothing else, and stops by itself. Eight streams are read all the
-time. After a quiet while, rude things are done one after the other, from another process. The longest pause between two
-events of any stream is noted for each, beside that of the quiet while.
+time. After a quiet phase another process does one kind of abuse after the other. The result of each phase is the
+longest pause between two events of any stream; the quiet phase shows how long one is without abuse.
 """
 
 import json
@@ -23,12 +23,12 @@ from cluster.bench.streams import HOST, Prompt, Stream, served_model
 
 GANG = ("tp_size=2", "attn_dp_size=2")
 LIMIT_S = 0.5  # the longest pause that a stream may have
-OPEN_TOKENS = 4  # every stream has this many before anything begins
+OPEN_TOKENS = 4  # every stream has this many before the first phase
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many streams, of how many tokens before they are opened anew, and what is done how often."""
+    """How many streams, after how many tokens each is opened anew, and which acts are done how often."""
 
     streams: int = 8
     max_tokens: int = 2048
@@ -56,7 +56,7 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class Phase:
-    """One thing done. `pauses` holds the longest pause of each stream in seconds."""
+    """One kind of abuse, or none. `pauses` holds the longest pause of each stream in seconds."""
 
     what: str
     count: int
@@ -73,18 +73,18 @@ class Phase:
 
     @property
     def failed(self) -> bool:
-        """Whether a stream noticed, anything was replaced, or an answer was not JSON."""
+        """Whether a stream paused too long or failed, a process was replaced, or an answer was missing or not JSON."""
         rude = self.tally.not_json or self.tally.unanswered
         return bool(self.longest_s > LIMIT_S or self.cut or self.replaced or rude)
 
 
 class Listener:
-    """One client that is always reading a stream: when one has ended as it should, it opens the next."""
+    """One client that is always reading a stream: when one has ended, it opens the next."""
 
     def __init__(self, port: int, model: str, prompt: Prompt, max_tokens: int) -> None:
         self._port, self._model, self._prompt, self._max_tokens = port, model, prompt, max_tokens
         self._stop = threading.Event()
-        self._last: float | None = None  # when the present stream gave something; None between two
+        self._last: float | None = None  # when the present stream last sent an event; None between two
         self.longest = 0.0
         self.cut = 0
         self.errors: list[str] = []
@@ -93,13 +93,13 @@ class Listener:
         self._thread.start()
 
     def take_pause(self) -> float:
-        """The longest pause since the last call, one that still goes on included."""
+        """The longest pause since the last call, including one that has not ended."""
         last, longest = self._last, self.longest
         self.longest = 0.0
         return max(longest, time.perf_counter() - last if last is not None else 0.0)
 
     def stop(self) -> None:
-        """Ends with the present stream's next event."""
+        """Stop at the present stream's next event."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -113,7 +113,7 @@ class Listener:
                 time.sleep(0.2)
 
     def heard(self, tokens: int) -> None:
-        """The stream gave something."""
+        """Note an event of the stream; once stopped, raises ValueError, which ends the stream."""
         now = time.perf_counter()
         if self._last is not None:
             self.longest = max(self.longest, now - self._last)
@@ -133,13 +133,13 @@ class _Watched(Stream):
         self._listener = listener
 
     def take(self, event: dict[str, Any]) -> None:
-        """Add what one event of the stream says."""
+        """Add the contents of one event of the stream."""
         Stream.take(self, event)
         self._listener.heard(len(self.token_ids))
 
 
 def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
-    """Do everything to one server; see `Phase` for what is noted of each."""
+    """Run all phases against one server; see `Phase` for what is noted of each."""
     with ServerProcess([*GANG]) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         say(f"rude: ready after {server.ready_s:.1f} s")
         model = served_model(server.port)
@@ -181,7 +181,7 @@ def _phase(
         listener.take_pause()
     began = time.perf_counter()
     tally = do()
-    time.sleep(1.0)  # what it set off may come a little later
+    time.sleep(1.0)  # its effects may come a little later
     pauses = [listener.take_pause() for listener in listeners]
     phase = Phase(what, count, time.perf_counter() - began, pauses, tally=tally)
     phase.cut = sum(listener.cut for listener in listeners) - cuts
@@ -204,7 +204,7 @@ def _wait(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     until = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > until:
-            raise RuntimeError("the streams gave no tokens")
+            raise RuntimeError(f"the streams gave too few tokens in {within_s:.0f} s")
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""`aerie bench serving`: what a user of `aerie serve` waits for, and what it holds in memory."""
+"""`aerie bench serving`: start-up time, latency, throughput and memory of `aerie serve`."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ GOAL_START_S = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How often the server starts, and what each one serves."""
+    """How often the server starts, and the rounds and tokens that it serves each time."""
 
     starts: int = 3
     rounds: int = 5
@@ -30,7 +30,7 @@ QUICK = Size(starts=1, rounds=1, new_tokens=32)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One life of the server: seconds to ready and to the first whole answer, then memory before and after load."""
+    """One start of the server: seconds to ready and to the first whole answer, then memory before and after load."""
 
     ready_s: float
     answered_s: float
@@ -41,7 +41,7 @@ class Start:
 
 
 def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Start the server a few times, ask, stream, look at its memory; JSON-ready."""
+    """Start the server several times, send requests, stream, read its memory; JSON-ready."""
     starts = []
     for number in range(size.starts):
         say(f"serving: start {number + 1} of {size.starts}")

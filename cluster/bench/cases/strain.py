@@ -1,7 +1,7 @@
-"""`aerie bench strain --model DIR`: a model that takes seconds for a step, on a machine that others keep busy.
+"""`aerie bench strain --model DIR`: a model whose steps take seconds, on a machine that other processes keep busy.
 
-It starts its own `aerie serve` on loopback and a few loops that burn CPU beside it. A slow step is not a fault: no
-gang may be lost while the work goes on. Then a rank is stopped for real (SIGSTOP): that is one, and is to be named.
+It starts its own `aerie serve` on loopback and a few loops that burn CPU beside it. A slow step is not a fault: no gang
+may be lost while work goes on. A rank stopped with SIGSTOP is a fault: the server must notice it and name the rank.
 """
 
 import subprocess
@@ -19,12 +19,12 @@ from cluster.bench.streams import Prompt, Stream, run_together, served_model
 
 BURN = "while True: pass"
 NO_DRAFT = ("speculative_algorithm=null", "tp_size=1", "attn_dp_size=1")
-PATIENCE_S = 900.0  # of a client: a first token may take minutes here
+PATIENCE_S = 900.0  # timeout of a client: a first token may take minutes here
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Streams and their tokens, the long prompt beside them, busy loops, and what is done how often."""
+    """Streams and their tokens, the long prompt beside them, the number of busy loops, and the rounds."""
 
     streams: int = 8
     max_tokens: int = 24
@@ -54,7 +54,7 @@ class Round:
 
     @property
     def failed(self) -> bool:
-        """Whether a client went unanswered, or a gang was lost without or not lost with a reason."""
+        """Whether a client went unanswered, or more or fewer gangs were lost than faults were caused."""
         expected = 0 if self.what == "nothing" else 1
         return self.answered < self.asked or self.losses != expected
 
@@ -63,8 +63,8 @@ def measure(target: str, dtype: str, size: Size, say: Callable[[str], None]) -> 
     """Run every round against one server of the model in folder `target`, without a draft; see `Round`."""
     pair = Pair(target)
     short = pair.texts(size.streams, size.prompt_tokens)
-    longs = pair.texts(len(size.rounds), size.long_prompt_tokens)  # no round finds its own in the radix tree
-    patient = f"max_queue_wait_s={PATIENCE_S}"  # as its clients are: what is tried is who is taken for stopped
+    longs = pair.texts(len(size.rounds), size.long_prompt_tokens)  # one a round: none is in the radix tree
+    patient = f"max_queue_wait_s={PATIENCE_S}"  # like its clients: refusals are not what is tested
     settings = [*NO_DRAFT, f"model_path={target}", "model_id=strained", f"dtype={dtype}", patient]
     rounds = []
     with ServerProcess(settings) as server, busy_loops(size.busy):
@@ -112,7 +112,7 @@ def one_round(server: ServerProcess, size: Size, short: list[str], long: str, wh
 
 
 class Pauses:
-    """The longest time that a stream went without a new token, its first one not counted."""
+    """The longest pause between the tokens of a stream; the time to its first one does not count."""
 
     def __init__(self, streams: int) -> None:
         self._seen = [(0, 0.0)] * streams

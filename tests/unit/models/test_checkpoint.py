@@ -45,7 +45,7 @@ BAD_TARGETS = {
     ),
     "transposed": (
         lambda t: t.update({"model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].T}),
-        r"up_proj\.weight' in '.*model\.safetensors' is \[32, 64\] but the config makes it \[64, 32\]",
+        r"up_proj\.weight' in '.*model\.safetensors' is \[32, 64\] but the config requires \[64, 32\]",
     ),
     "short": (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight' in .* is \[31\]"),
     "no head": (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight' is missing"),
@@ -56,7 +56,7 @@ BAD_DRAFTS = {
     "extra": (lambda t: t.update({"fc.bias": torch.ones(32)}), r"does not know.*fc\.bias"),
     "plain qkv": (
         lambda t: t.update({"midlayer.self_attn.q_proj.weight": torch.ones(32, 32)}),
-        r"q_proj\.weight' in .* is \[32, 32\] but the config makes it \[32, 64\]",
+        r"q_proj\.weight' in .* is \[32, 32\] but the config requires \[32, 64\]",
     ),
     "head of another size": (lambda t: t.update({"lm_head.weight": torch.ones(41, 32)}), r"lm_head\.weight"),
     "absolute d2t": (lambda t: t.update({"d2t": t["d2t"] + torch.arange(40)}), r"d2t.*must hold\s+offsets"),
@@ -135,8 +135,8 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     [
         ({"weight_map": {"x": "../a.safetensors"}}, "outside the folder"),
         ({"weight_map": {"x": "c.safetensors"}}, "c.safetensors is missing"),
-        ([], "no weight index"),
-        ({}, "no weight index"),
+        ([], "not a weight index"),
+        ({}, "not a weight index"),
     ],
 )
 def test_a_bad_index_is_refused(index: object, message: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_two_ranks_make_what_one_makes(name: str) -> None:
         (lambda: qwen_next(partial_rotary_factor=1.5), "partial_rotary_factor must be at most 1, got 1.5"),
         (lambda: qwen_next(partial_rotary_factor=0.4), "partial_rotary_factor 0.4 of head_dim 8 is 3 dimensions"),
         (lambda: qwen_next(num_experts=0), "num_experts must be a positive integer"),
-        (lambda: qwen_next(num_experts_per_tok=7), "num_experts_per_tok 7 of 6 experts"),
+        (lambda: qwen_next(num_experts_per_tok=7), "num_experts_per_tok 7 exceeds the 6 experts"),
         (
             lambda: rewritten(mtp("mimo"), {r"\.mlp\.": ".mlp.experts.0."}, dict),
             "mimo layers with experts are not served",

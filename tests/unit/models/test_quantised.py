@@ -141,7 +141,7 @@ def test_every_mxfp4_value() -> None:
         (
             "mxfp4",
             lambda t: t.update({"model.layers.1.mlp.experts.down_proj_blocks": torch.ones(3, 64, 2, 16).byte()}),
-            r"down_proj_blocks' in .* is \[3, 64, 2, 16\] but the config makes it \[3, 64, 3, 16\]",
+            r"down_proj_blocks' in .* is \[3, 64, 2, 16\] but the config requires \[3, 64, 3, 16\]",
         ),
     ],
 )

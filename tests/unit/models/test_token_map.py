@@ -108,12 +108,12 @@ def test_text_is_that_of_plain_decoding(sampling: str, topk: int, tmp_path: Path
 
 
 BAD = {
-    "is no file": lambda folder: str(folder / "nowhere.json"),
+    "is not a file": lambda folder: str(folder / "nowhere.json"),
     "not valid JSON": lambda folder: broken(folder / "hot.json", b"[1, 2"),
     "not valid JSON:": lambda folder: broken(folder / "hot.json", b"[" * 100_000),
     "must hold a list of token ids": lambda folder: as_json(folder, {"ids": [1]}),
     "a list of token ids, ": lambda folder: as_json(folder, [1, True]),
-    "holds 64, which is no id of the target's 64": lambda folder: as_json(folder, [1, 64]),
+    "holds 64, which is not an id of the target's 64": lambda folder: as_json(folder, [1, 64]),
     "holds -1,": lambda folder: as_json(folder, [-1, 1]),
     "each id once": lambda folder: as_json(folder, [1, 2, 1]),
     "at least one; it holds 0": lambda folder: as_json(folder, []),
@@ -166,4 +166,4 @@ def test_inspect_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["draft"]["draft_vocab_size"] == len(HOT)
     assert "token_map" not in report["draft"]["spec"], "32,000 numbers help nobody"
     assert main([*words, as_json(tmp_path, [99])]) == 1
-    assert "99, which is no id" in capsys.readouterr().out
+    assert "99, which is not an id" in capsys.readouterr().out

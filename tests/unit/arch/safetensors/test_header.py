@@ -57,13 +57,13 @@ def test_what_the_reference_writer_writes_is_read(name: str, dtype: torch.dtype,
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 200_000, "no JSON"),
-        (b'{"a": ' * 100_000, "no JSON"),
-        ([], "no JSON object"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 200_000, "not JSON"),
+        (b'{"a": ' * 100_000, "not JSON"),
+        ([], "not a JSON object"),
         (b'{"a": 1, "a": 2}', "'a' appears twice"),
-        (b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b"]}}", "no JSON"),
+        (b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b"]}}", "not JSON"),
         ({"__metadata__": {"x": 1}}, "__metadata__"),
         ({"a": []}, "tensor 'a' must have dtype"),
         ({**GOOD, "a": {**GOOD["a"], "more": 1}}, "tensor 'a' must have dtype"),
@@ -98,7 +98,7 @@ def test_a_header_longer_than_its_file_is_not_read(length: int, tmp_path: Path) 
     file = tmp_path / "m.safetensors"
     file.write_bytes(length.to_bytes(8, "little") + b"{}" * 50)
     tracemalloc.start()
-    with pytest.raises(ConfigError, match=r"m\.safetensors.*(claims|no JSON)"):
+    with pytest.raises(ConfigError, match=r"m\.safetensors.*(claims|not JSON)"):
         read_header(file)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
