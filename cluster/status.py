@@ -1,4 +1,4 @@
-"""What a rank says of itself: what it runs with, and its load and progress. `/server_info` shows both."""
+"""What a rank reports of itself: what it runs with, and its load and progress. `/server_info` shows both."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What a rank runs with: settings as they were resolved, and what was chosen for it. JSON-ready by `asdict`.
+    """What a rank runs with: its resolved settings, and what was chosen automatically. JSON-ready by `asdict`.
 
-    `config` are the settings; `draft` is what drafts and how that is known, None in plain decoding; `kv_gb` are 10^9
-    bytes; `max_request_tokens` is the longest prompt and output that fits the KV cache; `step_costs` are the measured
-    times of steps, None where prompts need none. `world`, `pid` and `interface` (the network's, for the ranks' traffic)
-    are of the process that holds the rank, where one does.
+    `config` holds the settings; `draft` how the draft was read and why so, None without one; `kv_gb` is in 10^9 bytes;
+    `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
+    None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the network, between ranks) are
+    those of the process that holds the rank, where one does.
     """
 
     config: dict[str, Any]
@@ -42,7 +42,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Load and progress of one rank; heartbeats carry it. `own_seconds` of its steps it did not wait in collectives."""
+    """Load and progress of one rank, sent with heartbeats; `own_seconds` is its steps' time outside collectives."""
 
     steps: int = 0
     running: int = 0

@@ -1,9 +1,9 @@
-"""What the threads of a computation cost the CPU: the sign of life of a long operation that says nothing of itself.
+"""CPU time of the threads of a computation: the sign of life of a long operation that reports no progress itself.
 
-Only the thread that computes and the threads that it started count (torch's OpenMP team). Ray's threads answer the
-heartbeats that ask, and gloo's may poll for a peer: both are busy in a rank that is stuck. A thread on Linux has the
-name of the one that started it, until it is given another; so the computing thread takes a name before its first
-operation, and its own are those of that name.
+Only the computing thread and the threads that it started (torch's OpenMP team) count. Ray's threads answer heartbeats
+and gloo's may poll for a peer: both use CPU time even in a rank that is stuck. On Linux a new thread has the name of
+the thread that started it, until it is given another; so the computing thread takes a name before its first operation,
+and all threads of that name count.
 """
 
 import logging
@@ -18,24 +18,24 @@ TASKS = Path("/proc/self/task")
 
 
 class Effort:
-    """CPU seconds of the thread that called `begin` and of those that it started since; any thread may ask."""
+    """CPU seconds of the thread that called `begin` and of those that it started since; usable from any thread."""
 
     def __init__(self, name: str) -> None:
-        """`name` is that of the threads, at most 15 characters; no other thread of the process may have it."""
+        """`name` is given to the threads: at most 15 characters, and no other thread of the process may have it."""
         self._name = name
         self._thread = ""
         self._known: dict[str, bool] = {}  # by task id: whether it is one of ours
 
     def begin(self) -> None:
-        """The calling thread computes from now on. Where it may not take a name, it alone counts."""
+        """The calling thread is the computing one from now on. If it cannot be renamed, only it counts."""
         self._thread, self._known = str(threading.get_native_id()), {}
         try:
             (TASKS / self._thread / "comm").write_text(self._name)
         except OSError as error:
-            logger.warning("threads that compute cannot be told from others: %s; only one of them counts", error)
+            logger.warning("cannot name the computing thread: %s; threads that it starts do not count", error)
 
     def seconds(self) -> float:
-        """CPU seconds so far. Where the system does not tell threads apart (no /proc), those of the whole process."""
+        """CPU seconds so far; without /proc, where threads cannot be told apart, those of the whole process."""
         if not TASKS.is_dir():
             return time.process_time()
         tasks = [task.name for task in TASKS.iterdir()]
@@ -44,7 +44,7 @@ class Effort:
 
     def _is_own(self, task: str) -> bool | None:
         """Whether a thread is one of ours; None when it has ended."""
-        if task == self._thread:  # whatever is known: it may have begun while another thread looked
+        if task == self._thread:  # before the cache is asked: it may have begun while another thread looked
             return True
         if task in self._known:
             return self._known[task]
@@ -63,16 +63,16 @@ def _cpu_seconds(thread: int) -> float:
 
 
 def reads() -> int:
-    """How often this process had to wait for a disk: pages of files that were not in memory, and blocks."""
+    """How often this process had to wait for a disk: major page faults plus block reads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_majflt + usage.ru_inblock
 
 
 class Pulse:
-    """When something was last done, as seen by whoever looks in between.
+    """The time of the last progress, as seen by repeated calls of `look`.
 
-    Done is: a mark that changed, or CPU time, of which a thousandth of the time since counts (a machine that others
-    keep busy gives little, and a thread that only waits with a time limit wakes up now and then).
+    Progress is a changed mark, or CPU time of at least a thousandth of the time since the last progress: that little,
+    because the machine may be busy, but not 0, because a thread that waits with a time limit wakes up now and then.
     """
 
     SHARE = 0.001
@@ -85,13 +85,13 @@ class Pulse:
         self._moved = self._marked = time.monotonic()
 
     def beat(self) -> None:
-        """Something was done just now."""
+        """Note progress now."""
         self._moved = self._marked = time.monotonic()
 
     def look(self, marks: object, waits: bool = False) -> None:
-        """Compare with the last look. CPU time does not count while the rank waits for others."""
+        """Compare with the last look. If the rank `waits` for its peers, CPU time does not count."""
         now, cpu_s = time.monotonic(), self._effort.seconds()
-        self._cpu_s = min(self._cpu_s, cpu_s)  # a thread that ended takes its seconds with it
+        self._cpu_s = min(self._cpu_s, cpu_s)  # the seconds of a thread that ended are no longer in the sum
         if marks != self._marks:
             self._marks, self._cpu_s = marks, cpu_s
             self._moved = self._marked = now
@@ -100,10 +100,10 @@ class Pulse:
 
     @property
     def age_s(self) -> float:
-        """Seconds since anything was done."""
+        """Seconds since the last progress of either kind."""
         return time.monotonic() - self._moved
 
     @property
     def unmarked_s(self) -> float:
-        """Seconds since a mark changed, whatever the CPU did."""
+        """Seconds since a mark changed, whatever CPU time was used."""
         return time.monotonic() - self._marked

@@ -1,7 +1,7 @@
-"""The temporary folder of a Ray of one's own: readable by its user alone, gone with its owner.
+"""The temporary folder of a local Ray: accessible to its user only, and removed when its owner ends.
 
-Ray makes its own folder open to everyone, so it gets one inside a folder that nobody else may enter. A process that is
-killed cannot remove its folder; the next one that starts does.
+Ray makes its folder accessible to everyone, so it is put inside a folder that only the user may enter. A process that
+is killed cannot remove its folder; the next one that starts does.
 """
 
 import fcntl
@@ -12,14 +12,14 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "aerie-"
-INSIDE = "r"  # of one letter: the paths of Ray's sockets may have 107
+INSIDE = "r"  # one letter, because the paths of Ray's sockets are limited
 OWNER = "owner"  # locked by the process that made the folder, for as long as it lives
-SOCKET_LIMIT = 107  # of Linux, for the path of a Unix socket
+SOCKET_LIMIT = 107  # characters that Linux allows in the path of a Unix socket
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store") + 4
 
 
 class OwnedFolder:
-    """A new folder in the system's temporary one; `inside` is for Ray."""
+    """A new folder in the system's temporary folder; Ray gets the folder `inside` it."""
 
     def __init__(self) -> None:
         """Raises RuntimeError where the system's temporary folder has too long a path for Ray's sockets."""
@@ -46,9 +46,9 @@ class OwnedFolder:
 
 
 def remove_orphans() -> list[Path]:
-    """Remove this user's folders whose owners are gone; those removed.
+    """Remove this user's folders whose owners are gone; returns those removed.
 
-    A folder counts as an orphan only when it belongs to this user alone, has an owner's file, and nobody holds that.
+    A folder is an orphan only if this user alone has access to it and it has an owner file that nobody has locked.
     """
     removed = []
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):

@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "aerie"
 CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
-LOOK_S = 1.0  # between two looks at shards that load
-REASON_TIMEOUT_S = 0.5  # after the first shard that could not load: how long to wait for one that knows better why
-OUTPUTS_AHEAD = 4  # stream items that may lie unread at the replica before a shard collects several steps in one
+LOOK_S = 1.0  # between two checks of shards that are loading
+REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for one that says more about the cause
+OUTPUTS_AHEAD = 4  # unread stream items at the replica; beyond that, a shard puts several steps into one item
 
 
 class GangStartError(RuntimeError):
@@ -42,7 +42,7 @@ class GangSpec:
     name: str
     factory: str = FACTORY
     load_timeout_s: float = 3600.0
-    decided: Mapping[str, Any] = field(default_factory=dict)  # before the start; shown by /server_info
+    decided: Mapping[str, Any] = field(default_factory=dict)  # facts settled before the start, for /server_info
     log: LogSettings | None = None
 
     @property
@@ -57,7 +57,7 @@ class GangSpec:
 
 
 class Life:
-    """The handles of the shards, by rank, and every sign of how they are."""
+    """The handles of the shards, by rank, and what is known of the health of each."""
 
     def __init__(self, spec: GangSpec, placement: Placement, epoch: int) -> None:
         self.spec = spec
@@ -76,7 +76,7 @@ class Life:
         self._context = contextvars.Context()
 
     async def begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """Create the shards and load them side by side; what was created is left to `kill`.
+        """Create the shards and load them in parallel; after an error the caller has to `kill` those created.
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
@@ -92,16 +92,16 @@ class Life:
             meeting = (await self._loaded([_named(0, self.shards[0].open_store.remote())], until, still_s))[0]
         loads = [_named(rank, shard.load.remote(self.spec.config, meeting)) for rank, shard in enumerate(self.shards)]
         self.infos = await self._loaded(loads, until, still_s)
-        self._unask()  # what is still to come is about the loading
+        self._unask()  # heartbeats still under way are about the loading
         self.beats = [None] * self.spec.world
         self._answered = [time.monotonic()] * self.spec.world
         self._following = [asyncio.create_task(self._follow(rank)) for rank in range(self.spec.world)]
 
     async def _loaded(self, loads: Sequence[Any], until: float, still_s: float) -> list[Any]:
-        """What all ranks answered.
+        """The answers of all ranks.
 
         Raises:
-            ConfigError, GangStartError: the error that says most about why they could not, soon after the first one.
+            ConfigError, GangStartError: of the first errors, the one that says most about the cause.
         """
         tasks = [asyncio.ensure_future(load) for load in loads]
         try:
@@ -111,7 +111,7 @@ class Life:
                 task.cancel()
 
     async def _all_of(self, tasks: Sequence[asyncio.Task[Any]], until: float, still_s: float) -> list[Any]:
-        """The results of loads, as `_loaded` says; those that are late are the caller's to cancel."""
+        """The results of `_loaded`; the caller cancels the tasks that have not ended."""
         began = time.monotonic()
         late, why = set(tasks), ""
         while late and not why and not any(task.exception() for task in tasks if task.done()):
@@ -123,7 +123,7 @@ class Life:
             elif late and (still := time.monotonic() - self._last_progress()) > still_s:
                 why = f"did not load: no rank has done anything for {still:.0f} s"
         errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-        if errors and late:  # peers may notice sooner than the one to blame has said why
+        if errors and late:  # peers may fail before the rank at fault has reported its error
             more, late = await asyncio.wait(late, timeout=REASON_TIMEOUT_S)
             errors += [error for task in more if (error := task.exception()) is not None]
         if errors:
@@ -134,14 +134,14 @@ class Life:
         return [task.result() for task in tasks]
 
     def _last_progress(self) -> float:
-        """When any rank last did something that we heard of, on our clock."""
+        """When any rank last made progress, as far as its heartbeats told, on our clock."""
         heard = zip(self._answered, self.beats, strict=True)
         return max(at - (0.0 if beat is None else beat.age_s) for at, beat in heard)
 
     def _create(self, rank: int) -> Any:
         options = self._placement.options(rank)
         neighbours = self._placement.nodes.count(self._placement.nodes[rank])
-        remote: Any = ray.remote  # its overloads know no concurrency groups
+        remote: Any = ray.remote  # its type overloads lack concurrency groups
         actor = remote(**ACTOR_OPTIONS)(ShardActor)
         name = f"{self.spec.name}#{rank}.{self.epoch}"
         return actor.options(name=name, namespace=NAMESPACE, **options).remote(
@@ -154,17 +154,17 @@ class Life:
         return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
 
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Ask every rank for its heartbeat; those that answer within the time are brought up to date."""
+        """Ask every rank for its heartbeat, and wait for the answers for at most `timeout_s`."""
         if waiting := self.ask():
             await asyncio.wait(waiting, timeout=timeout_s)
 
     def ask(self) -> list[asyncio.Task[None]]:
-        """Ask the ranks that no question is open to; the open questions, however old."""
+        """Ask each rank for its heartbeat unless it still owes one; returns all unanswered calls, however old."""
         if not self.shards:
             return []
         for rank, task in enumerate(self._asking):
             if task is None or task.done():
-                # in the owner's context, not the caller's: Serve cancels what the task of a request has called
+                # in the owner's context, not the caller's: Serve cancels the calls that a request's task has made
                 self._asking[rank] = asyncio.create_task(self._ask(rank), context=self._context)
         return [task for task in self._asking if task is not None]
 
@@ -178,13 +178,13 @@ class Life:
             self.mark_failed(rank, f"its heartbeat failed: {first_line(error)}")
 
     async def _follow(self, rank: int) -> None:
-        """Learn of a rank's end when it happens: its process's from Ray, its loop's from itself."""
+        """Wait for the end of a rank: Ray reports that of its process, the rank itself that of its loop."""
         try:
             failure: Failure | None = await self.shards[rank].end.remote()
         except RayActorError as error:
             self.mark_dead(rank, error)
         except Exception as error:
-            self.mark_failed(rank, f"it could not be followed: {first_line(error)}")
+            self.mark_failed(rank, f"waiting for its end failed: {first_line(error)}")
         else:
             if failure is None:
                 self.mark_failed(rank, "its loop ended")
@@ -193,12 +193,12 @@ class Life:
                 self.alarm.set()
 
     def mark_dead(self, rank: int, error: Exception) -> None:
-        """Ray says that a shard is gone."""
+        """Ray has reported that a shard is dead."""
         self._deaths[rank] = self._deaths[rank] or f"the process died ({first_line(error)})"
         self.alarm.set()
 
     def mark_failed(self, rank: int, reason: str) -> None:
-        """A shard no longer does its work, unless it has said why itself."""
+        """A shard no longer works; the reason that it gave itself, if any, stays."""
         if self._failures[rank] is None:
             beat = self.beats[rank]
             where = (0, "start") if beat is None else (beat.step, beat.phase)
@@ -210,7 +210,7 @@ class Life:
         self.last_item = time.monotonic()
 
     def forgive(self, seconds: float) -> None:
-        """This process itself stood still for so long: no rank could have been heard meanwhile."""
+        """Do not count `seconds` as silence: this process itself stood still and could hear no rank."""
         self._answered = [at + seconds for at in self._answered]
 
     def last_sign(self, rank: int) -> float:
@@ -227,7 +227,7 @@ class Life:
         return found
 
     async def stop(self, timeout_s: float) -> None:
-        """End the loops together after their step."""
+        """End all loops together, after their present step."""
         self._unfollow()
         if stops := [asyncio.ensure_future(_settled(shard.stop.remote())) for shard in self.shards]:
             _, late = await asyncio.wait(stops, timeout=timeout_s)
@@ -259,7 +259,7 @@ def _says_little(error: BaseException) -> int:
 
 
 async def _named(rank: int, ref: Any) -> Any:
-    """Await a load; a refusal of the config comes through as itself, everything else names the rank."""
+    """Await a load; a ConfigError is raised as it is, every other error as one that names the rank."""
     try:
         return await ref
     except RayTaskError as error:
@@ -274,7 +274,7 @@ async def _named(rank: int, ref: Any) -> Any:
 
 
 async def _settled(ref: Any) -> None:
-    """Await an answer, whatever it is."""
+    """Await an answer and ignore Ray's errors."""
     try:
         await ref
     except RayError:

@@ -1,4 +1,4 @@
-"""One answer for all who ask at about the same time, made by a task that belongs to none of them."""
+"""One answer for all callers that ask at about the same time, made by a task that belongs to none of them."""
 
 import asyncio
 import contextvars
@@ -12,11 +12,11 @@ FRESH_S = 0.25
 
 
 class Shared(Generic[T]):
-    """What `make` gives, made at most once at a time and at most once in `fresh_s`.
+    """The result of `make`, which runs at most once at a time and at most once in `fresh_s`.
 
-    Serve cancels everything that the task of a request has called when its client leaves, and Ray passes that on to the
-    actor that was asked. So no request asks an actor itself. `make` runs in the context in which this was created,
-    which must not be a request's, and goes on whoever stops waiting for it.
+    When a client leaves, Serve cancels every call that the task of its request has made, and Ray passes that on to the
+    called actor. So no request calls an actor itself: `make` runs in the context in which this object was created,
+    which must not be a request's, and continues even if all its callers stop waiting.
     """
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], fresh_s: float = FRESH_S) -> None:
@@ -29,7 +29,7 @@ class Shared(Generic[T]):
         """The latest answer, or the one that is being made.
 
         Raises:
-            Exception: what `make` raised; the next call makes another.
+            Exception: what `make` raised; the next call runs it again.
         """
         task = self._task
         if task is None or (task.done() and (task.cancelled() or task.exception() or self._age() > self._fresh_s)):

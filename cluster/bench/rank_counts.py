@@ -1,13 +1,12 @@
 """What each rank of a server has done, read from its `/metrics` page."""
 
-import http.client
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.bench.report import table
-from cluster.bench.streams import HOST, TIMEOUT_S
+from cluster.bench.streams import page
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +36,7 @@ SERIES = {
 
 def read_ranks(port: int) -> dict[int, RankCounts]:
     """The present counters of every rank."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", "/metrics")
-        return counts_of(connection.getresponse().read().decode())
-    finally:
-        connection.close()
+    return counts_of(page(port, "/metrics"))
 
 
 def counts_of(page: str) -> dict[int, RankCounts]:

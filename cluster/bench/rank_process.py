@@ -74,7 +74,6 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
                 engine.leave()
         if not case["until"] and not waiting and engine.quiet:
             engine.leave()
-    life.accept_length = engine.status().accept_length
     return life
 
 

@@ -99,7 +99,6 @@ class Life:
     submitted: dict[str, float] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    accept_length: float = 0.0
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:

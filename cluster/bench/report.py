@@ -27,6 +27,16 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0.0 of no values."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile, by nearest rank; 0.0 of no values."""
+    return sorted(values)[-(-99 * len(values) // 100) - 1] if values else 0.0
+
+
 def ratio(part: float, whole: float) -> float:
     """`part / whole`; 0.0 when `whole` is 0."""
     return part / whole if whole else 0.0

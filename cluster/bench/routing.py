@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.actors.balance import POLICIES, Balancer
-from cluster.bench.report import ratio, table
+from cluster.bench.report import mean, p99, ratio, table
 from cluster.kv.radix import RadixTree
 from cluster.request import Request, SamplingParams
 
@@ -203,10 +203,10 @@ class _Gang:
             clock = self._step(clock)
         return Row(
             self._balancer.policy,
-            _mean(self._whole),
-            _p99(self._whole),
-            _mean(self._first),
-            _p99(self._first),
+            mean(self._whole),
+            p99(self._whole),
+            mean(self._first),
+            p99(self._first),
             ratio(self._slowest, self._mean),
             ratio(self._cached_tokens, self._prompt_tokens),
             clock,
@@ -269,12 +269,3 @@ class _Gang:
         cache.insert(prompt, range(self._pages, self._pages + count))
         self._pages += count
         cache.evict(cache.pages - self._skew.cached_pages)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return ratio(sum(values), len(values))
-
-
-def _p99(values: Sequence[float]) -> float:
-    """The least value that 99% do not exceed."""
-    return sorted(values)[max(0, -(-99 * len(values) // 100) - 1)]

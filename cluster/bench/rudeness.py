@@ -27,7 +27,6 @@ class Tally:
     not_json: int = 0
     unanswered: int = 0
     left: int = 0
-    seconds: float = 0.0
     examples: list[str] = field(default_factory=list)
 
     def note(self, reply: Reply) -> None:
@@ -49,7 +48,6 @@ def act(name: str, port: int, model: str, count: int) -> Tally:
 
 async def _act(name: str, port: int, model: str, count: int) -> Tally:
     tally = Tally()
-    began = time.perf_counter()
     once, at_once = ACTS[name]
     turn = asyncio.Semaphore(at_once or count)
     rng = random.Random(count)
@@ -59,7 +57,6 @@ async def _act(name: str, port: int, model: str, count: int) -> Tally:
             await once(tally, port, model, number, rng)
 
     await asyncio.gather(*(one(number) for number in range(count)))
-    tally.seconds = time.perf_counter() - began
     tally.examples = [text for text, _ in Counter(tally.examples).most_common(3)]
     return tally
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord, settings_of
-from cluster.bench.report import median, ratio, table
+from cluster.bench.report import median, p99, ratio, table
 
 LONG = "long"
 SHARES = (0.25, 0.5, 0.75)
@@ -97,11 +97,6 @@ def gaps(life: Life, start: float, stop: float) -> list[float]:
         for before, after in pairwise(times)
         if start <= before and after <= stop
     ]
-
-
-def p99(values: Sequence[float]) -> float:
-    """The 99th percentile, by nearest rank; 0.0 of no values."""
-    return sorted(values)[-(-99 * len(values) // 100) - 1] if values else 0.0
 
 
 def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = False) -> Stalls:

@@ -7,6 +7,7 @@ import http.client
 import json
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,11 +54,6 @@ class Stream:
     steps: int = 0
     accepted: int = 0
     error: str | None = None
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens committed per step; None when nothing was drafted."""
-        return 1.0 + self.accepted / self.steps if self.steps else None
 
     @property
     def seconds(self) -> float:
@@ -107,14 +103,15 @@ class Stream:
             connection.close()
 
 
+def page(port: int, path: str) -> str:
+    """The server's answer to GET `path`."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", timeout=TIMEOUT_S) as answer:
+        return str(answer.read(), "utf-8")
+
+
 def served_model(port: int) -> str:
     """The id of the server's only model."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", "/v1/models")
-        return str(json.load(connection.getresponse())["data"][0]["id"])
-    finally:
-        connection.close()
+    return str(json.loads(page(port, "/v1/models"))["data"][0]["id"])
 
 
 def run_together(

@@ -1,4 +1,4 @@
-"""One rank's engine, put together: models resolved and loaded, memory allocated, a step, a measured pace."""
+"""Builds one rank's engine: resolves and loads the models, allocates memory, assembles the step, measures its pace."""
 
 import json
 import logging
@@ -36,12 +36,12 @@ from cluster.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-GPU_WASTE = 0.5  # share of idle rows that a GPU pads with before it sends exact counts
+GPU_WASTE = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a rank stands on before it can step; `context_length` is the most tokens of one request."""
+    """What an engine is assembled from; `context_length` is the most tokens of one request."""
 
     mesh: Mesh
     device: torch.device
@@ -51,11 +51,11 @@ class Prepared:
 
     @property
     def resolved(self) -> ResolvedModels:
-        """What the models are, and the settings that they settled."""
+        """The specs of the models, and the settings as resolved with them."""
         return self.models.resolved
 
     def draft(self) -> Draft:
-        """What drafts with the draft runner list: every level with one runner, each with its own, or not at all."""
+        """The draft over the draft runner list: one runner for all levels, one runner per level, or no draft at all."""
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def prepare_alone(config: EngineConfig) -> Prepared:
-    """What an engine in a world of one stands on; `engine_of` goes on with it, and with any draft.
+    """Prepare an engine in a world of one; `engine_of` completes it, with any draft.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -100,7 +100,7 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
-        PeerLostError: a rank did not come.
+        PeerLostError: a rank did not join.
     """
     if rendezvous is None:
         return build_engine(config)
@@ -131,7 +131,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     """One rank's engine on its mesh: an `Engine` where it leads its attention group, else a `Follower`.
 
     Raises:
-        ConfigError: the draft does not give what its folder's sample says.
+        ConfigError: the draft does not reproduce the sample in its folder.
     """
     mesh, memory, resolved = prepared.mesh, prepared.memory, prepared.resolved
     lockstep = _lockstep(prepared, draft)
@@ -162,7 +162,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
 
 
 def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
-    """This rank's side of the gang: the step, what agrees on it, and the tables that it reads."""
+    """This rank's side of the gang's steps: the step, its coordinator and exchange, and the tables that it reads."""
     mesh, device, models, memory = prepared.mesh, prepared.device, prepared.models, prepared.memory
     config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
     rows, shapes = config.max_running_requests + 1, tiers(shape)
@@ -190,7 +190,7 @@ def _check_sample(prepared: Prepared, lockstep: Lockstep) -> None:
 
 
 def _pace(prepared: Prepared, lockstep: Lockstep) -> Pace | None:
-    """What steps take, measured; None where no prompt can meet a request that decodes."""
+    """The measured pace; None where `mixed_prefill_size` replaces it or only one request runs at a time."""
     config = prepared.resolved.config
     if config.mixed_prefill_size is not None or config.max_running_requests * prepared.mesh.attn_dp <= 1:
         return None
@@ -247,7 +247,6 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
 
 
 def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
-    """What this rank runs with."""
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens = pages * config.page_size

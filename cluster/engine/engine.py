@@ -26,13 +26,13 @@ from cluster.text import TextTokenizer
 
 NOT_FINITE = (
     "request {name} ended after {at} tokens: the model's numbers for it are not finite (NaN or infinite). Other "
-    "requests go on; where this repeats, the checkpoint is damaged or overflows in dtype {dtype}"
+    "requests continue; if this recurs, the checkpoint is damaged or overflows in dtype {dtype}"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What `build_engine` puts together."""
+    """What an `Engine` consists of; `cluster.engine.build` assembles it."""
 
     config: EngineConfig
     arch: TargetArch
@@ -48,7 +48,7 @@ class Parts:
 
 
 class Engine(Rank):
-    """The engine of a rank that takes requests: the leader of its attention group, most often the only one in it."""
+    """The engine of a rank that takes requests: the leader, and often the only rank, of its attention group."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.lockstep, parts.metrics, parts.info)
@@ -167,7 +167,7 @@ class Engine(Rank):
         )
 
     def sample_draft(self, tokens: tuple[int, ...]) -> EagleDraftInput:
-        """What the draft's extend gives after `tokens`; for an engine without requests."""
+        """The output of the draft's extend after `tokens`; only for an engine without requests."""
         assert not self.has_work, "requests are running"
         given = take_sample(tokens, self._p.lockstep, self._p.cache)
         assert given is not None, "an engine leads"
@@ -178,7 +178,7 @@ class Engine(Rank):
         self._p.cache.check()
 
     def _commit(self, schedule: Schedule, given: StepOutput, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
-        """What the step gave each request, and how many tokens each verified tree gave (its accept length)."""
+        """Commit what the step gave; returns its outputs, and the accept length of each verified tree."""
         width, nodes = given.tokens.shape[1], shape.num_draft_tokens - 1
         tokens, first = given.tokens.tolist(), given.first.tolist()
         accepted, scores = given.accept_len.tolist(), given.scores.tolist()
@@ -207,7 +207,7 @@ class Engine(Rank):
 
     @staticmethod
     def _sound_chunks(schedule: Schedule, given: StepOutput) -> list[bool]:
-        """Whether all rows of each chunk are finite; idle rows come before them."""
+        """Whether all rows of each chunk are finite; the rows of idle chunks, which come first, are skipped."""
         rows = given.sound.tolist()
         idle = len(rows) - schedule.prompt_rows
         ends = list(accumulate((chunk.stop - chunk.start for chunk in schedule.chunks), initial=idle))
@@ -230,8 +230,8 @@ class Engine(Rank):
         )
 
     def _settled(self, sequence: Sequence, output: RequestOutput, sound: bool) -> list[RequestOutput]:
-        """The outputs of one request in a step. If it ends, by this output or because it is not `sound`, it is
-        released, and what only a last output carries is added.
+        """The outputs of one request in a step. A request that ends, by this output or because it is not `sound`
+        (finite), is released, and its last output gets the speculation counts and, if not sound, the error.
         """
         if output.finish_reason is None and sound:
             return [output]

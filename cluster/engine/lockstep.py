@@ -1,6 +1,6 @@
 """What every rank does in a step, whether it leads its attention group or follows: agree, share, pad, run.
 
-No branch here asks whether this rank is idle: without requests it runs the same lines with no rows, or padded ones.
+No branch here asks whether this rank is idle: without requests it runs the same code with no rows or with idle ones.
 """
 
 import time
@@ -23,9 +23,9 @@ from cluster.spec.step import Step, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class GangStep:
-    """A step that this rank took with its gang. `output` is None in a quiet one, when nobody had anything to do.
+    """A step that this rank took with its gang. `output` is None if no rank had work, or if the gang ends with it.
 
-    `shape` is the tree of the step's tier; `waited` the seconds spent in collectives, `agreed` those of the agreement.
+    `shape` is the tree of the step's tier; `waited` are seconds spent in collectives, `agreed` those of the agreement.
     """
 
     plan: StepPlan
@@ -37,7 +37,7 @@ class GangStep:
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the gang. `shapes` are the trees by tier, `pools` all that it keeps by slot."""
+    """One rank's side of the gang's steps. `shapes` are the trees by tier, `pools` all memory that has slots."""
 
     mesh: Mesh
     coordinator: Coordinator
@@ -51,11 +51,11 @@ class Lockstep:
     leaving: bool = False
 
     def run(self, order: Order, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
-        """One step of the gang. `order` is this group's work as its leader has it, empty on a follower; `requests` are
-        this rank's waiting and running ones, `num_steps` its vote for the tier, `decode_us` what its decoding takes.
+        """Run one step with the gang. `order` is this group's work, empty on a follower; `requests` counts this rank's
+        waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what its decoding is to take.
 
         Raises:
-            OutOfStepError: ranks disagree, or this rank was about to leave the script.
+            OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
             PeerLostError: a peer is gone.
         """
         began = time.perf_counter()
@@ -99,7 +99,7 @@ class Lockstep:
         real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
         self.pools.copy(order.copies)
         output = self.step.run(self.assembler.batch(order), shape)
-        if mesh.attn.size > 1:  # compared before the next step: with other orders, or other tokens, ranks part ways
+        if mesh.attn.size > 1:  # the next header carries these: ranks with other orders or tokens have diverged
             self.coordinator.decided(checksum(order), _results(output, real))
         return output
 

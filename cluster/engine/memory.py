@@ -1,4 +1,4 @@
-"""The memory of one rank beside its weights: KV pools with the runners that are bound to them, pages and slot table."""
+"""The memory of one rank besides its weights: KV pools and the runners bound to them, pages and slot table."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class RankMemory:
 
 
 def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_length: int) -> RankMemory:
-    """Size the pools, together with the other ranks, by what is left when all models are loaded.
+    """Size the pools, the same on all ranks, by the memory that is left when all models are loaded.
 
     Raises:
         ConfigError: not even a short request would fit.

@@ -1,4 +1,4 @@
-"""The models of one rank, loaded: the target and the draft runner list, each with its part of the gang."""
+"""The loaded models of one rank: the target and the draft runner list, each with its sharding and exchange."""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class RankModels:
-    """What one rank holds of the models, and how each computes. `exchange` is the one that is held to the script."""
+    """One rank's part of the models, and how each computes. `exchange` is the one that follows the script."""
 
     resolved: ResolvedModels
     exchange: Exchange
@@ -40,7 +40,7 @@ class RankModels:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What all of them compute in."""
+        """The compute dtype of all models."""
         return self.target_context.dtype
 
     @property
@@ -55,7 +55,7 @@ class RankModels:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token costs in the pools of all runners, and beside them."""
+        """Bytes that one token takes in the pools of all runners and in what the draft keeps besides them."""
         beside = 0
         if (spec := self.resolved.draft) is not None:
             beside = kept_bytes(len(self.drafts), spec.hidden, self.dtype)
@@ -63,7 +63,7 @@ class RankModels:
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
-        """What a forward of the target, and one of the draft, calls of the script; None without a draft."""
+        """The calls of the script that one forward of the target, and one of the draft, makes; None without a draft."""
         target = Ops(*self.target.ops) if self.target_context.exchange is self.exchange else Ops()
         if not self.drafts:
             return target, None

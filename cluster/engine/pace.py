@@ -1,8 +1,8 @@
-"""How many prompt rows may ride in a step beside requests that decode: the bargain is `prefill_share`.
+"""How many prompt rows may run in a step beside decoding requests, as `prefill_share` sets it.
 
-A step with prompt rows may take 1 / (1 - share) times what its decoding alone takes: at 0.5 twice as long, half of it
-for each side. What a step takes is not timed while serving: a `Pace` says it, made of times that were measured at start
-(`engine/calibrate.py`), so that the ranks of a gang and two runs of one server with the same `Pace` decide the same.
+A step with prompt rows may take 1 / (1 - share) times as long as its decoding alone: at 0.5 twice as long, half of it
+for each side. Steps are not timed while serving: a `Pace` predicts their times from a few that were measured at start
+(`engine/calibrate.py`), so that the ranks of a gang, and two runs of a server with the same `Pace`, decide the same.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,18 +12,18 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 ROWS = 16  # the first point of the curve of prompt rows
-MORE_DECODES, MORE_ROWS = 4, 2  # from one point of a curve to the next: times so many
-STEEP = 2.0  # a curve ends where its step takes so many times its first one: from there on it is a straight line
-READING = 1 / 4  # of a chunk that is not paid for at once, so that a long prefix is not read for a few rows each time
-DEEP = 2048  # tokens before the rows whose attention is measured
-SHALLOW = 128  # where there is room for fewer, what they add is less than a clock's noise
+MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
+STEEP = 2.0  # a curve ends at so many times the time of its first step; beyond that it is extrapolated
+READING = 1 / 4  # most of a chunk's cost that reading its prefix may be: a long prefix is not read for a few rows
+DEEP = 2048  # length of the prefix with which the cost of attention is measured
+SHALLOW = 128  # shorter prefixes are not measured: what they add is less than the clock's noise
 
 Curve = tuple[tuple[int, float], ...]
 
 
 class Load(NamedTuple):
-    """A step to be timed. In every group `decodes` requests decode after `committed` tokens; beside them one group, or
-    every one if `crowd`, takes `rows` rows of a prompt after `start` tokens of it.
+    """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each; besides, one group,
+    or every group if `crowd`, runs `rows` prompt rows that follow `start` tokens.
     """
 
     decodes: int
@@ -34,7 +34,7 @@ class Load(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What can be measured: at most so many requests and prompt rows of a step, and tokens of one request."""
+    """The largest step that can be measured: decoding requests, prompt rows, and tokens of one request."""
 
     decodes: int
     rows: int
@@ -43,12 +43,12 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What steps take, in microseconds. `tree` is N, the target rows of a decoding request.
+    """Predicted times of steps, in microseconds. `tree` is N, the target rows of a decoding request.
 
-    `decode`: by requests that decode in each group. `token`: more per request, for each token that the longest has.
-    `target`: by rows of the target in a group, one of whose requests decodes. A chunk takes `prefix` more for each
-    token before it, and `pair` for each such token and row of its own. Of what rows take, the part `crowd` is done by
-    all `groups` together, so that a group's rows take that much of the others' time as well.
+    `decode` is the time by decoding requests in each group; every request adds `token` for each token of the longest
+    one. `target` is the time by target rows in a group with one decoding request; a chunk adds `prefix` for each token
+    before it, and `pair` for each such token and each of its own rows. All `groups` together
+    do the share `crowd` of the work for rows, so a group's rows take that much of the others' time as well.
     """
 
     share: float
@@ -62,20 +62,20 @@ class Pace:
     groups: int = 1
 
     def decoding(self, committed: Sequence[int]) -> float:
-        """A step in which requests with so many tokens decode, and nothing else runs."""
+        """The time of a step in which requests with so many tokens decode, and nothing else runs."""
         return max(0.0, _at(self.decode, len(committed))) + self.token * len(committed) * max(committed, default=0)
 
     def allowance(self, committed: Sequence[int], busiest: float) -> float:
-        """What prompt rows may take beside this rank's decoding requests, where the decoding of the busiest rank takes
-        `busiest`. A rank that decodes less than that has time left, but for its part in what the others' rows need.
+        """The time that prompt rows may take beside this rank's decoding requests, if the decoding of the busiest other
+        rank takes `busiest`. A rank that decodes less has time left, less its part in the work for the others' rows.
         """
         own = self.decoding(committed)
         most, crowded = max(own, busiest), self.crowd * (self.groups - 1)
         return most / (1.0 - self.share) - own - (most - own) * crowded / (1.0 + crowded)
 
     def cost(self, beside: int, start: int, rows: int, others: int = 0) -> float:
-        """Prompt rows `start` to `start + rows - 1` beside `beside` other rows of the target, while `others` further
-        groups take prompts.
+        """The time of prompt rows `start` to `start + rows - 1` beside `beside` other target rows, while `others` other
+        groups run prompt rows as well.
         """
         if not rows:
             return 0.0
@@ -83,14 +83,12 @@ class Pace:
         return work * (1.0 + self.crowd * others) + start * (self.prefix + self.pair * rows)
 
     def rows(self, beside: int, start: int, most: int, allowance: float, others: int = 0) -> int:
-        """The most rows from `start` on, up to `most`, that take no more than `allowance`."""
+        """The largest number of rows from `start` on, up to `most`, that costs no more than `allowance`."""
         counts = range(1, most + 1)
         return bisect_right(counts, allowance, key=lambda rows: self.cost(beside, start, rows, others))
 
     def least(self, beside: int, start: int, most: int, others: int = 0) -> int:
-        """The fewest rows, up to `most`, with which reading the tokens before them is at most a part `READING` of what
-        they take.
-        """
+        """The fewest rows, up to `most`, for which reading their prefix is at most a share `READING` of their cost."""
         counts, needed = range(1, most), start * self.prefix / READING
         return 1 + bisect_left(counts, needed, key=lambda rows: self.cost(beside, start, rows, others))
 
@@ -107,7 +105,7 @@ class Pace:
 
 
 def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, groups: int) -> Pace:
-    """The pace of a gang of `groups`, of a few steps that `time` times, in microseconds."""
+    """The pace of a gang of `groups`, fitted to a few steps; `time` measures a step, in microseconds."""
     alone = time(Load(1))
     decode = [(1, alone)]
     while decode[-1][0] < limits.decodes and decode[-1][1] < STEEP * alone:
@@ -144,7 +142,7 @@ def _rising(points: Sequence[tuple[int, float]]) -> Curve:
 
 
 def _at(curve: Curve, at: int) -> float:
-    """The curve between its points, and straight on beyond the first and the last."""
+    """The curve at `at`: linear between its points, and extrapolated beyond the first and the last."""
     if len(curve) == 1:
         return curve[0][1]
     right = min(max(1, bisect_left(curve, at, key=lambda point: point[0])), len(curve) - 1)

@@ -1,4 +1,4 @@
-"""One rank of a gang: what a leader and a follower of an attention group have in common towards their loop."""
+"""One rank of a gang as its loop uses it: what leaders and followers of attention groups share, and the follower."""
 
 import threading
 import time
@@ -22,9 +22,9 @@ class StepResult:
 
 
 class Rank:
-    """A rank's place in its gang. One thread owns it; `ring`, `close`, `position` and `progress` are for any thread.
+    """A rank of a gang. One thread owns it; `ring`, `close`, `position` and `progress` may be used by any thread.
 
-    `on_begun` is told, before a step runs, the ids of the requests that it takes in.
+    `on_begun` is called before a step runs, with the ids of the requests that the step admits.
     """
 
     def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo) -> None:
@@ -44,7 +44,7 @@ class Rank:
 
     @property
     def quiet(self) -> bool:
-        """Whether, as of the last step, no rank of the gang had anything to do. A rank alone knows that of itself."""
+        """Whether no rank of the gang had work in the last step and this one has none now; alone, just the latter."""
         return (self._quiet or self._lockstep.mesh.world.size == 1) and not self.has_work
 
     @property
@@ -59,18 +59,18 @@ class Rank:
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """A number that grows with each collective entered or over and each part of a layer come to, and whether this
-        rank waits for its peers now.
+        """A number that grows with each collective entered or left and each part of a layer reached, and whether this
+        rank is in a collective now.
         """
         clock = self._lockstep.mesh.world.clock
         return clock.marks, clock.waits
 
     def leave(self) -> None:
-        """Tell all ranks with the next step that the gang ends."""
+        """Have the next step end the gang on every rank."""
         self._lockstep.leaving = True
 
     def sleep(self) -> None:
-        """Wait, without using the CPU, until a rank rings; a ring after the last step counts."""
+        """Wait, without using the CPU, until a rank rings; a ring since the last step counts."""
         mesh, step = self._lockstep.mesh, self._lockstep.coordinator.step
         if mesh.world.size == 1:
             self._rung.wait()
@@ -114,7 +114,7 @@ class Rank:
 
 
 def _unheard(ids: tuple[str, ...]) -> None:
-    """Nobody asked to hear which requests begin."""
+    """The default of `on_begun`."""
 
 
 class Follower(Rank):
@@ -126,10 +126,10 @@ class Follower(Rank):
         Raises:
             ValueError: always.
         """
-        raise ValueError(f"request {request.request_id!r} was sent to a rank that follows; send it to its leader")
+        raise ValueError(f"request {request.request_id!r} was sent to a follower; send it to the leader of its group")
 
     def abort(self, request_id: str) -> None:
-        """Nothing to abort here."""
+        """Do nothing: a follower has no requests."""
 
     def step(self) -> StepResult:
         """Run the leader's batch on this rank's shards."""

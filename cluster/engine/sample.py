@@ -1,7 +1,7 @@
-"""A draft against its own sample, on load.
+"""Checks a draft against its own sample when it is loaded.
 
-The sample goes through the step itself: the target with its captured hidden states, the draft's fc, norms and
-attention, on every rank of the gang at once.
+The sample runs through the real step: the target with its captured hidden states, the draft's fc, norms and attention,
+on every rank of the gang at once.
 """
 
 import logging
@@ -19,15 +19,15 @@ from cluster.spec.inputs import EagleDraftInput
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
-"""How far rounding may take the hidden, relative, and the likeliest token's probability. The demo draft's hidden moves
-by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.10 with the other rope layout, 0.21 and 0.26 with aux
-layers one off, 0.9 and more with the rest."""
-HALF = 0.01  # tolerances above it are those of half precision, where any near token may take the likeliest one's place
+"""How far rounding may shift the hidden state (relative) and the probability of the most likely token. The demo draft's
+hidden state shifts by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.10 with the other rope layout, by
+0.21 and 0.26 with aux layers off by one, by 0.9 and more with other misreadings."""
+HALF = 0.01  # larger tolerances are half precision's, where a near-tied token may take the place of the most likely one
 
 
 def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> EagleDraftInput | None:
-    """What the draft's extend gives after `tokens`, for one request; None on a rank that follows. Every rank of the
-    gang calls it.
+    """The output of the draft's extend after `tokens`, for one request; None on a follower. All ranks of the gang must
+    call it.
     """
     deepest = len(lockstep.shapes) - 1
     if not lockstep.mesh.leads:
@@ -45,9 +45,9 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
 
 
 def check_sample(sample: Sample, config: EngineConfig, lockstep: Lockstep, cache: KVCache, context: int) -> None:
-    """Refuse a draft that no longer gives what its sample says, where `context` tokens and the cache have room for it.
+    """Refuse a draft that does not reproduce its sample; skip the check if the sample exceeds `context` or the cache.
 
-    A token map from a file leaves the draft fewer tokens to be likely, so only its hidden is compared then.
+    A token map from a file leaves the draft fewer tokens and so other probabilities; then only hidden is compared.
 
     Raises:
         ConfigError: how far off it is, and what may be wrong.
@@ -71,7 +71,7 @@ def check_sample(sample: Sample, config: EngineConfig, lockstep: Lockstep, cache
         probability = abs(here - math.exp(sample.logprob))
     if not (hidden <= most and probability <= most):
         raise ConfigError(
-            f"draft {folder!r} does not give what its {FILE} says: its hidden is off by {hidden:.3g}, its likeliest "
+            f"draft {folder!r} does not reproduce its {FILE}: its hidden state is off by {hidden:.3g}, its most likely "
             f"token's probability by {probability:.3g} (at most {most:g}). Its config or speculative_draft_overrides "
-            "are read as another draft's, or the target is another one. Correct them, or remove the file"
+            "describe another draft, or the target is another one. Correct them, or remove the file"
         )

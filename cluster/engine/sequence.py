@@ -1,4 +1,4 @@
-"""One admitted request on the host: its tokens, its lease, and how far it is committed."""
+"""One request on the host, waiting or running: its tokens, its lease, and how far it is committed."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Sequence:
     """A request's life in the engine.
 
     `tokens` are prompt and output; `committed` of them have KV in every pool. While `committed < len(tokens) - 1` (or
-    nothing was chosen yet) the request prefills; afterwards it decodes and its last token is the bonus.
+    no token was chosen yet) the request prefills; afterwards it decodes and its last token is the bonus.
     """
 
     request: Request

@@ -1,8 +1,8 @@
-"""`aerie export-draft`: an EAGLE-3 draft written in another dialect, where algebra allows it.
+"""`aerie export-draft`: an EAGLE-3 draft written in another dialect (the checkpoint format of another tool).
 
-The weights stay bit for bit, and so does the draft's sample, which holds in every dialect. Layers that do nothing
-(zeros in both output projections) may be appended, in the meaning that the dialect gives to later layers. What it
-cannot say is refused.
+Weights are copied bit for bit, and so is the draft's sample, which holds in every dialect. Layers that do nothing
+(zeros in both output projections) may be appended, with the inputs that later layers have in the dialect. A draft that
+the dialect cannot express is refused.
 """
 
 import argparse
@@ -27,12 +27,12 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def export_draft(folder: str, target: str, dialect: str, out: str, layers: int | None = None) -> DraftSpec:
-    """Write the draft in `folder` for `target` to the new folder `out`; what it reads as there.
+    """Write the draft in `folder` for `target` to the new folder `out`; returns its spec as read from there.
 
-    `layers` more than the draft has appends layers that do nothing.
+    Where `layers` is more than the draft has, layers that do nothing are appended.
 
     Raises:
-        ConfigError: the draft is none that can be said in this dialect, or `out` is not empty.
+        ConfigError: the draft cannot be expressed in this dialect, or `out` is not empty.
     """
     if dialect not in DIALECTS:
         raise ConfigError(f"--dialect must be one of {', '.join(DIALECTS)}; got {dialect!r}")
@@ -41,9 +41,9 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
     checkpoint, arch = Checkpoint(folder), read_target(target)
     spec = read_draft(folder, checkpoint.shapes, arch)
     if spec.kind != "eagle3":
-        raise ConfigError(f"draft {folder!r} is {spec.dialect}, which no other dialect can say")
+        raise ConfigError(f"draft {folder!r} is {spec.dialect}; only EAGLE-3 drafts can be exported")
     if spec.layer.latent is not None or not spec.use_aux_hidden_state:
-        raise ConfigError(f"draft {folder!r}: latent attention and use_aux_hidden_state false are not exported")
+        raise ConfigError(f"draft {folder!r}: latent attention and use_aux_hidden_state false cannot be exported")
     tensors = {name: checkpoint.take(name) for name in checkpoint.shapes}
     count = layers or spec.num_layers
     meaning, config_of = DIALECTS[dialect]
@@ -64,11 +64,7 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
 
 
 def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: str, target_layers: int) -> None:
-    """Refuse what the dialect has no words for.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise a ConfigError that names what the dialect cannot express, if there is anything."""
     lost = []
     if dialect != "speculators":
         if 0 in spec.aux_boundaries:
@@ -80,16 +76,16 @@ def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: st
     if spec.layer.interleaved or spec.layer.sliding_window:
         lost.append("interleaved rope or a window")
     if count < spec.num_layers:
-        lost.append(f"{spec.num_layers} layers in {count}")
+        lost.append(f"{spec.num_layers} layers in {count} (raise --layers)")
     later = {"pair" if layer.pair else layer.hidden_norm for layer in spec.layers[1:]}
     if later - {meaning}:
-        lost.append(f"later layers of another meaning ({', '.join(sorted(later))})")
+        lost.append(f"later layers with other inputs ({', '.join(sorted(later))})")
     if lost:
-        raise ConfigError(f"draft {folder!r} cannot be written as {dialect}, which cannot say: {'; '.join(lost)}")
+        raise ConfigError(f"draft {folder!r} cannot be written as {dialect}, which cannot express: {'; '.join(lost)}")
 
 
 def idle_layer(tensors: dict[str, Tensor], index: int, meaning: str, hidden: int) -> dict[str, Tensor]:
-    """A layer that adds nothing: the first one's weights, its two output projections zero."""
+    """A layer that adds nothing: the first one's weights, with both output projections zero."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith("layers.0."):
@@ -191,7 +187,7 @@ DIALECTS: dict[str, tuple[str, Callable[[DraftSpec], Config]]] = {
     "speculators": ("input_layernorm", _speculators),
     "deepspec": ("pair", _deepspec),
 }
-"""What later layers mean in a dialect, and its config."""
+"""Per dialect: what later layers take as input, and the function that writes its config."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
     parser.add_argument("--dialect", required=True, help=f"one of {', '.join(DIALECTS)}")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
-    parser.add_argument("--layers", type=int, help="append layers that do nothing, up to so many")
+    parser.add_argument("--layers", type=int, help="number of layers to write: layers that do nothing are appended")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ MAX_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished request: its tokens, why it ended, and what it took."""
+    """One finished request: all of its tokens, and its last output with the reason and the counts."""
 
     token_ids: list[int]
     last: RequestOutput
@@ -45,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie generate`."""
     words = (
         parser.add_argument("dir", metavar="DIR", help="folder of the target"),
-        parser.add_argument("text", metavar="PROMPT", help="the text to go on with"),
+        parser.add_argument("text", metavar="PROMPT", help="the text to continue"),
     )
-    for word in words:  # not nargs="?": argparse would end the second one at the first flag that follows the first one
+    for word in words:  # not nargs="?": a flag between the two would leave the second one without its value
         word.required = False
-    parser.add_argument("--model", "--model-path", metavar="DIR", help="in place of DIR")
-    parser.add_argument("--prompt", metavar="TEXT", help="in place of PROMPT")
+    parser.add_argument("--model", "--model-path", metavar="DIR", help="another way to give DIR")
+    parser.add_argument("--prompt", metavar="TEXT", help="another way to give PROMPT")
     parser.add_argument(
         "--prompt-token-ids", metavar="1,2,3", help="in place of a prompt, for a model without tokenizer"
     )
@@ -139,7 +139,7 @@ def _said(tokenizer: TextTokenizer, prompt: list[int], token_ids: list[int], sto
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:
-    """The target's folder and the prompt's text, each given once, in either spelling.
+    """The target's folder and the prompt's text, each given once, as an argument or as an option.
 
     Raises:
         ConfigError: one is missing or given twice.

@@ -17,13 +17,13 @@ def overrides_of(words: list[str]) -> dict[str, Any]:
     """`fact=value` words as `speculative_draft_overrides`.
 
     Raises:
-        ConfigError: no such fact or value.
+        ConfigError: an unknown fact, or a value that it does not take.
     """
     made: dict[str, Any] = {}
     for word in words:
         fact, _, value = word.partition("=")
         values = {str(v).lower(): v for v in DRAFT_FACTS.get(fact, ())}
         if value.lower() not in values:
-            raise ConfigError(f"--draft-override {word!r}: {fact!r} takes one of {list(values)} of {list(DRAFT_FACTS)}")
+            raise ConfigError(f"--draft-override {word!r}: {fact!r} takes {list(values)}; facts: {list(DRAFT_FACTS)}")
         made[fact] = values[value.lower()]
     return made

@@ -1,7 +1,7 @@
-"""`aerie probe-draft`: which reading of a draft is accepted most, where its tensors do not say and its config may err.
+"""`aerie probe-draft`: which reading of a draft is accepted most, where its tensors leave more than one possible.
 
-Each fact is tried both ways on a few short prompts, sampled with fixed seeds, so that all readings draft for the same
-text. A value other than the convention's is only recommended where it gains more than chance would.
+Each value of each fact is tried on a few short prompts, sampled with fixed seeds, so that all readings draft for the
+same text. A value other than that of the draft's config or format is recommended only if better by `MARGIN`.
 """
 
 import argparse
@@ -28,12 +28,12 @@ PROMPTS = (
 NEW_TOKENS = 64
 NUM_STEPS = 4
 MARGIN = 1.04
-"""How much better another value must be. The demo draft's accept length moves by up to 2% between readings that differ
-by one aux layer, in either direction."""
+"""Factor in accept length by which another value must be better. The demo draft's moves by up to 2%, in either
+direction, between readings that differ by one aux layer."""
 
 
 class Reading(NamedTuple):
-    """A draft read with `overrides`: its mean accept length, or why it cannot be read so."""
+    """A draft read with `overrides`: its mean accept length, or the error where it cannot be read in this way."""
 
     overrides: dict[str, Any]
     accept_length: float
@@ -41,14 +41,14 @@ class Reading(NamedTuple):
 
 
 def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[Reading], None]) -> dict[str, Any]:
-    """The facts of the draft in which another value than that of its config or format is accepted more, by at least
-    `MARGIN`; fact by fact, each from the best reading so far. Every reading goes to `say`.
+    """The overrides to set: the facts where another value than that of the draft's config or format is better by
+    `MARGIN`. Facts are tried one by one, each starting from the best reading so far; every reading goes to `say`.
 
     Raises:
-        ConfigError: the pair cannot be served, has no tokenizer, or has a sample, which knows better.
+        ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which is more certain.
     """
     if (Path(draft) / FILE).exists():
-        raise ConfigError(f"draft {draft!r} has a {FILE}, which knows how it is read; remove it to probe nonetheless")
+        raise ConfigError(f"draft {draft!r} has a {FILE}, which settles how it is read; remove it to probe anyway")
     best, facts = _read(draft, target, algorithm, {})
     say(best)
     if best.error:

@@ -1,4 +1,4 @@
-"""`aerie sample-draft`: what a draft gives on a few tokens, written into its folder for every later load to check."""
+"""`aerie sample-draft`: writes a draft's output on a few tokens into its folder, for every later load to check."""
 
 import argparse
 import json
@@ -14,27 +14,27 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.tools.overrides import add_override_argument, overrides_of
 
 TOKENS = 24
-CLEAR = math.log(0.55)  # half, and what rounding may do to it
+CLEAR = math.log(0.55)  # a probability of half, and a margin for rounding
 TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
 
 
 def settings_of(draft: str, target: str, algorithm: str | None) -> dict[str, object]:
-    """The settings that name a pair."""
+    """The engine settings that name a target and its draft."""
     return {"model_path": target, "speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
 
 
 def sample_draft(
     draft: str, target: str, algorithm: str | None, dtype: str = "float32", overrides: dict[str, Any] | None = None
 ) -> list[int]:
-    """Write `draft_sample.json` into the folder of `draft`, which is known to be right with `target` and
-    `overrides`; its tokens.
+    """Write `draft_sample.json` into the folder of `draft`; returns the tokens of the sample. That `target` and
+    `overrides` are right for this draft must be known.
 
     Raises:
         ConfigError: there is a sample already, or the pair cannot be served.
     """
     file = Path(draft) / FILE
     if file.exists():
-        raise ConfigError(f"{str(file)!r} is there already; remove it to have another one written")
+        raise ConfigError(f"{str(file)!r} is there already; remove it to write another one")
     settings = settings_of(draft, target, algorithm) | {
         "max_running_requests": 1,
         "context_length": 4 * TOKENS,
@@ -52,8 +52,8 @@ def sample_draft(
 
 
 def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
-    """What a draft gives after `tokens`, or after the beginning of them that leaves least doubt which token is the
-    likeliest: one that has more than half of the probability has no equal that another machine's rounding could prefer.
+    """The draft's output after `tokens`, or after the beginning of them (at least half) whose next token is clearest:
+    one with more than half of the probability has no rival that the rounding of another machine could prefer.
     """
     best: Sample | None = None
     for count in range(len(tokens), len(tokens) // 2, -1):
@@ -85,5 +85,5 @@ def run(args: argparse.Namespace) -> int:
     """Write the sample and say so."""
     overrides = overrides_of(args.draft_override)
     tokens = sample_draft(args.draft, args.target, args.algorithm, args.dtype, overrides)
-    print(f"{Path(args.draft) / FILE}: what {args.draft} gives after {len(tokens)} tokens of {args.target}")
+    print(f"{Path(args.draft) / FILE}: the output of {args.draft} after {len(tokens)} tokens of {args.target}")
     return 0

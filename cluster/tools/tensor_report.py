@@ -1,6 +1,6 @@
 """What a checkpoint is and how it would be served, tensor by tensor, from its headers alone; no weight is read.
 
-The models are built on the meta device by the same code that loads them, so what is said here is what loading does.
+The models are built on the meta device by the same code that loads them, so the report says what loading would do.
 """
 
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ Settings = tuple[dict[str, Any] | None, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One tensor: what asked for it, where it lies, and how much of it one rank holds."""
+    """One tensor: the part of the model that takes it, its file, and how many numbers of it one rank holds."""
 
     name: str
     goes_to: str
@@ -43,7 +43,7 @@ class Placed:
 
 
 class Recorder(Checkpoint):
-    """A dry checkpoint that notes every tensor taken, and goes on after a problem so that all are found."""
+    """A checkpoint without data that records every tensor taken, and goes on after a problem so that all are found."""
 
     def __init__(self, folder: str, stored_name: Any, ignored: tuple[str, ...]) -> None:
         super().__init__(folder, stored_name, ignored, dry=True)
@@ -58,7 +58,7 @@ class Recorder(Checkpoint):
         columns: Span | None = None,
         expert: int | None = None,
     ) -> Tensor:
-        """The tensor without data; a wrong or missing one is noted and stands in with the shape it should have."""
+        """The tensor without data; a wrong or missing one is recorded, and one of the right shape returned instead."""
         try:
             cut = super().take(name, shape, rows, columns, expert)
         except ConfigError as error:
@@ -76,7 +76,7 @@ class Recorder(Checkpoint):
         return cut
 
     def finish(self) -> None:
-        """Note leftovers."""
+        """Record the tensors that no part of the model took."""
         try:
             super().finish()
         except ConfigError as error:
@@ -93,7 +93,7 @@ def inspect(
 ) -> Report:
     """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
 
-    The draft of a target that is recognised and not served is looked at alone.
+    Where the target is recognised but cannot be served, its draft is reported alone.
     """
     report = Report()
     if tp % dp:
@@ -133,7 +133,7 @@ def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
 
 
 def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings) -> None:
-    """Note the draft of a target that is recognised and not served; memory is the draft's."""
+    """Report the draft of a target that is recognised but cannot be served; the memory is the draft's alone."""
     try:
         arch = outline(path)
         if arch is None:
@@ -148,7 +148,7 @@ def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str
 
 
 def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> int:
-    """Note the target; how many numbers one rank holds of it."""
+    """Add the target to the report; returns how many numbers of it one rank holds."""
     recorder = Recorder(path, arch.stored_name, arch.ignored)
     DecoderTarget(arch, recorder, ModelContext.dry(sharding))
     report.target = {**described(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
@@ -159,7 +159,7 @@ def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> 
 def _draft(
     report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, settings: Settings
 ) -> None:
-    """Note the draft; memory is that of the runners that are loaded without `speculative_num_steps`."""
+    """Add the draft to the report; its memory is for the runners that the default `speculative_num_steps` loads."""
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
     tensors, numbers, loaded = [], 0, min(spec.runners, DEFAULT_NUM_STEPS)
     for runner in range(spec.runners):

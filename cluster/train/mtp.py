@@ -8,16 +8,14 @@ Sources: DeepSeek-V3's report 2.2; the format's table in `cluster/arch/draft/mtp
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from cluster.train.eagle3 import MLP, Attention, DraftShape, RMSNorm
+from cluster.train.eagle3 import MLP, Attention, DraftShape, write_checkpoint
 
 
 class Decoder(nn.Module):
@@ -27,8 +25,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.self_attn = Attention(shape, shape.hidden_size)
         self.mlp = MLP(shape)
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Residual stream [B, T, H] entering the layer to leaving it; `cells` as in `Attention`."""
@@ -42,7 +40,7 @@ class SharedHead(nn.Module):
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
 
 class MtpLayer(nn.Module):
@@ -50,8 +48,8 @@ class MtpLayer(nn.Module):
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
-        self.enorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.hnorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.enorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hnorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.transformer = Decoder(shape)
         self.shared_head = SharedHead(shape)
@@ -115,30 +113,17 @@ class MtpDraft(nn.Module):
 
 def save_mtp(draft: MtpDraft, directory: Path) -> None:
     """Write config.json and model.safetensors in bf16; the format stores norm weights minus 1."""
-    layer, first = draft.shape.layer, draft.shape.first_index
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {
+    first = draft.shape.first_index
+    own = {
         "architectures": ["Step3p5MTP"],
         "model_type": "step3p5_mtp",
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": first,
         "num_nextn_predict_layers": draft.shape.count,
-        "num_attention_heads": layer.heads,
-        "num_key_value_heads": layer.kv_heads,
-        "head_dim": layer.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": layer.rms_norm_eps,
-        "rope_theta": layer.rope_theta,
-        "max_position_embeddings": layer.max_position_embeddings,
-        "vocab_size": layer.vocab_size,
-        "torch_dtype": "bfloat16",
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors: dict[str, torch.Tensor] = {}
     for index, trained in enumerate(draft.layers):
         at = f"model.layers.{first + index}."
         for name, tensor in trained.state_dict().items():
             tensors[at + name] = (tensor - 1 if tensor.ndim == 1 else tensor).bfloat16().contiguous()
         tensors[at + "shared_head.output.weight"] = draft.head.bfloat16().clone()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(directory, draft.shape.layer, tensors, own)

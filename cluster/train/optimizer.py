@@ -76,15 +76,14 @@ class Optimizers:
         ]
         self.peaks = [matrix_lr, other_lr]
 
-    def step(self, factor: float) -> float:
-        """Clip, update, clear the gradients; returns the norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self.trained, 1.0)
+    def step(self, factor: float) -> None:
+        """Clip, update, clear the gradients."""
+        nn.utils.clip_grad_norm_(self.trained, 1.0)
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
                 group["lr"] = peak * factor
             part.step()
             part.zero_grad(set_to_none=True)
-        return float(norm)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of both, in order."""

@@ -55,7 +55,7 @@ def test_two_wrong_facts_are_found_and_the_sample_then_taken_holds(
 
 
 def test_what_cannot_be_probed_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="knows how it is read"):
+    with pytest.raises(ConfigError, match="settles how it is read"):
         probe_draft(DRAFT, TARGET, "EAGLE3", print)
     target = target_folder()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):

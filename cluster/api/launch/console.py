@@ -1,4 +1,4 @@
-"""What the terminal of `aerie serve` shows beside its own words: warnings and errors of all its processes."""
+"""Shows the warnings and errors of all processes of the server on the terminal of `aerie serve`."""
 
 import logging
 import sys
@@ -7,11 +7,11 @@ import threading
 from cluster.logs import Follower, level_and_logger
 
 POLL_S = 0.3
-OWN = "cluster.api.launch.serve"  # says its lines itself
+OWN = "cluster.api.launch.serve"  # prints its own lines itself
 
 
 class Console:
-    """Follows the log from when this is made until `stop`, in a thread of its own."""
+    """Follows the log in a thread of its own, from construction until `stop`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -21,7 +21,7 @@ class Console:
         self._thread.start()
 
     def stop(self) -> None:
-        """Show what is still to be shown, and no more."""
+        """Show the lines that are left, then end the thread."""
         self._over.set()
         self._thread.join(timeout=2.0)
 

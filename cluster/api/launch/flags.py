@@ -1,4 +1,4 @@
-"""The flags of `aerie serve`, and the settings that they stand for. What has no flag has `--set`."""
+"""The flags of `aerie serve`, and the settings that they stand for. All other settings are given by `--set`."""
 
 import argparse
 
@@ -23,13 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="DIR", help="folder of the target; without it and --config, the demo pair"
     )
-    parser.add_argument("--model-path", "--model", metavar="DIR", help="in place of DIR")
+    parser.add_argument("--model-path", "--model", metavar="DIR", help="another way to give DIR")
     parser.add_argument("--draft", metavar="DIR", help="folder of a draft for it: EAGLE, EAGLE-3 or MTP layers")
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call the model (default: the folder's name)"
     )
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="(default: 8000)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: 8000)")
     parser.add_argument("--tp-size", "--tp", "--tensor-parallel-size", type=int, metavar="N", help="ranks (default: 1)")
     parser.add_argument(
         "--dp-size",
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-model-len",
         type=int,
         metavar="TOKENS",
-        help="of prompt and output together (default: the model's)",
+        help="most tokens of prompt and output together (default: the model's)",
     )
     parser.add_argument("--dtype", help="auto, bfloat16, float16, float32 or float64 (default: auto)")
-    parser.add_argument("--config", metavar="FILE", help="a Serve config, over which the other options are laid")
+    parser.add_argument("--config", metavar="FILE", help="a Serve config; the other options override it")
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_of(args: argparse.Namespace) -> str | None:
-    """The folder of the target, in either spelling; None for the config's.
+    """The folder of the target, given as DIR or as --model-path; None for the config's.
 
     Raises:
         ConfigError: it is given twice.
@@ -72,7 +72,7 @@ def model_of(args: argparse.Namespace) -> str | None:
 
 
 def overrides_of(args: argparse.Namespace) -> list[Override]:
-    """What the flags and `--set` ask for, in that order: where both name a setting, `--set` has the last word."""
+    """What the flags and `--set` ask for, in that order: where both name a setting, `--set` wins."""
     given = {flag: getattr(args, flag) for flag in FLAGS}
     if given["draft"] is not None:
         given["draft"] = here(given["draft"])

@@ -1,4 +1,4 @@
-"""Single settings laid over a Serve config: what `aerie serve`'s flags and its `--set key=value` change."""
+"""Single settings that override a Serve config: the flags of `aerie serve` and its `--set key=value`."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -25,11 +25,11 @@ SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")
 
 
 def lay_over(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """A copy of a Serve config with settings laid over it, the model first: another model leaves the file's draft,
-    tokenizer and name behind.
+    """A copy of a Serve config with the overrides applied, the model's first: another model drops the file's draft,
+    tokenizer and name.
 
     Raises:
-        ConfigError: a key that nobody knows, with the nearest one, or a file whose parts have the wrong form.
+        ConfigError: an unknown key, with the nearest known one, or a file whose parts have the wrong form.
     """
     made: dict[str, Any] = deepcopy(dict(data))
     pairs = [_read(override) if isinstance(override, str) else override for override in overrides]
@@ -42,7 +42,7 @@ def llm_entry(data: dict[str, Any]) -> dict[str, Any]:
     """The one entry of llm_configs, made when it is missing and read when it is the path of a file.
 
     Raises:
-        ConfigError: there is an entry that is neither.
+        ConfigError: the entry is neither a mapping nor a path.
     """
     args = _app_args(data)
     entries = args.get("llm_configs")
@@ -59,7 +59,6 @@ def llm_entry(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(override: str) -> tuple[str, Any]:
-    """`key=value` as a key and a value."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set takes key=value, got {override!r}")
@@ -114,7 +113,7 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _set_model(llm: dict[str, Any], folder: Any) -> None:
-    """Serve the target in `folder`. Draft, tokenizer and name in the config are those of the model that it replaces."""
+    """Serve the target in `folder`, without the config's draft, tokenizer and name: they are the old model's."""
     loading = _inner(llm, "model_loading_config")
     before = loading.get("model_source") or loading.get("model_id")
     loading["model_source"] = folder
@@ -130,7 +129,7 @@ def _set_model(llm: dict[str, Any], folder: Any) -> None:
 
 
 def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
-    """Set an engine setting once, whatever spelling the file used; speculation off drops the file's tree as well."""
+    """Set an engine setting, replacing all spellings of it; turning speculation off drops the file's tree as well."""
     engine = _inner(llm, "engine_kwargs")
     name = ALIASES.get(key, key)
     nested = _inner(engine, "speculative_config", "engine_kwargs.speculative_config")

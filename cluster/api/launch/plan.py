@@ -1,4 +1,4 @@
-"""What `aerie serve` will do, settled before anything is started: a Serve config in, with `--set` laid over it."""
+"""What `aerie serve` will do, validated before anything starts: a Serve config, overridden by flags and `--set`."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from cluster.config import ALIASES, ConfigError, EngineConfig, Settings, as_conf
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOCAL_DEPLOYMENT = {"graceful_shutdown_timeout_s": 10, "max_constructor_retry_count": 1}
-"""Of a model that is served here without a config file: Ctrl-C waits for open streams so long, and what cannot start
-is not tried again."""
+"""Options for a model that is served without a config file: Ctrl-C waits so many seconds for open streams, and a start
+that fails is not tried again."""
 
 
 class HttpOptions(Settings):
@@ -55,7 +55,7 @@ class ServePlan:
     file: ServeFile
     settings: AppSettings
     engine: EngineConfig
-    left_behind: str = ""  # what of the config is not used, because it is another model's
+    left_behind: str = ""  # a note for the user: the config's draft is unused, as another model is served
 
     @property
     def http(self) -> HttpOptions:
@@ -70,21 +70,21 @@ class ServePlan:
 
     @property
     def replicas(self) -> int:
-        """How many replicas start: a number that is given, else the least that autoscaling allows."""
+        """How many replicas start: the number that is given, else autoscaling's initial or minimum number."""
         fixed = self.settings.llm.fixed_replicas
         scaling = self.settings.llm.deployment_config.get("autoscaling_config") or {}
         count = fixed if fixed is not None else scaling.get("initial_replicas") or scaling.get("min_replicas")
         return max(1, int(count or 1))
 
     def resources(self, name: str, gpus: float = 0.0) -> float:
-        """How much of a resource the gangs of the first replicas ask for together, in a cluster of so many GPUs; a
-        redeploy's surge is not counted.
+        """How much of a resource the gangs of the first replicas need together, in a cluster of so many GPUs; the extra
+        replica of a redeploy is not counted.
         """
         layout = self.settings.llm.layout(self.settings.llm.device(gpus)[0])
         return self.replicas * sum(bundle.get(name, 0.0) for bundle in layout.bundles)
 
     def check_room(self, available: Mapping[str, float]) -> None:
-        """Refuse gangs that there is too little of a resource for, of those that `available` tells about.
+        """Refuse gangs that need more of a resource than `available` has; a resource it does not name is not checked.
 
         Raises:
             ConfigError: naming the resource.
@@ -101,10 +101,10 @@ class ServePlan:
 
 
 def make_plan(config: str | None, overrides: Sequence[Override], model: str | None = None) -> ServePlan:
-    """Read the config, lay the overrides over it, and refuse what is known to fail.
+    """Read the config, apply the overrides to it, and refuse what is known to fail.
 
-    `model` is the folder to serve in place of the config's. Without a config it is served with the defaults; without
-    either it is the demo's config.
+    `model` is the folder to serve in place of the config's model. Without a config it is served with the defaults;
+    without a config and a model, the demo's config is served.
 
     Raises:
         ConfigError: naming the setting.
@@ -128,18 +128,18 @@ def make_plan(config: str | None, overrides: Sequence[Override], model: str | No
     if file.http_options.host not in LOOPBACK and not file.allow_unauthenticated:
         raise ConfigError(
             f"http_host {file.http_options.host!r} is reachable from other machines and there are no API keys; "
-            "use 127.0.0.1 behind a gateway, or say --set allow_unauthenticated=true"
+            "use 127.0.0.1 behind a gateway, or add --set allow_unauthenticated=true"
         )
     return ServePlan(file, settings, engine, _left_behind(data, engine) if overrides else "")
 
 
 def here(folder: str) -> str:
-    """A folder named on the command line: from the working directory if it is there, else as a config's would be."""
+    """A folder from the command line: absolute if it exists, else as given, to be resolved like one in a config."""
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
 
 def _base(config: str | None, model: str | None) -> Any:
-    """What settings are laid over: the config file, nothing but defaults for a model of its own, or the demo's."""
+    """The config to override: the file, one of mere defaults where a model is given without a file, or the demo's."""
     if config is not None:
         return read_yaml(config)
     if model is not None:
@@ -149,7 +149,7 @@ def _base(config: str | None, model: str | None) -> Any:
 
 
 def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:
-    """Which draft of the config is not used because its target is not; empty when none is."""
+    """A note that the config's draft is not used because another target is served; empty where that is not so."""
     llm = llm_entry(lay_over(data, []))
     source = (llm.get("model_loading_config") or {}).get("model_source")
     given = llm.get("engine_kwargs") or {}
@@ -162,11 +162,11 @@ def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:
         or resolve_path(str(source)) == engine.model_path
     ):
         return ""
-    return f"the config's draft {draft!r} is that of {source!r} and is left out; --draft names another"
+    return f"the config's draft {draft!r} belongs to {source!r} and is not used; --draft sets another"
 
 
 def check_port(http: HttpOptions) -> None:
-    """Refuse a port that somebody listens on.
+    """Refuse an address or a port that cannot be listened on.
 
     Raises:
         ConfigError: naming http_host or http_port.
@@ -179,4 +179,6 @@ def check_port(http: HttpOptions) -> None:
         except socket.gaierror as error:
             raise ConfigError(f"http_host {http.host!r} is not an address: {error.strerror}") from None
         except OSError as error:
-            raise ConfigError(f"http_port {http.port} on {http.host} cannot be used: {error.strerror}") from None
+            raise ConfigError(
+                f"http_port {http.port} on {http.host} cannot be used: {error.strerror}; set another http_port"
+            ) from None

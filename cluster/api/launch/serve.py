@@ -2,8 +2,8 @@
 
 The settings are checked before anything starts. Then Ray starts while the Serve application is imported beside it,
 the application is deployed, and its URL is printed once `/health` says 200. On SIGINT or SIGTERM new calls are refused
-and open ones end, then Serve, then Ray, and no process is left. Warnings and errors of all processes are shown here as
-they come; the log has them too, and stays.
+and open ones end, then Serve, then Ray, and no process is left. Warnings and errors of all processes are shown on the
+terminal as they come; the log has them too, and outlives the server.
 """
 
 import argparse
@@ -48,14 +48,14 @@ class StartError(RuntimeError):
 
 
 class Phases:
-    """How long each part of the start took."""
+    """Measures how long each part of the start takes."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self.seconds: dict[str, float] = {}
 
     def end(self, name: str) -> None:
-        """The phase `name` ends now, and the next begins."""
+        """Note that phase `name` ends now, and the next begins."""
         now = time.monotonic()
         self.seconds[name] = now - self._last
         self._last = now
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:
-    """The plan with the log that was asked for; a Ray of our own gets a new one for each start."""
+    """The plan with the log that was asked for; by default each start of a Ray of its own gets a new file."""
     given: dict[str, str] = {}
     if args.log_file is not None:
         given["log_file"] = str(Path(args.log_file).absolute())
@@ -148,7 +148,7 @@ def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> Se
 
 
 def _delete_soon(name: str) -> None:
-    """Have Serve end an application on a cluster of others, without waiting; from a signal handler, so in a thread."""
+    """Have Serve delete the application from a shared cluster; in a thread, since a signal handler calls this."""
     serve = importlib.import_module("ray.serve")
     thread = threading.Thread(target=serve.delete, args=(name,), kwargs={"_blocking": False}, daemon=True)
     thread.start()
@@ -156,7 +156,7 @@ def _delete_soon(name: str) -> None:
 
 
 def _local_ray(plan: ServePlan, verbose: bool) -> LocalRay:
-    """A Ray with room for the plan, however few cores there are: its CPUs are shares, not reservations."""
+    """A Ray of its own that declares the CPUs that the plan needs, however few cores there are: it reserves no core."""
     cpus = max(os.cpu_count() or 1, round(plan.resources("CPU") + plan.replicas + 0.5))
     return LocalRay(num_cpus=cpus, verbose=verbose)
 
@@ -225,7 +225,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def _shut_down(cluster: LocalRay | None, plan: ServePlan, serving: bool) -> None:
-    """End what was started here: all of a Ray of our own, only the application on a cluster of others."""
+    """End what was started here: a Ray of its own as a whole, on a shared cluster only the application."""
     serve = importlib.import_module("ray.serve")
     if cluster is None:
         try:

@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 5.0  # of the replicas, when they are told
 ERRORS_TIMEOUT_S = 3.0  # how long error events may take to reach their clients
-FLUSH_S = 0.5  # between the end of the last call at its replica and the end of the proxy that still passes it on
+FLUSH_S = 0.5  # for the proxy to pass on the end of the last call, after the replica has ended it
 
 
 class StopSignals:
@@ -26,7 +26,7 @@ class StopSignals:
         self.at_once: Callable[[], None] | None = None  # what the second signal does before the process ends
 
     def install(self) -> None:
-        """Take the signals; again after `ray.init`, which takes them for itself."""
+        """Install the handlers; call this again after `ray.init`, which installs its own."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
@@ -46,11 +46,11 @@ class StopSignals:
 
 
 def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -> None:
-    """Have an application refuse new calls and end its open ones: in their own time, or with an error at the timeout.
+    """Have an application refuse new calls, and wait for its open ones; those open at the timeout end with an error.
 
-    The replicas of its ingress are told again and again, so that one that comes up meanwhile hears of it too. The proxy
-    has to be there all the while: `serve.shutdown` would end it first, and all streams with it. `serve` is that module,
-    which takes too long to import for an import here. What goes wrong is said, and the end goes on.
+    Its ingress replicas are told again and again, so that one that starts meanwhile is told too. This comes before
+    `serve.shutdown`, which would first end the proxy, and all streams with it. `serve` is the module `ray.serve`, which
+    takes too long to import at the top. A failure is reported by `say`, and the shutdown goes on.
     """
     until = time.monotonic() + timeout_s
     try:
@@ -76,9 +76,9 @@ def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -
 
 
 def _open_calls(front: Any) -> int:
-    """Tell all replicas of the ingress to refuse new calls; how many are open in all, as far as they say.
+    """Tell all ingress replicas to refuse new calls; returns how many calls they have open together.
 
-    A replica that is dead has none; one that does not answer may have some, and counts as one.
+    A dead replica has none; one that does not answer may have some, and counts as one call.
     """
     answers = front.broadcast("drain").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
     return sum(answer if isinstance(answer, int) else not _is_dead(answer) for answer in answers)

@@ -1,4 +1,4 @@
-"""A request's body: read within a limit and a time, decoded as UTF-8, parsed as JSON that a program can rely on."""
+"""A request's body: read within limits of size and time, decoded as UTF-8, parsed as JSON of limited depth."""
 
 import asyncio
 import json
@@ -19,15 +19,15 @@ from cluster.api.proxy import too_slow
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16  # lists and objects of one body, together
 MAX_KEYS = 512  # of one object
-KEYS_EACH, KEYS_MORE = 4, 4096  # fields of a body: so many per list or object of it, and so many more
-# Strings and what lies between the signs of structure, or these. Both are taken in short runs, so that no long body
-# keeps the interpreter's lock for long. A string that never ends counts as one, so that no input is scanned twice.
+KEYS_EACH, KEYS_MORE = 4, 4096  # most fields of a body: KEYS_EACH per list or object in it, plus KEYS_MORE
+# Either strings and other text between structural characters, or (group 1) a run of those characters. Runs are short,
+# so that a long body does not hold the GIL for long. A string that never ends matches too, so nothing is scanned twice.
 _RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}:"]+){1,4096}+|([\[\]{}:]{1,4096})', re.DOTALL)
 RETRY_S = 1.0
 
 
 class Intake:
-    """Takes the bodies of a replica in, and knows how many bytes of them it holds."""
+    """Reads the request bodies of a replica, and counts the bytes of them that it holds."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -38,9 +38,9 @@ class Intake:
         """The body as a JSON object, and its length in bytes, which count as held until the block ends.
 
         Raises:
-            ApiError: 413 for a body longer than `Limits.body_bytes`, seen before it is held in memory; 408 for one that
-                comes too slowly; 503 when the bodies held are too many; 415 for another content type; 400 for anything
-                that is not a JSON object in UTF-8 with finite numbers, sane depth and a sane number of parts.
+            ApiError: 413 for a body longer than `Limits.body_bytes`, before it is held in memory; 408 for one that
+                comes too slowly; 503 beyond `Limits.held_bytes` in all; 415 for another content type; 400 for anything
+                that is not a JSON object in UTF-8 with finite numbers, or is too deep or of too many parts.
             ClientGoneError: the client left while sending.
         """
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -76,7 +76,7 @@ class Intake:
                     if len(body) > limits.body_bytes:
                         raise _too_large(limits.body_bytes)
                     if self._held > limits.held_bytes:
-                        raise overloaded(Overloaded("the server holds too many long requests", RETRY_S))
+                        raise overloaded(Overloaded("the server is reading too many long bodies; try again", RETRY_S))
                     if not message.get("more_body", False):
                         return
                     patience.reschedule(began + limits.body_grace_s + len(body) / limits.body_bytes_per_s)
@@ -137,7 +137,7 @@ def _finite(digits: str) -> float:
 
 def _small_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_KEYS:
-        raise _bad(f"the body holds an object of {len(pairs)} fields; at most {MAX_KEYS} are read")
+        raise _bad(f"the body holds an object of {len(pairs)} fields; an object may have at most {MAX_KEYS}")
     return dict(pairs)
 
 
@@ -160,4 +160,4 @@ def _check_parts(text: str) -> None:
             if containers > MAX_CONTAINERS:
                 raise _bad(f"the body holds more than {MAX_CONTAINERS} lists and objects")
             if keys > KEYS_MORE + KEYS_EACH * containers:
-                raise _bad(f"the body holds objects of too many fields; at most {MAX_KEYS} are read of one")
+                raise _bad(f"the body holds too many fields; an object may have at most {MAX_KEYS}")

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step gave one sequence, ready to show; `text` may lag behind the tokens by a held-back piece."""
+    """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back."""
 
     index: int
     text: str = ""
@@ -53,7 +53,7 @@ class Choice:
         """Account for one output and turn it into text.
 
         Raises:
-            ApiError: the engine gave the sequence up.
+            ApiError: the engine ended the sequence early.
         """
         if output.finish_reason in ("error", "abort"):
             ours = output.finish_reason == "error"
@@ -161,7 +161,7 @@ async def _merged(
 
 
 async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[RequestOutput, None]:
-    """One request's outputs; the engine's iterator is closed for certain, which aborts what still runs."""
+    """One request's outputs; the engine's iterator is always closed, which aborts what still runs."""
     stream = engine.generate(request)
     try:
         async for output in stream:

@@ -1,4 +1,4 @@
-"""What may be in a request: strict types, readable text, prompts of four kinds, messages of text.
+"""What may be in a request: strict types, text that UTF-8 can encode, prompts of four kinds, messages of text.
 
 Strict: `"5"`, `true` and `5.5` are not the integer 5.
 """
@@ -16,13 +16,13 @@ ROLES_SHOWN = ", ".join(ROLES)
 
 
 class Strict(BaseModel):
-    """Base of what comes in."""
+    """Base of the request models."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """The request in a JSON body, and warnings about fields nobody knows.
+        """The request in a JSON body, and warnings about unknown fields.
 
         Raises:
             ApiError: 400 that names the first field at fault.
@@ -35,7 +35,7 @@ class Strict(BaseModel):
 
 
 def _readable(text: str) -> str:
-    """A string that UTF-8 can write; JSON can smuggle in half of a surrogate pair."""
+    """A string that UTF-8 can encode; JSON escapes may hold half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -100,7 +100,7 @@ Text = Annotated[str, AfterValidator(_readable)]
 
 
 class ChatMessage(Strict):
-    """One message; what an assistant's answer carries besides text may come back empty, but not filled."""
+    """One message; other fields of an assistant's answer, such as tool_calls, may be sent back only empty."""
 
     model_config = ConfigDict(extra="allow")
 

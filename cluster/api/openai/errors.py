@@ -1,4 +1,4 @@
-"""Errors in OpenAI's envelope: what went wrong, in which field, with which status. Never a traceback or a path."""
+"""Errors in OpenAI's envelope: what went wrong, in which field, with which status. Never a traceback or a file path."""
 
 import json
 import logging
@@ -17,8 +17,8 @@ from cluster.api.refusals import FULL, held_s
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1  # where nothing better is known
-RESTART_S = 5.0  # after how long to try again where nothing says how long a start takes
-CLIENT_GONE = 499  # nobody reads it; it is what the logs of other servers say
+RESTART_S = 5.0  # Retry-After where it is not known how long a start takes
+CLIENT_GONE = 499  # only for logs and metrics, as in nginx: the client is not there to read it
 MAX_PATH = 200  # characters of a field's path, which may hold a name that the client made up
 SHOWN_CHARACTERS = 60  # of a refused value, in a message
 
@@ -60,8 +60,8 @@ class ClientGoneError(Exception):
 
 
 def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
-    """503 for a full queue; Retry-After says when there is likely to be room. `whoever`: any request would get it, and
-    the proxy may repeat it for a while.
+    """503 for a full queue; Retry-After says when there is likely to be room. `whoever`: every request would be
+    refused, so the proxy may repeat this answer for a while.
     """
     held = {FULL.decode(): f"{held_s(error.retry_after_s):.3f}"} if whoever else {}
     return ApiError(
@@ -74,7 +74,7 @@ def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
 
 
 def unavailable(reason: str, retry_after_s: float = RESTART_S) -> ApiError:
-    """503 with Retry-After for an engine that makes no progress, is lost, or ends."""
+    """503 with Retry-After for an engine that makes no progress, is lost, or shuts down."""
     return ApiError(
         reason,
         status=503,
@@ -85,7 +85,7 @@ def unavailable(reason: str, retry_after_s: float = RESTART_S) -> ApiError:
 
 
 def internal(where: str) -> ApiError:
-    """500 for a fault of ours; the detail goes to the log, `where` (a request id) finds it there."""
+    """500 for a failure of the server; its log has the detail, under `where` (a request id or a path)."""
     return ApiError(
         f"the server failed to answer this request ({where}); its log has the cause",
         status=500,
@@ -148,7 +148,7 @@ def invalid(error: ValidationError) -> ApiError:
 
 
 def _plain(kind: str, complaint: Mapping[str, Any]) -> str:
-    """What pydantic complains of, without its words for Python's types."""
+    """What pydantic complains of, in JSON's terms instead of Python's."""
     context = complaint.get("ctx", {})
     if kind == "too_short":
         least = context["min_length"]

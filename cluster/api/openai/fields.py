@@ -11,7 +11,7 @@ from typing import Any
 from cluster.api.openai.errors import ApiError, shown
 
 WARNING_HEADER = "x-aerie-warning"
-MAX_WARNINGS = 8  # unknown fields that are named, and compared with the known ones; of more, only the number is said
+MAX_WARNINGS = 8  # unknown fields that are named and compared with the known ones; further ones are only counted
 MAX_NAME = 64  # characters of a name that is compared with the known ones: the cost grows with its length
 
 SPELLINGS: dict[str, str] = {
@@ -171,7 +171,7 @@ REMEDIES: dict[str, str] = {
 
 
 def sort_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """The honoured fields that are not null, under our spelling, and warnings about fields nobody knows.
+    """The honoured fields that are not null, under the server's spelling, and warnings about unknown fields.
 
     Raises:
         ApiError: 400 naming a known field that is not honoured and asks for something.
@@ -185,7 +185,7 @@ def sort_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[dic
         ours = SPELLINGS.get(name, name)
         if ours in honoured:
             if ours in kept and kept[ours] != value:
-                raise ApiError(f"{name}: given twice, as {ours} too", param=name, code="invalid_value")
+                raise ApiError(f"{name}: given twice, as {ours} too; send one", param=name, code="invalid_value")
             kept[ours] = value
         elif name in REFUSED or name in REMEDIES:
             if not any(_same(value, neutral) for neutral in REFUSED.get(name, ())):
@@ -220,5 +220,5 @@ def _refusal(name: str, value: Any) -> ApiError:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equality in JSON's eyes: 1 and 1.0 agree, 0 and false do not."""
+    """Equality of JSON values: 1 and 1.0 are equal, 0 and false are not."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

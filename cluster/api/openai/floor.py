@@ -1,9 +1,9 @@
-"""The fewest tokens that a text can have, known without encoding it.
+"""A lower bound on the number of tokens of a text, without encoding it.
 
-A token covers at most so many bytes of text as the longest one of the vocabulary, and at most so many letters as the
-one with the most. So a text of a megabyte cannot fit into a small context, and is refused in a millisecond where its
-encoding takes seconds. This holds where every byte of a text ends up in a token of its own bytes: for BPE over all
-bytes. Where a tokenizer may drop text, or melt any length of it into one unknown token, nothing is claimed.
+A token covers at most as many bytes of text as the longest one of the vocabulary, and at most as many letters as the
+one with the most. So a text of a megabyte that cannot fit into a small context is refused in a millisecond, where its
+encoding takes seconds. This holds where every byte of a text ends up in a token that spells it: for BPE over all bytes.
+Where a tokenizer may drop text, or turn any length of it into one unknown token, the bound is 0.
 """
 
 import json
@@ -29,7 +29,7 @@ class TokenFloor:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """Read it off a tokenizer's vocabulary and parts."""
+        """The bound that follows from a tokenizer's vocabulary, normalizer and pre-tokenizer."""
         shrinks = _shrinks(tokenizer)
         if not shrinks:
             return cls(0, 0)
@@ -61,7 +61,7 @@ def _shrinks(tokenizer: Tokenizer) -> int:
     if type(tokenizer.model).__name__ != "BPE":
         return 0
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
-        return 0  # it swallows any length of blanks beside it
+        return 0  # such a token takes in any length of white space beside it
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     names = BYTE_OF_CHARACTER if _is_byte_level(tokenizer) else [f"<0x{byte:02X}>" for byte in range(256)]
     if not all(name in vocabulary for name in names):
@@ -89,7 +89,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _nodes(part: Any) -> Iterator[dict[str, Any]]:
-    """A part of a tokenizer and its parts, as their JSON says."""
+    """The JSON of a component of a tokenizer, and of all components inside it."""
     waiting = [json.loads(part.__getstate__())] if part is not None else []
     while waiting:
         node = waiting.pop()

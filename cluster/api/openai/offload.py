@@ -1,7 +1,7 @@
-"""Work that takes too long for the event loop: a few threads of its own, so that what many clients send waits in line.
+"""A small thread pool for work that takes too long for the event loop; what many clients send waits there in line.
 
-The loop carries every stream of the replica. What a client sends is worked on here as soon as it is long, by so few
-threads that the streams still get most of the interpreter's lock.
+The event loop carries every stream of the replica. Long input is worked on here instead, by so few threads that the
+streams still get most of the GIL.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-INLINE_CHARACTERS = 2048  # work over so many characters or bytes is done on the event loop: well under a millisecond
+INLINE_CHARACTERS = 2048  # up to so many characters or bytes, work is done on the event loop: well under a millisecond
 THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
 _POOL = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
 

@@ -1,6 +1,6 @@
-"""What /openapi.json says: every field of every body with the values that are taken, every status of every route.
+"""What /openapi.json says: every field of every body with its accepted values, every status of every route.
 
-The handlers read bodies themselves, so FastAPI knows nothing of them; what it would add of its own is replaced.
+The handlers read bodies themselves, so FastAPI does not know their fields; what it generates is replaced.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ GENERATES = ("/v1/completions", "/v1/chat/completions")
 PAGES: Mapping[str, Mapping[str, Any]] = {"/health": {}, "/ready": {}, "/metrics": {"text/plain": {"schema": {}}}}
 STATUSES: Mapping[str, str] = {
     "400": "A field is wrong; `param` names it",
-    "404": "Another model is asked for",
+    "404": "The model asked for is not served",
     "408": "The body came too slowly",
     "413": "The body is too long",
-    "415": "The body is not JSON, or compressed",
+    "415": "The body is not JSON, or is compressed",
     "500": "The server failed; its log has the cause",
     "503": "The server is full or not healthy; see Retry-After",
 }
@@ -56,7 +56,7 @@ def body_of(fields: type[Strict]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI, limits: Limits) -> None:
-    """Make the app's description true."""
+    """Have /openapi.json describe what the routes really accept and answer."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -72,7 +72,7 @@ def describe(app: FastAPI, limits: Limits) -> None:
 
 
 def schemas(limits: Limits) -> dict[str, Any]:
-    """The schemas of all bodies and of an error; what `limits` and the routes refuse does not fit them."""
+    """The schemas of all bodies and of an error; a body that the routes or `limits` refuse does not match them."""
     _, found = models_json_schema([(fields, "validation") for fields in BODIES], ref_template=PLACE)
     named: dict[str, Any] = found["$defs"]
     for name in ("CompletionRequest", "ChatRequest"):
@@ -85,7 +85,7 @@ def schemas(limits: Limits) -> dict[str, Any]:
         of["stop_token_ids"]["items"]["minimum"] = 0
         for field in (*REFUSED, *REMEDIES):
             values = [*REFUSED.get(field, ()), None]
-            of.setdefault(field, {"enum": values, "description": "Not supported: only these values pass"})
+            of.setdefault(field, {"enum": values, "description": "Not supported: only these values are accepted"})
     completion, chat = (named[name]["properties"] for name in ("CompletionRequest", "ChatRequest"))
     _inner(completion["logprobs"], "integer")["maximum"] = limits.logprobs
     _inner(chat["top_logprobs"], "integer")["maximum"] = limits.logprobs
@@ -131,7 +131,7 @@ def _inner(schema: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _say_responses(path: str, operation: dict[str, Any]) -> None:
-    """All statuses of a route, with what stands in their bodies."""
+    """Add all statuses of a route, with the content of their bodies."""
     good: dict[str, Any] = {"description": "Success"}
     kinds = PAGES.get(path, {"application/json": {"schema": {}}})
     if path in GENERATES:

@@ -17,13 +17,13 @@ from cluster.request import GREEDY_BELOW, SamplingParams
 MAX_TEMPERATURE = 100.0
 Prompts = str | list[str] | list[int] | list[list[int]]
 Stops = str | list[str]
-# Lists that a client may make as long as it likes end at their first mistake.
+# A client may send lists of any length, so their validation ends at the first mistake.
 Ids = Annotated[list[int], FailFast()]
 Messages = Annotated[list[ChatMessage], FailFast()]
 
 
 def check_model(model: ModelInfo, asked: str | None) -> None:
-    """Refuse the name of another model; no name is fine, there is but one.
+    """Refuse a model name other than the served one; a missing name is accepted.
 
     Raises:
         ApiError: 404.
@@ -72,7 +72,7 @@ class GenerationFields(Strict):
         raise NotImplementedError
 
     def check(self, model: ModelInfo, limits: Limits) -> None:
-        """What the types cannot say.
+        """Check what the types of the fields cannot.
 
         Raises:
             ApiError: 404 for another model, 400 for a value beyond a limit or fields that contradict each other.
@@ -110,7 +110,7 @@ class GenerationFields(Strict):
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> SamplingParams:
-        """Sampling settings for one prompt; `prompt` is the field to blame when it fills all room by itself. Without
+        """Sampling settings for one prompt; `prompt` is the field to blame when it leaves no room by itself. Without
         `max_tokens` the output may have `default_tokens`, or as many as fit.
 
         Raises:
@@ -157,14 +157,14 @@ class GenerationFields(Strict):
 
 
 class CompletionRequest(GenerationFields):
-    """The body of /v1/completions; `logprobs` counts alternatives."""
+    """The body of /v1/completions; `logprobs` is the number of alternatives to report."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(list_of_prompts, json_schema_input_type=Prompts)]
     logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
 
     def top_logprobs_wanted(self) -> int | None:
-        """The number is the field itself."""
+        """The value of `logprobs` itself."""
         return self.logprobs
 
 
@@ -183,7 +183,7 @@ class ChatRequest(GenerationFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self, model: ModelInfo, limits: Limits) -> None:
-        """Messages too: text only, known roles, no tools."""
+        """Check the messages too: text only, known roles, no tools."""
         super().check(model, limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
@@ -202,14 +202,14 @@ class TokenizeRequest(Strict):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """One of prompt and messages has to be there; with messages special tokens are the template's affair."""
+        """The request and warnings; exactly one of prompt and messages has to be there."""
         fields, warnings = super().read(body)
         if (fields.prompt is None) == (not fields.messages):
             raise ApiError("prompt: send either prompt or messages", param="prompt", code="invalid_value")
         return fields, warnings
 
     def check(self, model: ModelInfo, limits: Limits) -> None:
-        """What the types cannot say; see `GenerationFields.check`."""
+        """Check what the types of the fields cannot; see `GenerationFields.check`."""
         check_model(model, self.model)
         check_messages(self.messages, limits.messages)
 

@@ -1,4 +1,4 @@
-"""What the REST layer is given: an engine, a model, a tokenizer, metrics. Not known here: Ray, or where they are."""
+"""What the REST layer is given: an engine, a model, a tokenizer, metrics. Ray is not imported here."""
 
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -40,9 +40,9 @@ class Limits:
     """What one call may ask for; more is a 400 (413 and 408 for the body). Shown by /server_info."""
 
     body_bytes: int = LEAST_BODY
-    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies that are being read and encoded; beyond, a 503
-    body_grace_s: float = GRACE_S  # a body must be there within so long,
-    body_bytes_per_s: int = BYTES_PER_S  # and a second more for so many bytes of it
+    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies that are being read and encoded; beyond it, a 503
+    body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s,
+    body_bytes_per_s: int = BYTES_PER_S  # plus a second for each body_bytes_per_s bytes
     choices: int = 8  # n
     sequences: int = 128  # prompts * n
     messages: int = LEAST_MESSAGES
@@ -67,11 +67,11 @@ class Limits:
 
 
 class Service(Protocol):
-    """Everything the routes use, looked up on every call, so that it may come up after the app is made."""
+    """Everything the routes use; looked up on every call, so parts may become available after the app is made."""
 
     @property
     def engine(self) -> EngineClient:
-        """The gang."""
+        """The gang, or the client of several."""
         ...
 
     @property

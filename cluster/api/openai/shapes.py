@@ -15,7 +15,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a client asked for beside the text: tokens named by id, all token ids, usage at the end or in each chunk."""
+    """What a client asked for besides text: tokens named by id, all token ids, usage at the end or in each chunk."""
 
     ids_as_text: bool = False
     token_ids: bool = False
@@ -24,7 +24,7 @@ class Extras:
 
 
 class Shape:
-    """What all answers share: id, time, model and usage. One per call; it remembers what a stream has said."""
+    """What all answers share: id, time, model and usage. One per call; it remembers which sequences have begun."""
 
     object_of_body: ClassVar[str]
     object_of_chunk: ClassVar[str]
@@ -57,7 +57,7 @@ class Shape:
         return body
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks of one delta: one, and before a sequence's first one whatever opens it."""
+        """The chunks of one delta: one, with the opening of its sequence (such as the role) in or before the first."""
         pieces = [self._chunk_choice(delta)]
         if delta.index not in self._begun:
             self._begun.add(delta.index)

@@ -69,7 +69,7 @@ class EventStream(Response):
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they come; stop when the client leaves, also while a send is stuck on it."""
+        """Send the events as they come; stop when the client leaves, also while a send to it is blocked."""
         async with aclosing(self._source), aclosing(self._events):
             try:
                 await until_client_leaves(receive, self._send(send))

@@ -54,7 +54,7 @@ class ChatTokenizer:
         """Token ids of a text, encoded in a thread where the body that it came in is long (`length` bytes).
 
         Raises:
-            ApiError: 400 that blames `param` when the text cannot fit into the context; it is not encoded then.
+            ApiError: 400 that blames `param` when the text cannot fit into the context; the text is not encoded then.
         """
 
         def work() -> list[int]:
@@ -102,15 +102,15 @@ class ChatTokenizer:
         extra = dict(template_kwargs or {})
         if taken := sorted(TEMPLATE_WORDS & set(extra)):
             path = f"chat_template_kwargs.{taken[0]}"
-            raise ApiError(f"{path}: not allowed", param=path, code="invalid_value")
+            raise ApiError(f"{path}: not allowed; leave it out", param=path, code="invalid_value")
 
         def work() -> list[int]:
             try:
                 text = template.apply_chat_template(
                     conversation(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra
                 )
-                str(text).encode()  # an argument may have brought half of a surrogate pair
-            except Exception as error:  # whatever a template and a client's arguments come up with together
+                str(text).encode()  # raises where an argument brought half of a surrogate pair
+            except Exception as error:  # a template may raise anything on a client's arguments
                 reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
                 raise ApiError(
                     f"messages: the model's chat template refuses this conversation: {reason}",

@@ -17,14 +17,14 @@ from cluster.metrics import Outcome
 
 logger = logging.getLogger(__name__)
 
-UNLOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
-OTHER = "other"  # the route of what was asked for and is none
+UNLOGGED = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds by monitoring
+OTHER = "other"  # counts every path that is not a declared route
 NOTED = "aerie.choices"
 SHOWN = 200  # characters of a path
 
 
 def note(scope: Scope, call_id: str, choices: Sequence[Choice]) -> None:
-    """The call of this scope has been understood: from here on it has an id and sequences."""
+    """Attach a parsed call's id and sequences to its scope, for the access log."""
     request_id.set(call_id)
     scope[NOTED] = choices
 
@@ -33,12 +33,12 @@ class AccessLog:
     """ASGI middleware around everything else. A line says what was asked, how it ended and how long it took.
 
     `outcome`: "ok"; "gone", the client left first; "refused", turned away before it began (4xx, or 503 for load or
-    while the server drains); "error", a fault of ours or our end before the call's, as 503, another 5xx, or in a stream
-    that began with 200. Seconds are since arrival.
+    while the server drains); "error", the server failed or shut down before the call was over (503, another 5xx, or an
+    error event in a stream that began with 200). Seconds are since arrival.
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: Iterable[str]) -> None:
-        """`routes` are the paths as they are declared; all others are counted as one."""
+        """`routes` are the declared paths; all other paths are counted together, as `OTHER`."""
         self._app = app
         self._service = service
         self._routes = frozenset(routes)
@@ -87,7 +87,7 @@ class AccessLog:
 
 
 def _fields(scope: Scope, status: int, whole: bool, arrived: float) -> dict[str, Any]:
-    """What a line says beside the path; what is not known is None."""
+    """The fields of a line besides method and path; what is not known is None."""
     fields: dict[str, Any] = {"status": status or CLIENT_GONE}
     choices: Sequence[Choice] = scope.get(NOTED, ())
     timers = [choice.timer for choice in choices if choice.timer is not None]

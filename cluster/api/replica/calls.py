@@ -30,7 +30,7 @@ G = TypeVar("G", CompletionRequest, ChatRequest)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that has been understood: its id, its sequences, the shape of its answer, headers with warnings."""
+    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings."""
 
     call_id: str
     choices: list[Choice]
@@ -69,7 +69,7 @@ async def answer(
 
 
 async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
-    """The stream, once its first tokens are there: until then a refusal can still have its own status."""
+    """The stream, once its first tokens are there: until then a refusal can still have its own HTTP status."""
     try:
         first = await until_client_leaves(request.receive, _first(deltas))
     except BaseException:
@@ -95,7 +95,7 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
 
 
 def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
-    """The request in a JSON body, within the limits, and warnings about fields nobody knows.
+    """The request in a JSON body, within the limits, and warnings about unknown fields.
 
     Raises:
         ApiError: it cannot be served; the field at fault is named.
@@ -108,8 +108,8 @@ def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, 
 async def _understand(
     service: Service, limits: Limits, fields: CompletionRequest | ChatRequest, warnings: list[str], length: int
 ) -> Call:
-    """Turn the prompts of a request into tokens, and give every sequence its settings and seed. What comes from a body
-    of many bytes (`length`) is not worked on in the event loop.
+    """Turn the prompts of a request into tokens, and give every sequence its settings and seed. Where the body is long
+    (`length` bytes), the work is done off the event loop.
 
     Raises:
         ApiError: the request cannot be served; the field at fault is named.
@@ -187,7 +187,7 @@ async def _chat_ids(
 
 
 async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> tuple[int, ...]:
-    """Answer /tokenize; the body has `length` bytes.
+    """The token ids that /tokenize answers; the body has `length` bytes.
 
     Raises:
         ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
@@ -200,7 +200,7 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
 
 
 async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:
-    """Answer /detokenize; the body has `length` bytes.
+    """The text that /detokenize answers; the body has `length` bytes.
 
     Raises:
         ApiError: another model is asked for, this one has no tokenizer, or a token id is not in its vocabulary.

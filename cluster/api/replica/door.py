@@ -1,4 +1,4 @@
-"""The way from a separate ingress to the engine deployment: a Serve handle, whose ways to fail become one."""
+"""Calls from a separate ingress to the engine deployment, by a Serve handle; a lost replica is a `GoneError`."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.api.replica.resilient import GoneError, Item
 from cluster.request import Request, RequestOutput
 
-STALL_S = 1.0  # a wait that ends later than it should by so much says that this process stood still
+STALL_S = 1.0  # a wait that times out so much too late: this process was stalled, not the replica
 
 
 class EngineDoor:
@@ -26,7 +26,7 @@ class EngineDoor:
         return HandleAttempt(self._streaming.generate.remote(request))
 
     async def call(self, method: str) -> Any:
-        """What one engine replica answers; when the caller stops waiting, the call is withdrawn.
+        """What one engine replica answers; when the caller stops waiting, the call is cancelled.
 
         Raises:
             GoneError: none answers, or the one that was asked died.
@@ -46,7 +46,7 @@ class EngineDoor:
 class HandleAttempt:
     """Implements `Attempt` over one streaming call.
 
-    Serve cancels the calls that a request has made when its client leaves; there is one for each, and that is meant.
+    When a client leaves, Serve cancels the calls that its request made: this one, and no other stream's.
     """
 
     def __init__(self, response: Any) -> None:
@@ -57,7 +57,7 @@ class HandleAttempt:
 
     async def next(self, timeout_s: float) -> Item:
         """The next item; see `Attempt.next`."""
-        if self._coming is None:  # a task, as a wait that is given up must not cancel the call
+        if self._coming is None:  # a task, since a wait that times out must not cancel the call
             self._coming = asyncio.ensure_future(self._next())
         while True:
             asked = time.monotonic()
@@ -88,7 +88,7 @@ class HandleAttempt:
         return item
 
     def close(self) -> None:
-        """Withdraw the call, unless it came to its end."""
+        """Cancel the call, unless it has ended."""
         if self._coming is not None:
             self._coming.add_done_callback(_looked_at)
             self._coming.cancel()
@@ -97,7 +97,7 @@ class HandleAttempt:
 
 
 def _looked_at(task: "asyncio.Task[Item | None]") -> None:
-    """Read how a call that nobody waits for has ended, or asyncio logs it with a traceback, each of thousands."""
+    """Retrieve the error of a call that nobody awaits; otherwise asyncio logs a traceback for each of them."""
     if not task.cancelled():
         task.exception()
 

@@ -1,4 +1,4 @@
-"""How a replica of the ingress ends without cutting a stream: no new calls, and time for the open ones."""
+"""How an ingress replica shuts down without cutting a stream: no new calls, and time for the open ones."""
 
 import asyncio
 import importlib
@@ -14,21 +14,21 @@ logger = logging.getLogger(__name__)
 
 GENERATION = frozenset({"/v1/completions", "/v1/chat/completions"})
 REFUSED = GENERATION | {"/ready"}
-RETRY_AFTER_S = 5  # about what another server, or the next one of this name, takes to be there
-END_MARGIN_S = 1.5  # before Serve ends a replica by force: what is left for error events and an orderly end,
-END_SHARE = 0.5  # or this part of graceful_shutdown_timeout_s where that is short
+RETRY_AFTER_S = 5  # about what another server, or the next one at this address, takes to be ready
+END_MARGIN_S = 1.5  # streams end so long before Serve kills a replica, which leaves time for error events,
+END_SHARE = 0.5  # or this part of graceful_shutdown_timeout_s before it, where that is shorter
 SHUTTING_DOWN = "the server is shutting down"
 
 
 class Drain:
-    """Whether one replica takes calls, and how many it has open. All of it on the event loop that serves them."""
+    """Whether one replica takes calls, and how many it has open; used only on the event loop that serves them."""
 
     def __init__(self) -> None:
         self.refusing = False
         self.open = 0
 
     def begin(self) -> int:
-        """Take no more calls; how many are open. May be called again."""
+        """Refuse new calls from now on; returns how many are open. May be called again."""
         if not self.refusing:
             logger.info("draining: %d open calls go on, new ones are refused", self.open)
         self.refusing = True
@@ -36,7 +36,7 @@ class Drain:
 
 
 class DrainGate:
-    """ASGI middleware that counts the calls for generation and, while the server drains, refuses new ones by 503."""
+    """ASGI middleware that counts the calls for generation and, while the server drains, refuses new ones with 503."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
@@ -49,7 +49,7 @@ class DrainGate:
             await self._app(scope, receive, send)
         elif self._drain.refusing:
             error = ApiError(
-                f"{SHUTTING_DOWN}; send the request to another one, or again later",
+                f"{SHUTTING_DOWN}; send the request to another server, or again later",
                 status=503,
                 kind="server_error",
                 code="shutting_down",
@@ -67,11 +67,11 @@ class DrainGate:
 
 
 def when_leaving(end: Callable[[], None]) -> None:
-    """Have `end` called on this event loop, shortly before Serve ends this replica by force.
+    """Have `end` called on this event loop, shortly before Serve kills this replica.
 
-    A redeploy or a scale-down gives a replica `graceful_shutdown_timeout_s` for its open requests, says nothing to the
-    replica's own code, and then kills it. So Serve's own method is wrapped; a version of Serve that has another inner
-    name is left as it is, and streams that are open at the end are cut.
+    A redeploy or a scale-down gives a replica `graceful_shutdown_timeout_s` for its open requests and then kills it,
+    without telling the replica's own code. So Serve's private method is wrapped; a version of Serve that lacks it is
+    left as it is, and streams that are open at the end are cut.
     """
     replica: Any = getattr(importlib.import_module("ray.serve._private.replica"), "Replica", None)
     stop = getattr(replica, "_perform_graceful_shutdown", None)

@@ -13,12 +13,12 @@ from cluster.request import Request, RequestOutput
 async def feed(
     engine: EngineClient, request: Request, sign: Sign, period_s: float, leaving: Callable[[], str]
 ) -> AsyncGenerator[Item, None]:
-    """A sign, then the outputs of a request, with a sign again whenever there is none for `period_s`.
+    """A sign, then the outputs of a request, with a sign again whenever there is no output for `period_s`.
 
-    A full queue is `Refused` without a sign, and a request that the engine will not serve `Refused` after one. Where
-    the engine ends the stream because the replica is `leaving` (it says why), the ingress is told so: it may go on
-    elsewhere. A replica that is leaving already says so instead of the sign, and has not taken the request. Closing
-    this aborts the request.
+    A full queue gives `Refused` without a sign, an invalid request `Refused` after one. `leaving()` says why the
+    replica gives its streams up, or nothing. Where it does and the engine has ended the stream, the ingress gets
+    `Leaving` and may resume it elsewhere. A replica that is already leaving sends `Leaving` instead of the sign, and
+    does not take the request. Closing this generator aborts the request.
     """
     if reason := leaving():
         yield Leaving(reason)

@@ -1,4 +1,4 @@
-"""HEAD: the answer to the same GET without its body, as RFC 9110 has it; FastAPI answers 405."""
+"""HEAD: the answer to the same GET without its body, as RFC 9110 has it; FastAPI by itself answers 405."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 

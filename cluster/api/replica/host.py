@@ -1,4 +1,4 @@
-"""A gang and its router as one Serve replica has them, whether it is the ingress itself or stands behind one."""
+"""The gang and the router of one Serve replica, whether it is the ingress itself or stands behind one."""
 
 import asyncio
 import logging
@@ -17,14 +17,14 @@ from cluster.metrics import ServingMetrics
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_PERIOD_S = 0.5  # how old the sample may be that other replicas read of this one
+PUBLISH_PERIOD_S = 0.5  # how old this replica's metrics may be when another replica reads them
 
 
 class GangHost:
-    """The gang of a replica from its start to its end; what it loses and wins back is counted in `metrics`."""
+    """Starts and ends the gang of a replica and publishes `metrics`, which also count its losses and restarts."""
 
     def __init__(self, settings: AppSettings, factory: str) -> None:
-        """`factory` names what builds an engine.
+        """`factory` is the import path of what builds an engine.
 
         Raises:
             ConfigError: the draft is not what the settings say, or a model cannot be read.
@@ -51,7 +51,7 @@ class GangHost:
         """Start the gang, and begin to serve.
 
         Raises:
-            ConfigError, PlacementError, GangStartError: it cannot be started; nothing of it is left.
+            ConfigError, PlacementError, GangStartError: it cannot be started; none of its processes is left.
         """
         started = time.monotonic()
         await self.gang.start()
@@ -73,7 +73,7 @@ class GangHost:
             raise RuntimeError(reason)
 
     def leave(self) -> None:
-        """Serve will end this replica by force soon: end the streams here, where they can be told, or move."""
+        """Serve will soon kill this replica: end its streams while clients can be told, or an ingress resume them."""
         self.leaving = True
         self.router.end_streams()
 
@@ -101,5 +101,5 @@ class GangHost:
                     await publish(self.gang, sample)
                     said = sample
             except Exception:
-                logger.exception("the replica's own metrics could not be left at rank 0; trying again")
+                logger.exception("the replica's own metrics could not be published at rank 0; trying again")
             await asyncio.sleep(PUBLISH_PERIOD_S)

@@ -1,4 +1,4 @@
-"""The REST routes of one replica. Not known here: Ray; `cluster.api.app` mounts the app in a Serve replica."""
+"""The REST routes of one replica. Ray is not imported here; `cluster.api.app` mounts the app in a Serve replica."""
 
 import asyncio
 import logging
@@ -31,8 +31,8 @@ STATUS_TIMEOUT_S = 2.0
 
 
 def make_app(service: Service, limits: Limits | None = None, drain: Drain | None = None) -> FastAPI:
-    """The REST app over a service, whose parts are looked up on every call. The limits follow from the model; `drain`
-    tells it when to refuse calls.
+    """The REST app of a service, whose parts are looked up on every call. `limits` default to those that follow from
+    the model; `drain` tells when to refuse calls.
     """
     limits = limits or Limits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -153,7 +153,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 def _server_info(service: Service, limits: Limits, status: GangStatus) -> dict[str, Any]:
-    """The gang's own facts, with accept lengths where SGLang's benchmark looks for them."""
+    """The facts that the gang reports, with accept lengths where SGLang's benchmark looks for them."""
     ranks = status.info.get("ranks", [])
     lengths = [rank["accept_length"] for rank in ranks if rank.get("accept_length")]
     return {

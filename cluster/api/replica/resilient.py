@@ -1,8 +1,8 @@
 """Streams that outlive the engine replica that feeds them: the `EngineClient` of a separate ingress.
 
-Each stream's tokens are remembered here. When its engine replica is gone, the request is submitted again, to whichever
-replica answers, with the tokens that the client has as part of the prompt; by law 1 it goes on exactly as it would
-have. Not known here: Ray; `cluster.api.replica.door` opens the attempts.
+Each stream's tokens are kept here. When its engine replica is gone, the request is submitted again, to any replica,
+with the tokens that the client has as part of the prompt; it goes on exactly as it would have (lossless by seed: law 1
+of docs/architecture.md). Ray is not imported here; `cluster.api.replica.door` opens the attempts.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from cluster.request import Request, RequestOutput, Seeds
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 1.0  # of status and metrics
-SIGN_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica shows that it is there
-SILENCE_SHARE = 2.0  # of watchdog_timeout_s: a replica that shows nothing for so long is gone
-RETRY_S = 0.2  # between two tries to find an engine replica
+SIGN_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica with no output sends a `Sign`
+SILENCE_SHARE = 2.0  # of watchdog_timeout_s: an engine replica that sends nothing for so long is gone
+RETRY_S = 0.2  # between two tries to submit a request
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """An engine replica took the request. It comes first, and again whenever there is nothing else for a while.
+    """An engine replica has taken the request. Sent first, and again as a keep-alive while there is no output.
 
-    `model` tells apart engines whose tokens differ; `nodes` are the drafted tokens of one tree.
+    `model` identifies the weights: a stream is resumed on the same model only. `nodes` counts drafted tokens per tree.
     """
 
     model: str
@@ -39,7 +39,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine will not serve the request: before a `Sign` its queue is full, after it the request is at fault."""
+    """The engine will not serve the request: its queue is full (no `Sign` came before), or the request is invalid."""
 
     message: str
     retry_after_s: float = 1.0
@@ -47,7 +47,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The engine replica gives the stream up: its gang is lost, or it is about to end."""
+    """The engine replica gives the stream up: its gang is lost, or it is shutting down."""
 
     reason: str
 
@@ -71,19 +71,19 @@ class Attempt(Protocol):
         ...
 
     def close(self) -> None:
-        """Nobody reads on: the engine is to drop the request, unless its last output was read."""
+        """Stop reading; the engine then drops the request, unless its last output was read."""
         ...
 
 
 class Door(Protocol):
-    """The way to the engine replicas; nobody but it knows how many there are."""
+    """Calls the engine replicas, and chooses which one; callers do not know how many there are."""
 
     def open(self, request: Request) -> Attempt:
         """Submit a request to one of them; its first item is a `Sign`, or `Refused` when the queue is full."""
         ...
 
     async def call(self, method: str) -> Any:
-        """What one of them answers to a call without arguments.
+        """Call a method without arguments on one of them.
 
         Raises:
             GoneError: none answers.
@@ -97,7 +97,7 @@ class ResilientClient:
     def __init__(
         self, door: Door, config: EngineConfig, rank: int, on_resumed: Callable[[], None], patience_s: float
     ) -> None:
-        """`rank` is this ingress's among its like, for the seeds that it draws; see `Router`.
+        """`rank` is this replica's among the ingress replicas, for the seeds that it draws; see `Router`.
 
         `on_resumed` is called per resumed stream. Streams wait up to `patience_s` for an engine replica.
         """
@@ -111,7 +111,7 @@ class ResilientClient:
         self._ending = False
 
     def end_streams(self) -> None:
-        """No stream that loses its engine from now on is resumed: the server is ending."""
+        """Do not resume streams from now on: the server is shutting down."""
         self._ending = True
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
@@ -121,14 +121,14 @@ class ResilientClient:
         while True:
             attempt, sign = await self._place(stream)
             if sign is None:
-                why = "the server is shutting down" if self._ending else f"nobody took it within {self._patience_s:g} s"
-                yield _ended(stream, "abort", why)
+                why = f"no engine replica took it within {self._patience_s:g} s"
+                yield _ended(stream, "abort", "the server is shutting down" if self._ending else why)
                 return
             if stream.dealt and sign.model != model:
                 attempt.close()
-                yield _ended(stream, "abort", f"it began on {model}, and {sign.model} is served now")
+                yield _ended(stream, "abort", f"it began on {model}, but {sign.model} is served now")
                 return
-            model, stream.begun = sign.model, True  # as far as is known here
+            model, stream.begun = sign.model, True  # a `Sign` says no more than that it was taken
             try:
                 while not stream.ended:
                     item = await attempt.next(self._silence_s)
@@ -154,7 +154,7 @@ class ResilientClient:
                 attempt.close()
 
     async def _place(self, stream: Stream) -> tuple[Attempt, Sign | None]:
-        """Submit a stream until an engine replica takes it; no sign when none did within the patience.
+        """Submit a stream until an engine replica takes it; the sign is None when none did within `patience_s`.
 
         Raises:
             Overloaded: the queue is full, and the stream was never taken before.
@@ -163,7 +163,7 @@ class ResilientClient:
         request, why, tries = stream.submission(), "", 0
         again = stream.submissions > 1
         while True:
-            # an id of its own, should the replica of an earlier try still hold that one
+            # a new id for each try: the replica of an earlier one may still hold the old id
             name = f"{stream.name}~{stream.submissions}.{tries}" if again or tries else stream.name
             attempt, taken = self._door.open(replace(request, request_id=name)), False
             tries += 1
@@ -183,16 +183,16 @@ class ResilientClient:
                 if not taken:
                     attempt.close()
             if self._ending or time.monotonic() + RETRY_S > until:
-                logger.error("request %s: nobody took it within %g s: %s", stream.name, self._patience_s, why)
+                logger.error("request %s: no engine took it within %g s: %s", stream.name, self._patience_s, why)
                 return attempt, None
             await asyncio.sleep(RETRY_S)
 
     def full(self) -> Overloaded | None:
-        """Nothing is known here before an engine replica was asked; see `EngineClient.full`."""
+        """Always None: only the engine replicas know; see `EngineClient.full`."""
         return None
 
     async def status(self) -> GangStatus:
-        """Health and load of one engine replica, of those that there are; see `EngineClient.status`."""
+        """Health and load of any one of the engine replicas; see `EngineClient.status`."""
         return await self._status.get()
 
     async def metrics(self) -> list[bytes]:

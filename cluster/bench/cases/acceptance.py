@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cluster.bench.pair import PLAIN, Pair, Shape
 from cluster.bench.reference import Transformers
-from cluster.bench.report import machine, ratio, table
+from cluster.bench.report import machine, mean, ratio, table
 from cluster.bench.runs import Run, params_of, run_together
 from cluster.bench.watched import Reached, watched_engine
 from cluster.engine import build_engine
@@ -95,18 +95,18 @@ def by_depth(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> d
     for depth in range(1, CHAIN.num_steps + 1):
         here = [(r, bound) for r, bound in zip(reached, bounds, strict=True) if r.depth == depth]
         alone = [r for r in reached_alone if r.depth == depth]
-        accepted = _share([r.proposed == r.token for r, _ in here])
+        accepted = mean([r.proposed == r.token for r, _ in here])
         bound = ratio(sum(bound for _, bound in here), len(here))
         depths.append(
             {
                 "depth": depth,
                 "reached": len(here),
                 "coupled": accepted,
-                "likeliest": _share([r.proposed == r.token for r in alone]),
+                "likeliest": mean([r.proposed == r.token for r in alone]),
                 "bound": bound,
                 "of_bound": ratio(accepted, bound),
-                "top4_coupled": _share([r.token in r.glance.coupled for r, _ in here]),
-                "top4_likeliest": _share([r.token in r.glance.likely for r, _ in here]),
+                "top4_coupled": mean([r.token in r.glance.coupled for r, _ in here]),
+                "top4_likeliest": mean([r.token in r.glance.likely for r, _ in here]),
             }
         )
     return {
@@ -162,7 +162,3 @@ def _accept_lengths(
                     }
                 )
     return figures, same
-
-
-def _share(hits: Sequence[bool]) -> float:
-    return ratio(sum(hits), len(hits))

@@ -6,16 +6,15 @@ an undisturbed run (law 1), and every open request must be submitted to the new 
 
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.bench.cases.faults import GANG, OPEN_TOKENS, Pulse, hurt, prompts_of, server_info, victim_of
+from cluster.bench.cases.faults import GANG, OPEN_TOKENS, Pulse, hurt, server_info, undisturbed, victim_of
 from cluster.bench.report import first_difference, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import HOST, Stream, run_together, served_model
+from cluster.bench.streams import Stream, page, run_together
 
 RESUMED = "aerie_resumed_streams_total"
 POLL_S = 0.05
@@ -56,28 +55,24 @@ class Round:
 
 def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     """Kill a rank under this load, `size.kills` times; see `Round`."""
-    prompts = prompts_of(size.streams + size.queued)
     rounds: list[Round] = []
     with ServerProcess([*GANG, f"max_running_requests={size.streams // 2}", "max_queue_wait_s=600"]) as server:
         say(f"crowd: ready after {server.ready_s:.1f} s")
-        model = served_model(server.port)
-        wanted = run_together(server.port, model, prompts, size.max_tokens)
-        if broken := [s.error for s in wanted if s.error]:
-            raise RuntimeError(f"the undisturbed run failed: {broken[0]}")
+        work = undisturbed(server, size.streams + size.queued, size.max_tokens)
         for number in range(size.kills):
             killed = f"rank {number % 2}"
             counter = Counter(server.port, size.streams, victim_of(server, server_info(server.port), killed))
-            streams = run_together(server.port, model, prompts, size.max_tokens, counter.look)
+            streams = run_together(server.port, work.model, work.prompts, size.max_tokens, counter.look)
             healthy_s, resumed_s, resumed = counter.settle()
             cut = sum(s.error is not None for s in streams)
             different = sum(
                 s.error is None and first_difference(s.token_ids, w.token_ids) is not None
-                for s, w in zip(streams, wanted, strict=True)
+                for s, w in zip(streams, work.wanted, strict=True)
             )
             rounds.append(Round(killed, counter.open, resumed, healthy_s, resumed_s, cut, different))
             say(f"crowd: {rounds[-1]}")
     return {
-        "rounds": [{name: getattr(r, name) for name in Round.__slots__} for r in rounds],
+        "rounds": [asdict(r) for r in rounds],
         "failed": sum(r.failed for r in rounds),
         "slowest_resumed_s": max((r.resumed_s or 0.0 for r in rounds), default=0.0),
     }
@@ -130,8 +125,7 @@ class Counter:
 
 def resumed_streams(port: int) -> float:
     """How many streams have been resumed so far, by /metrics."""
-    with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = page(port, "/metrics").splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(RESUMED))
 
 

@@ -12,13 +12,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.bench.cases.demo import PROMPTS
 from cluster.bench.report import first_difference, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import HOST, Prompt, Stream, run_together, served_model
+from cluster.bench.streams import HOST, Prompt, Stream, page, run_together, served_model
 
 GANG = ("dtype=float64", "tp_size=2", "attn_dp_size=2")
 OPEN_TOKENS = 6  # every stream has this many before the fault
@@ -74,13 +74,13 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     for ingress, todo in size.rounds:
         with ServerProcess([*GANG, f"ingress={ingress}"]) as server:
             say(f"faults: {ingress} ingress ready after {server.ready_s:.1f} s")
-            work = undisturbed(server, size)
+            work = undisturbed(server, size.streams, size.max_tokens)
             for what in todo:
                 done = one_round(server, work, ingress, what)
                 rounds.append(done)
                 say(f"faults: {ingress}, {what}: cut {done.cut}, different {done.different}, {done.named}")
     return {
-        "rounds": [{name: getattr(r, name) for name in Round.__slots__} for r in rounds],
+        "rounds": [asdict(r) for r in rounds],
         "kills": sum(r.what.startswith("kill") for r in rounds),
         "streams_cut": sum(r.cut for r in rounds),
         "streams_different": sum(r.different for r in rounds),
@@ -100,17 +100,17 @@ class Work:
     wanted: Sequence[Stream]
 
 
-def undisturbed(server: ServerProcess, size: Size) -> Work:
+def undisturbed(server: ServerProcess, streams: int, max_tokens: int) -> Work:
     """Stream everything once.
 
     Raises:
         RuntimeError: a stream failed without a fault.
     """
-    model, prompts = served_model(server.port), prompts_of(size.streams)
-    wanted = run_together(server.port, model, prompts, size.max_tokens)
+    model, prompts = served_model(server.port), prompts_of(streams)
+    wanted = run_together(server.port, model, prompts, max_tokens)
     if broken := [stream.error for stream in wanted if stream.error]:
         raise RuntimeError(f"the undisturbed run failed: {broken[0]}")
-    return Work(model, prompts, size.max_tokens, wanted)
+    return Work(model, prompts, max_tokens, wanted)
 
 
 def prompts_of(count: int) -> list[Prompt]:
@@ -235,9 +235,8 @@ def is_healthy(port: int) -> bool:
 
 def server_info(port: int) -> dict[str, Any]:
     """The answer of /server_info."""
-    with urllib.request.urlopen(f"http://{HOST}:{port}/server_info", timeout=30) as answer:
-        info: dict[str, Any] = json.load(answer)
-        return info
+    info: dict[str, Any] = json.loads(page(port, "/server_info"))
+    return info
 
 
 def idle_info(port: int) -> dict[str, Any]:

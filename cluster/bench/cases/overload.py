@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.bench.report import machine, median, ratio, table
+from cluster.bench.report import machine, median, p99, ratio, table
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import served_model
 from cluster.bench.wire import Reply, call
@@ -146,13 +146,13 @@ def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
         "other_said": [f"{one.status}: {one.said}" for one in found if one not in taken and one not in refused][:3],
         "goodput": goodput,
         "goodput_of_capacity": ratio(goodput, capacity),
-        "refusal_p50_s": quantile([one.seconds for one in refused], 0.5),
-        "refusal_p99_s": quantile([one.seconds for one in refused], 0.99),
-        "retry_after_p50_s": quantile([one.retry_after_s or 0.0 for one in refused if one.at >= size.settle_s], 0.5),
-        "retry_after_over_wait_p50": quantile(ratios, 0.5),
+        "refusal_p50_s": median([one.seconds for one in refused]),
+        "refusal_p99_s": p99([one.seconds for one in refused]),
+        "retry_after_p50_s": median([one.retry_after_s or 0.0 for one in refused if one.at >= size.settle_s]),
+        "retry_after_over_wait_p50": median(ratios),
         "retry_after_within_two": ratio(sum(0.5 <= r <= 2.0 for r in ratios), len(ratios)),
-        "first_token_p50_s": quantile([one.first_s or 0.0 for one in taken], 0.5),
-        "first_token_p99_s": quantile([one.first_s or 0.0 for one in taken], 0.99),
+        "first_token_p50_s": median([one.first_s or 0.0 for one in taken]),
+        "first_token_p99_s": p99([one.first_s or 0.0 for one in taken]),
         "max_wait_s": size.max_wait_s,
         "not_json": sum(not one.is_json for one in refused),
     }
@@ -164,12 +164,6 @@ def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
         "every refusal is JSON, and nothing else failed": not facts["not_json"] and not facts["other"],
     }
     return {**facts, "goals": goals, "failed": sum(not good for good in goals.values())}
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The value below which a `share` of the values lies; 0.0 of no values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def show(result: dict[str, Any]) -> str:

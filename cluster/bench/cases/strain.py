@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.bench.cases.faults import Pulse, hurt, idle_info, server_info, victim_of
@@ -74,7 +74,7 @@ def measure(target: str, dtype: str, size: Size, say: Callable[[str], None]) -> 
             rounds.append(done)
             say(f"strain: {what}: {done.answered} of {done.asked} answered, {done.losses} lost {done.named}")
     return {
-        "rounds": [{name: getattr(r, name) for name in Round.__slots__} for r in rounds],
+        "rounds": [asdict(r) for r in rounds],
         "start_s": server.ready_s,
         "failed": sum(r.failed for r in rounds),
     }

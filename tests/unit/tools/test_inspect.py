@@ -113,7 +113,7 @@ def test_tensors_are_listed_on_demand_and_last(capsys: pytest.CaptureFixture[str
     assert main(words) == 0
     brief = capsys.readouterr().out
     assert "numbers per rank" not in brief
-    assert brief.splitlines()[-1].endswith("would serve")
+    assert brief.splitlines()[-1].endswith("can be served")
     assert main([*words, "--tensors"]) == 0
     whole = capsys.readouterr().out
     assert whole.startswith(brief)
