@@ -1,8 +1,8 @@
 """How many prompt rows may ride in a step beside requests that decode: the bargain is `prefill_share`.
 
 A step with prompt rows may take 1 / (1 - share) times what its decoding alone takes: at 0.5 twice as long, half of it
-for each side. What a step takes is not timed while serving: a `Pace` says it, made of times that were measured at start
-(`engine/calibrate.py`), so that the ranks of a gang and two runs of one server with the same `Pace` decide the same.
+for each side. A `Pace` foretells what a step takes, from times that were measured at start (`engine/calibrate.py`); how
+far it is off by now is learned from the steps that are taken (`engine/correction.py`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 ROWS = 16  # the first point of the curve of prompt rows
 MORE_DECODES, MORE_ROWS = 4, 2  # from one point of a curve to the next: times so many
 STEEP = 2.0  # a curve ends where its step takes so many times its first one: from there on it is a straight line
-READING = 1 / 4  # of a chunk that is not paid for at once, so that a long prefix is not read for a few rows each time
-DEEP = 2048  # tokens before the rows whose attention is measured
+READING = 1 / 6  # of a chunk that is not paid for at once, so that a long prefix is not read for a few rows each time
+LONG = 2048  # tokens of decoding requests whose attention is measured
+DEEP = 8192  # tokens before prompt rows whose attention is measured: by then a processor's caches hold them no more
 SHALLOW = 128  # where there is room for fewer, what they add is less than a clock's noise
 
 Curve = tuple[tuple[int, float], ...]
@@ -39,6 +40,15 @@ class Limits(NamedTuple):
     decodes: int
     rows: int
     tokens: int
+
+
+class Bargain(NamedTuple):
+    """Of a step, in microseconds: how long this rank is busy with decoding requests (`busy`), and what its prompt rows
+    may take besides (`allowance`).
+    """
+
+    busy: float
+    allowance: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +75,14 @@ class Pace:
         """A step in which requests with so many tokens decode, and nothing else runs."""
         return max(0.0, _at(self.decode, len(committed))) + self.token * len(committed) * max(committed, default=0)
 
-    def allowance(self, committed: Sequence[int], busiest: float) -> float:
+    def bargain(self, committed: Sequence[int], busiest: float) -> Bargain:
         """What prompt rows may take beside this rank's decoding requests, where the decoding of the busiest rank takes
         `busiest`. A rank that decodes less than that has time left, but for its part in what the others' rows need.
         """
-        own = self.decoding(committed)
-        most, crowded = max(own, busiest), self.crowd * (self.groups - 1)
-        return most / (1.0 - self.share) - own - (most - own) * crowded / (1.0 + crowded)
+        own, crowded = self.decoding(committed), self.crowd * (self.groups - 1)
+        most = max(own, busiest)
+        busy = own + (most - own) * crowded / (1.0 + crowded)
+        return Bargain(busy, most / (1.0 - self.share) - busy)
 
     def cost(self, beside: int, start: int, rows: int, others: int = 0) -> float:
         """Prompt rows `start` to `start + rows - 1` beside `beside` other rows of the target, while `others` further
@@ -119,21 +130,21 @@ def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, 
     while rows < limits.rows and (target[-1][1] < STEEP * alone or len(target) == 2):
         rows = min(rows * MORE_ROWS, limits.rows)
         target.append((tree + rows, time(Load(1, rows=rows))))
-    first, last = target[1][1], target[-1][1]
+    last = target[-1][1]
 
     crowd = 0.0
     if groups > 1 and last > alone:
         together = time(Load(1, rows=rows, crowd=True))
         crowd = min(1.0, max(0.0, (together - last) / (last - alone) / (groups - 1)))
-    deep = min(DEEP, limits.tokens - rows)
+    long, deep = min(LONG, limits.tokens - rows), min(DEEP, limits.tokens - rows)
     token = prefix = pair = 0.0
     if deep >= SHALLOW:
         readers, usual = decode[min(1, len(decode) - 1)]
-        token = max(0.0, time(Load(readers, deep)) - usual) / (readers * deep)
-        more_few = max(0.0, time(Load(1, rows=few, start=deep)) - first) / deep
-        more_rows = max(more_few, max(0.0, time(Load(1, rows=rows, start=deep)) - last) / deep)
-        pair = (more_rows - more_few) / (rows - few) if rows > few else more_few / few
-        prefix = max(0.0, more_few - few * pair)
+        token = max(0.0, time(Load(readers, long)) - usual) / (readers * long)
+        more_one = max(0.0, time(Load(1, rows=1, start=deep)) - time(Load(1, rows=1))) / deep
+        more_rows = max(more_one, max(0.0, time(Load(1, rows=rows, start=deep)) - last) / deep)
+        pair = (more_rows - more_one) / (rows - 1) if rows > 1 else more_one
+        prefix = max(0.0, more_one - pair)
     return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
 
 
