@@ -94,11 +94,11 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     say: Callable[[str], None] = _progress
     if part in OF_A_TARGET:
         target = args.model or demo_path(DEMO_TARGET, "give --model DIR")
-        result = module.measure(target, args.dtype, size, say)
+        result = module.measure(target, args.dtype, size, say=say)
     elif part in OF_A_PAIR:
-        result = module.measure(Pair(*named(args.model, args.draft), args.dtype, args.num_threads), size, say)
+        result = module.measure(Pair(*named(args.model, args.draft), args.dtype, args.num_threads), size, say=say)
     else:
-        result = module.measure(size, say)
+        result = module.measure(size, say=say)
     return result, module.show(result)
 
 

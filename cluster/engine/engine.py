@@ -145,7 +145,9 @@ class Engine(Rank):
             p.cache.table.sent()
             committed, lens = self._commit(schedule, ran.output, ran.shape)
             outputs = outputs + committed
-            seconds |= ran.output.seconds | {"commit": time.perf_counter() - done}
+            ended = time.perf_counter()
+            seconds |= ran.output.seconds | {"commit": ended - done}
+            p.scheduler.learn(schedule, max(ran.plan.decode_us), any(ran.plan.prompt_rows), 1e6 * (ended - scheduled))
         stats = self._stats(schedule, ran, own, lens, seconds, outputs)
         self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats)

@@ -1,8 +1,8 @@
 """How many prompt rows may run in a step beside decoding requests, as `prefill_share` sets it.
 
 A step with prompt rows may take 1 / (1 - share) times as long as its decoding alone: at 0.5 twice as long, half of it
-for each side. Steps are not timed while serving: a `Pace` predicts their times from a few that were measured at start
-(`engine/calibrate.py`), so that the ranks of a gang, and two runs of a server with the same `Pace`, decide the same.
+for each side. A `Pace` predicts the times of steps from a few that were measured at start (`engine/calibrate.py`); how
+far its predictions are off by now is learned from the steps that are taken (`engine/correction.py`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 ROWS = 16  # the first point of the curve of prompt rows
 MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
 STEEP = 2.0  # a curve ends at so many times the time of its first step; beyond that it is extrapolated
-READING = 1 / 4  # most of a chunk's cost that reading its prefix may be: a long prefix is not read for a few rows
-DEEP = 2048  # length of the prefix with which the cost of attention is measured
+READING = 1 / 6  # most of a chunk's cost that reading its prefix may be: a long prefix is not read for a few rows
+LONG = 2048  # length of the decoding requests with which the cost of attention is measured
+DEEP = 8192  # length of the prefix with which that of prompt rows is measured: no processor caches so much of it
 SHALLOW = 128  # shorter prefixes are not measured: what they add is less than the clock's noise
 
 Curve = tuple[tuple[int, float], ...]
@@ -39,6 +40,15 @@ class Limits(NamedTuple):
     decodes: int
     rows: int
     tokens: int
+
+
+class Bargain(NamedTuple):
+    """Of a step, in microseconds: how long this rank is busy with decoding requests (`busy`), and what its prompt rows
+    may take besides (`allowance`).
+    """
+
+    busy: float
+    allowance: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +75,14 @@ class Pace:
         """The time of a step in which requests with so many tokens decode, and nothing else runs."""
         return max(0.0, _at(self.decode, len(committed))) + self.token * len(committed) * max(committed, default=0)
 
-    def allowance(self, committed: Sequence[int], busiest: float) -> float:
+    def bargain(self, committed: Sequence[int], busiest: float) -> Bargain:
         """The time that prompt rows may take beside this rank's decoding requests, if the decoding of the busiest other
         rank takes `busiest`. A rank that decodes less has time left, less its part in the work for the others' rows.
         """
-        own = self.decoding(committed)
-        most, crowded = max(own, busiest), self.crowd * (self.groups - 1)
-        return most / (1.0 - self.share) - own - (most - own) * crowded / (1.0 + crowded)
+        own, crowded = self.decoding(committed), self.crowd * (self.groups - 1)
+        most = max(own, busiest)
+        busy = own + (most - own) * crowded / (1.0 + crowded)
+        return Bargain(busy, most / (1.0 - self.share) - busy)
 
     def cost(self, beside: int, start: int, rows: int, others: int = 0) -> float:
         """The time of prompt rows `start` to `start + rows - 1` beside `beside` other target rows, while `others` other
@@ -117,21 +128,21 @@ def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, 
     while rows < limits.rows and (target[-1][1] < STEEP * alone or len(target) == 2):
         rows = min(rows * MORE_ROWS, limits.rows)
         target.append((tree + rows, time(Load(1, rows=rows))))
-    first, last = target[1][1], target[-1][1]
+    last = target[-1][1]
 
     crowd = 0.0
     if groups > 1 and last > alone:
         together = time(Load(1, rows=rows, crowd=True))
         crowd = min(1.0, max(0.0, (together - last) / (last - alone) / (groups - 1)))
-    deep = min(DEEP, limits.tokens - rows)
+    long, deep = min(LONG, limits.tokens - rows), min(DEEP, limits.tokens - rows)
     token = prefix = pair = 0.0
     if deep >= SHALLOW:
         readers, usual = decode[min(1, len(decode) - 1)]
-        token = max(0.0, time(Load(readers, deep)) - usual) / (readers * deep)
-        more_few = max(0.0, time(Load(1, rows=few, start=deep)) - first) / deep
-        more_rows = max(more_few, max(0.0, time(Load(1, rows=rows, start=deep)) - last) / deep)
-        pair = (more_rows - more_few) / (rows - few) if rows > few else more_few / few
-        prefix = max(0.0, more_few - few * pair)
+        token = max(0.0, time(Load(readers, long)) - usual) / (readers * long)
+        more_one = max(0.0, time(Load(1, rows=1, start=deep)) - time(Load(1, rows=1))) / deep
+        more_rows = max(more_one, max(0.0, time(Load(1, rows=rows, start=deep)) - last) / deep)
+        pair = (more_rows - more_one) / (rows - 1) if rows > 1 else more_one
+        prefix = max(0.0, more_one - pair)
     return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
 
 

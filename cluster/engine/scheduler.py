@@ -16,7 +16,8 @@ from functools import partial
 
 from cluster.batch import Order, PageCopy, PromptChunk, SlotWrite
 from cluster.config import EngineConfig, tree_shape
-from cluster.engine.pace import Pace
+from cluster.engine.correction import Correction
+from cluster.engine.pace import Bargain, Pace
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache, Next
 
@@ -48,6 +49,8 @@ class Schedule:
     """One step's work. `retracted` counts requests that lost their pages to it; `fresh` were `admitted` the first time.
 
     `decode_us` is the predicted time of the decoding alone, or the number of decoding requests if there is no pace.
+    Beside requests that decode on any rank, this rank is predicted to need `busy_us` for them and `rows_us` for its
+    prompt rows.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -57,6 +60,8 @@ class Schedule:
     fresh: list[Sequence] = field(default_factory=list)
     copies: tuple[PageCopy, ...] = ()
     decode_us: int = 0
+    busy_us: float = 0.0
+    rows_us: float = 0.0
 
     @property
     def prompt_rows(self) -> int:
@@ -81,15 +86,17 @@ class Schedule:
 
 @dataclass(slots=True)
 class Room:
-    """What prompt chunks may still take of a step: `rows` and, with a `pace`, microseconds of `allowance`.
+    """What prompt chunks may still take of a step: `rows` and, with a `pace`, predicted microseconds of `allowance`.
 
-    `beside` counts the target rows of the step so far, `prefilling` the other groups that run prompt rows. The `first`
-    chunk gets at least `Pace.least` rows, even if it overdraws the allowance; later steps make up for that.
+    `spent` is the predicted time of the chunks so far, `beside` counts the target rows of the step so far, `prefilling`
+    the other groups that run prompt rows. The `first` chunk gets at least `Pace.least` rows, even if it overdraws the
+    allowance; later steps make up for that.
     """
 
     rows: int
     allowance: float = 0.0
     pace: Pace | None = None
+    spent: float = 0.0
     beside: int = 0
     prefilling: int = 0
     first: bool = True
@@ -112,7 +119,8 @@ class Room:
             paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
             least = self.pace.least(self.beside, start, count, self.prefilling) if self.first else 0
             count = min(count, max(paid, least))
-            self.allowance -= self.pace.cost(self.beside, start, count, self.prefilling)
+            cost = self.pace.cost(self.beside, start, count, self.prefilling)
+            self.allowance, self.spent = self.allowance - cost, self.spent + cost
         self.rows -= count
         self.beside += count
         self.first = False
@@ -135,6 +143,7 @@ class Scheduler:
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
         self._pace = None if config.mixed_prefill_size else pace
         self._overdrawn = 0.0
+        self._correction = Correction()
 
     @property
     def queued_tokens(self) -> int:
@@ -150,7 +159,8 @@ class Scheduler:
         self._publish()
         plan.retracted = self._make_room()
         plan.decodes = [s for s in self.running if not s.prefilling]
-        room = self._room(plan, busiest, prefilling)
+        bargain = self._bargain(plan, busiest)
+        room = self._room(plan, bargain, busiest, prefilling)
         for sequence in self.running:
             if sequence.prefilling and room.left:
                 self._ride(plan, sequence, room)
@@ -158,7 +168,20 @@ class Scheduler:
             self._admit_waiting(plan, room)
         plan.copies = self._cache.take_copies()
         self._overdrawn = min(0.0, room.allowance)
+        if bargain is not None:
+            plan.busy_us, plan.rows_us = bargain.busy, room.spent
         return plan
+
+    def learn(self, plan: Schedule, decode_us: int, prompts: bool, took_us: float) -> None:
+        """Record that the step of this plan took `took_us`. `decode_us` was predicted for the busiest group's decoding;
+        `prompts`: any group ran prompt rows.
+        """
+        if self._pace is None or not decode_us:
+            return
+        if not prompts:
+            self._correction.decoded(decode_us, took_us)
+        elif plan.rows_us:
+            self._correction.prompted(plan.busy_us, plan.rows_us, took_us)
 
     def release(self, sequence: Sequence) -> None:
         """Forget a request, waiting or running; its committed pages go to the radix tree."""
@@ -174,15 +197,19 @@ class Scheduler:
         sequence.committed = 0
         self.release(sequence)
 
-    def _room(self, plan: Schedule, busiest: int, prefilling: int) -> Room:
+    def _bargain(self, plan: Schedule, busiest: int) -> Bargain | None:
+        """What decoding takes of the step and leaves to prompts; None where no request decodes or no pace is kept."""
         committed, pace = [s.committed for s in plan.decodes], self._pace
         plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
-        if not committed and not busiest:
+        return pace.bargain(committed, busiest) if pace is not None and (committed or busiest) else None
+
+    def _room(self, plan: Schedule, bargain: Bargain | None, busiest: int, prefilling: int) -> Room:
+        if not plan.decodes and not busiest:
             return Room(self._budget)
-        if pace is None:
+        if bargain is None or self._pace is None:
             return Room(self._mixed_budget)
-        allowance = pace.allowance(committed, busiest) + self._overdrawn
-        return Room(self._mixed_budget, allowance, pace, len(committed) * pace.tree, prefilling)
+        allowance = bargain.allowance / self._correction.dearer.value + self._overdrawn
+        return Room(self._mixed_budget, allowance, self._pace, 0.0, len(plan.decodes) * self._pace.tree, prefilling)
 
     def _ride(self, plan: Schedule, sequence: Sequence, room: Room) -> None:
         start = sequence.committed

@@ -1,6 +1,8 @@
 import argparse
+import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,21 @@ def test_every_part_has_two_sizes_a_measurement_and_a_table() -> None:
     for name, module in command.PARTS.items():
         assert isinstance(module.QUICK, module.Size), name
         assert callable(module.measure) and callable(module.show), name
+
+
+@pytest.mark.parametrize("part", command.PARTS)
+def test_a_part_gets_its_size_and_who_to_tell(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = command.PARTS[part], dict[str, Any]()
+    true = inspect.signature(module.measure)
+
+    def measure(*values: Any, **named: Any) -> dict[str, Any]:
+        given.update(true.bind(*values, **named).arguments)
+        return {}
+
+    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module, "show", lambda result: "")
+    assert command.run(parsed(part, "--quick")) == 0
+    assert given["size"] == module.QUICK and given["say"] is command._progress
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
