@@ -85,7 +85,7 @@ class StepStats:
     retracted: int = 0
     nonfinite: int = 0
     rank: int = 0
-    status: EngineStatus = EngineStatus()
+    status: EngineStatus = field(default_factory=EngineStatus)
 
 
 class BulkHistogram(Histogram):

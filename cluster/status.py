@@ -37,7 +37,7 @@ class RankInfo:
     step_costs: dict[str, Any] | None
     world: int = 1
     pid: int = 0
-    interface: str = ""
+    interface: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

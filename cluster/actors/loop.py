@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.actors.effort import Effort, Pulse
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem

@@ -36,6 +36,11 @@ class Keys:
     def __init__(self, data: Mapping[str, Any], where: str, file: str = "config.json") -> None:
         self.data, self.where, self.file = data, where, file
 
+    def over(self, defaults: Mapping[str, Any]) -> "Keys":
+        """The same keys with `defaults` for those that are missing."""
+        given = {key: value for key, value in self.data.items() if value is not None}
+        return Keys({**defaults, **given}, self.where, self.file)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.data.get(key)

@@ -5,12 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import isfinite
-from typing import Any
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
 from cluster.engine.finish import FinishCheck
-from cluster.engine.lockstep import Lockstep, GangStep
+from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.engine.rank import Rank, StepResult
 from cluster.engine.sample import take_sample
 from cluster.engine.scheduler import Schedule, Scheduler

@@ -4,10 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.batch import Order
-from cluster.engine.lockstep import Lockstep, GangStep
+from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput
 from cluster.status import EngineStatus, RankInfo

@@ -48,14 +48,7 @@ class SelfAttention:
     eps: float = 1e-6
     gated: bool = False
 
-    def __call__(
-        self,
-        rows: Tensor,
-        angles: Angles,
-        attend: Attend,
-        layer: int,
-        exchange: TokenExchange,
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
         count, rotated = rows.shape[0], self.heads + self.kv_heads
         end = rotated + self.kv_heads
@@ -94,14 +87,7 @@ class LatentAttention:
     sizes: Latent
     heads: int
 
-    def __call__(
-        self,
-        rows: Tensor,
-        angles: Angles,
-        attend: Attend,
-        layer: int,
-        exchange: TokenExchange,
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """`[T, in]` -> `[T, H]`."""
         count, sizes = rows.shape[0], self.sizes
         queries = rows

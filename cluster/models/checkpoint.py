@@ -154,12 +154,7 @@ class Checkpoint:
         return block_scaled(cut, scales, row, column)
 
     def _mxfp4(
-        self,
-        stored: str,
-        shape: tuple[int, ...] | None,
-        rows: Span | None,
-        columns: Span | None,
-        expert: int | None,
+        self, stored: str, shape: tuple[int, ...] | None, rows: Span | None, columns: Span | None, expert: int | None
     ) -> Tensor:
         """MXFP4 of `shape` `[.., out, in]`, stored as `_blocks` `[.., in / 32, 16]` and `_scales` `[.., in / 32]`."""
         if shape is not None and shape[-1] % GROUP:

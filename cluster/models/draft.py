@@ -45,13 +45,7 @@ class Block:
     residual_normed: bool
 
     def __call__(
-        self,
-        embedding: Tensor,
-        hidden: Tensor,
-        angles: Angles,
-        attend: Attend,
-        layer: int,
-        exchange: TokenExchange,
+        self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
     ) -> Tensor:
         """Embedding and residual stream entering the layer -> leaving it, `[T, H]`."""
         rows = hidden if self.hidden_norm is None else norm(hidden, self.hidden_norm, self.eps)

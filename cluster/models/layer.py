@@ -43,14 +43,7 @@ class DecoderLayer:
     after_attention: Tensor | None = None
     after_mlp: Tensor | None = None
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        angles: Angles,
-        attend: Attend,
-        layer: int,
-        exchange: TokenExchange,
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """Residual stream entering the layer -> leaving it, `[T, H]`."""
         normed = norm(hidden, self.input_norm, self.eps)
         out = self.attention(normed, angles, attend, layer, exchange)

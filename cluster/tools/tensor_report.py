@@ -84,12 +84,7 @@ class Recorder(Checkpoint):
 
 
 def inspect(
-    path: str,
-    draft: str | None,
-    tp: int = 1,
-    dp: int = 1,
-    dtype: str = "auto",
-    settings: Settings = (None, None),
+    path: str, draft: str | None, tp: int = 1, dp: int = 1, dtype: str = "auto", settings: Settings = (None, None)
 ) -> Report:
     """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
 

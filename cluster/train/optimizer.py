@@ -62,12 +62,7 @@ class Optimizers:
     """Both optimizers as one; the learning rates are the peak rates times `factor`."""
 
     def __init__(
-        self,
-        matrices: list[nn.Parameter],
-        others: list[nn.Parameter],
-        *,
-        matrix_lr: float,
-        other_lr: float,
+        self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, matrix_lr: float, other_lr: float
     ) -> None:
         self.trained = matrices + others
         self.parts: list[torch.optim.Optimizer] = [

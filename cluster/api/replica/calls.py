@@ -39,13 +39,7 @@ class Call:
     headers: dict[str, str]
 
 
-async def answer(
-    service: Service,
-    limits: Limits,
-    intake: Intake,
-    request: HttpRequest,
-    kind: type[G],
-) -> Response:
+async def answer(service: Service, limits: Limits, intake: Intake, request: HttpRequest, kind: type[G]) -> Response:
     """Answer /v1/completions or /v1/chat/completions."""
     arrived = time.perf_counter()
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import latent_geometry, rope_layout, same_target, vocabulary_of
+from cluster.arch.draft.widths import latent_geometry, rope_layout, same_target, same_width, vocabulary_of
 from cluster.arch.families.mistral_native import NAMES, NOT_SERVED, mistral_native
 from cluster.arch.keys import Keys, Shapes
 from cluster.arch.layer import LayerGeometry
@@ -49,10 +49,7 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
             f"{f'has none of {list(LATENT_KEYS)}' if latent else f'has {asked}, which belong to MLA'}"
         )
     geometry = _latent(params, plain) if latent else plain.layer
-    if geometry.hidden != target.hidden:
-        raise ConfigError(
-            f"draft {folder!r} does not fit the target: dim {geometry.hidden} against the target's {target.hidden}"
-        )
+    same_width(folder, geometry.hidden, target)
     geometry = rope_layout(geometry, facts, "interleaved", "Mistral's format")
     windows = params.data.get("sliding_window")
     listed = windows if isinstance(windows, list) else [windows] * plain.num_layers

@@ -11,7 +11,7 @@ from typing import Literal
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target
+from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target, same_width
 from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
 from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, qwen3_next_experts
@@ -123,10 +123,7 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
     geometry = _geometry(folder, keys, shapes, form, form.inner.format(index=numbers[0]).rstrip("."))
     if form.unit_offset:
         geometry = replace(geometry, unit_offset=True)
-    if geometry.hidden != target.hidden:
-        raise ConfigError(
-            f"draft {folder!r} does not fit the target: hidden_size {geometry.hidden} against {target.hidden}"
-        )
+    same_width(folder, geometry.hidden, target)
     at = form.prefix.format(index=numbers[0])
     own_embed = f"{at}embed_tokens.weight" in shapes
     names = (
@@ -167,8 +164,8 @@ def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str
     """The decoder layer: latent attention is read as DeepSeek's, grouped heads with NextN experts as GLM's."""
     dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if form is QWEN:
-        given = {**NEXT_DEFAULTS, **{key: value for key, value in keys.data.items() if value is not None}}
-        gated = replace(draft_geometry(folder, Keys(given, folder), shapes, prefix, partial=True), gated=True)
+        given = keys.over(NEXT_DEFAULTS)
+        gated = replace(draft_geometry(folder, given, shapes, prefix, partial=True), gated=True)
         return gated if dense else replace(gated, moe=qwen3_next_experts(keys))
     if is_latent(shapes, prefix):
         return latent_geometry(keys, dense)

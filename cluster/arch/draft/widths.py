@@ -1,7 +1,6 @@
 """Sizes of a draft's layers and vocabulary, read from shapes and config, which must agree."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -50,9 +49,9 @@ def draft_geometry(
     return replace(
         geometry,
         attention_bias=f"{prefix}.self_attn.q_proj.bias" in shapes,
-        out_bias=_bias(folder, keys, shapes, "attention_bias", f"{prefix}.self_attn.o_proj.bias"),
+        out_bias=confirmed(folder, keys, shapes, "attention_bias", f"{prefix}.self_attn.o_proj.bias"),
         qk_norm=any(f"{prefix}.self_attn.{part}_norm.weight" in shapes for part in "qk"),
-        mlp_bias=_bias(folder, keys, shapes, "mlp_bias", f"{prefix}.mlp.up_proj.bias"),
+        mlp_bias=confirmed(folder, keys, shapes, "mlp_bias", f"{prefix}.mlp.up_proj.bias"),
     )
 
 
@@ -89,7 +88,12 @@ def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: 
     return replace(geometry, interleaved=layout == "interleaved")
 
 
-def _bias(folder: str, keys: Keys, shapes: Shapes, key: str, name: str) -> bool:
+def confirmed(folder: str, keys: Keys, shapes: Shapes, key: str, name: str) -> bool:
+    """Whether tensor `name` is there, which a flag `key` of the config may not deny.
+
+    Raises:
+        ConfigError: the config says the opposite.
+    """
     present = name in shapes
     if keys.data.get(key) is not None and keys.flag(key) != present:
         state = "is there" if present else "is missing"
@@ -143,6 +147,18 @@ def vocabulary_of(
     return Vocabulary("own" if own_embed else "target", head, size, "d2t" in shapes)
 
 
+def same_width(folder: str, hidden: int, target: TargetArch) -> None:
+    """Refuse a draft whose layers are not as wide as the target's.
+
+    Raises:
+        ConfigError: giving both widths.
+    """
+    if hidden != target.hidden:
+        raise ConfigError(
+            f"draft {folder!r} does not fit the target: its width is {hidden}, the target's {target.hidden}"
+        )
+
+
 def same_target(folder: str, keys: Keys, target: TargetArch) -> None:
     """Refuse a draft that was made for a target of other widths.
 
@@ -159,8 +175,3 @@ def same_target(folder: str, keys: Keys, target: TargetArch) -> None:
             f"draft {folder!r} does not fit the target: vocab_size {keys.data['vocab_size']} against "
             f"{target.vocab_size}"
         )
-
-
-def merged(nested: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested config, completed with keys that only the outer one has."""
-    return {**outer, **{key: value for key, value in nested.items() if value is not None}}

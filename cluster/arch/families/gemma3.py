@@ -21,9 +21,7 @@ def gemma3(keys: Keys) -> TargetArch:
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if keys.data.get(key):
             raise ConfigError(f"{keys.file} of {keys.where!r}: {key} {keys.data[key]!r} is not served")
-    defaults = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
-    data = defaults | {key: value for key, value in keys.data.items() if value is not None}
-    full = Keys(data, keys.where, keys.file)
+    full = keys.over({"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208})
     every = keys.integer("sliding_window_pattern", 6)
     which = sliding(keys, count, [(i + 1) % every != 0 for i in range(count)])
     layer = replace(

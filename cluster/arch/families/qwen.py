@@ -16,17 +16,14 @@ def qwen2(keys: Keys) -> TargetArch:
 
 def qwen3(keys: Keys) -> TargetArch:
     """`Qwen3ForCausalLM`; heads of 128 where the config does not say."""
-    data = {"head_dim": 128} | {key: value for key, value in keys.data.items() if value is not None}
-    layer = replace(geometry_of(Keys(data, keys.where, keys.file)), qk_norm=True)
+    layer = replace(geometry_of(keys.over({"head_dim": 128})), qk_norm=True)
     return target_of(keys, "Qwen3ForCausalLM", _windows(keys, layer))
 
 
 def qwen3_moe(keys: Keys) -> TargetArch:
     """`Qwen3MoeForCausalLM`: layers of `mlp_only_layers`, and those between sparse steps, are dense."""
     count, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
-    dense = replace(geometry_of(keys), qk_norm=True)
-    if keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None:
-        dense = replace(dense, sliding_window=keys.integer("sliding_window", 4096))
+    dense = replace(geometry_of(keys), qk_norm=True, sliding_window=_window(keys))
     moe = Moe(
         experts=keys.integer("num_experts", keys.integer("num_local_experts", 128)),
         active=keys.integer("num_experts_per_tok", 8),
@@ -64,11 +61,15 @@ def qwen3_next_experts(keys: Keys) -> Moe:
     )
 
 
+def _window(keys: Keys) -> int | None:
+    """The sliding window, which applies only with `use_sliding_window`."""
+    used = keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None
+    return keys.integer("sliding_window", 4096) if used else None
+
+
 def _windows(keys: Keys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
     """With `use_sliding_window`, layers from `max_window_layers` on have the sliding window."""
-    count, window = keys.integer("num_hidden_layers"), None
-    if keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None:
-        window = keys.integer("sliding_window", 4096)
+    count, window = keys.integer("num_hidden_layers"), _window(keys)
     first = keys.data.get("max_window_layers", 28)
     default = [window is not None and i >= first for i in range(count)]
     which = sliding(keys, count, default)

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.batch import Batch, Order
 from cluster.engine import Engine, build_engine
-from cluster.engine.lockstep import Lockstep, GangStep
+from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.kv.slots import SlotTable
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
 
