@@ -267,3 +267,9 @@ class Follower:
         self._at += len(data)
         *whole, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
         return whole
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 300 characters of it, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

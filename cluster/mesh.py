@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.clock import Clock
+from cluster.logs import first_line
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
@@ -242,7 +243,7 @@ class Mesh:
             except dist.DistStoreError:
                 continue
             except RuntimeError as error:
-                raise PeerLostError(f"rank 0 is gone: {_first_line(error)}", 0, step, "asleep") from error
+                raise PeerLostError(f"rank 0 is gone: {first_line(error)}", 0, step, "asleep") from error
 
     def ring(self, step: int) -> None:
         """Wake every rank that sleeps at `step`; any thread may call this."""
@@ -263,7 +264,7 @@ class Mesh:
         A rank that only noticed the failure leaves a reason that begins with "messenger"; one that leaves none is dead.
         """
         step, phase = self.position
-        self.leave_reason(f"messenger {_first_line(error)}")
+        self.leave_reason(f"messenger {first_line(error)}")
         silent: list[int] = list(range(self.world.size))
         until = time.monotonic() + FAREWELL_S
         try:
@@ -277,7 +278,7 @@ class Mesh:
         except RuntimeError:
             silent = [0]  # the store went with rank 0
         if not silent:
-            return PeerLostError(f"a peer closed its connection: {_first_line(error)}", None, step, phase)
+            return PeerLostError(f"a peer closed its connection: {first_line(error)}", None, step, phase)
         names = " and ".join(str(rank) for rank in silent)
         return PeerLostError(f"rank {names} is gone (step {step}, phase {phase})", silent[0], step, phase)
 
@@ -312,10 +313,6 @@ class Mesh:
                 axis.leave()
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-
-
 def join(
     rank: int, world: int, attn_dp: int, rendezvous: Rendezvous, device: torch.device, store: Store | None
 ) -> Mesh:
@@ -339,7 +336,7 @@ def join(
         if device.type == "cuda":
             axes = _axes(rank, world, groups, "nccl", facts.clock)
     except RuntimeError as error:
-        raise PeerLostError(f"the ranks did not meet: {_first_line(error)}", None, 0, "join") from error
+        raise PeerLostError(f"the ranks did not meet: {first_line(error)}", None, 0, "join") from error
     return Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), _client(rendezvous), _client(rendezvous))
 
 

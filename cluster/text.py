@@ -77,11 +77,6 @@ class TextTokenizer:
         """The tokenizer itself."""
         return self._tokenizer
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around a text (often a BOS)."""
         # A batch of one: unlike `encode`, it releases the GIL meanwhile.

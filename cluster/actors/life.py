@@ -17,7 +17,7 @@ from cluster.actors.placement import Layout, Placement
 from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
 from cluster.actors.verdict import Signs
 from cluster.config import ConfigError, EngineConfig
-from cluster.logs import LogSettings
+from cluster.logs import LogSettings, first_line
 from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -279,9 +279,3 @@ async def _settled(ref: Any) -> None:
         await ref
     except RayError:
         return
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -73,27 +73,33 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """The end of one life of a gang: which rank is to blame, how, and where it was.
-
-    `epoch` is the life that ended, `at` the Unix time when that was noticed. In seconds: `noticed_s` from the rank's
-    last sign of life (a heartbeat, or any rank's step item) until then; `restored_s` from then until the gang served
-    again, after `attempts` starts (None while it does not).
-    """
+class Blame:
+    """Which rank is at fault, how, and where it was."""
 
     rank: int
     kind: LossKind
     step: int
     phase: str
     reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.kind} at step {self.step}, phase {self.phase}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss(Blame):
+    """The end of one life of a gang, and which rank is to blame.
+
+    `epoch` is the life that ended, `at` the Unix time when that was noticed. In seconds: `noticed_s` from the rank's
+    last sign of life (a heartbeat, or any rank's step item) until then; `restored_s` from then until the gang served
+    again, after `attempts` starts (None while it does not).
+    """
+
     epoch: int
     at: float
     noticed_s: float
     restored_s: float | None = None
     attempts: int = 0
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.kind} at step {self.step}, phase {self.phase}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,12 @@ from ray.exceptions import RayActorError
 from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer
 from cluster.actors.gang import Gang
-from cluster.actors.life import Life, first_line
+from cluster.actors.life import Life
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.peers import deployment_samples
 from cluster.actors.shared import Shared
 from cluster.actors.streams import Recovery, Refusal, Stream
+from cluster.logs import first_line
 from cluster.request import Request, RequestOutput, Seeds
 
 logger = logging.getLogger(__name__)

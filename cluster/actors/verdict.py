@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.actors.messages import Failure, Heartbeat, LossKind
+from cluster.actors.messages import Blame, Failure, Heartbeat, LossKind
 
 SILENT_FOR_GOOD = 2.0  # a rank that has not answered for so many watchdog limits is given up
 STUCK_FOR_GOOD = 3.0  # so is one that answers, but has made no progress for so many
@@ -33,19 +33,11 @@ class Signs:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Blame):
     """Why a gang is unhealthy. `final`: this life is over. `certain`: later signs are unlikely to change this."""
 
-    rank: int
-    kind: LossKind
-    step: int
-    phase: str
-    reason: str
     final: bool = True
     certain: bool = True
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.kind} at step {self.step}, phase {self.phase}: {self.reason}"
 
 
 def judge(signs: Sequence[Signs], limit_s: float) -> Verdict | None:

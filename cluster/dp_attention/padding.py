@@ -14,8 +14,7 @@ def padded(order: Order, plan: StepPlan, group: int, idle_row: int) -> Order:
     Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so that it attends to nothing
     else; they come before the real chunks, because chunks are in order of length.
     """
-    requests = plan.planned_decodes[group] - plan.decodes[group]
-    rows = plan.planned_prompt_rows[group] - plan.prompt_rows[group]
+    requests, rows = plan.idle(group)
     if requests == 0 and rows == 0:
         return order
     idle = PromptChunk(idle_row, 0, 1, False, (0, 0))

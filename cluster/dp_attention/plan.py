@@ -80,6 +80,11 @@ class StepPlan(NamedTuple):
         """c of each group, idle rows included."""
         return (max(self.prompt_rows),) * len(self.prompt_rows) if self.padded else self.prompt_rows
 
+    def idle(self, group: int) -> tuple[int, int]:
+        """How many idle requests and idle prompt rows fill the plan of a group."""
+        requests = self.planned_decodes[group] - self.decodes[group]
+        return requests, self.planned_prompt_rows[group] - self.prompt_rows[group]
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRule:

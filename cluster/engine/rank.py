@@ -107,8 +107,7 @@ class Rank:
     def _idle_rows(self, ran: GangStep) -> int:
         """Rows of the target phase that this rank computed only to fill the plan."""
         group, plan = self._lockstep.mesh.dp_rank, ran.plan
-        requests = plan.planned_decodes[group] - plan.decodes[group]
-        rows = plan.planned_prompt_rows[group] - plan.prompt_rows[group]
+        requests, rows = plan.idle(group)
         return requests * ran.shape.num_draft_tokens + rows
 
 

@@ -9,6 +9,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api.replica.resilient import GoneError, Item
+from cluster.logs import first_line
 from cluster.request import Request, RequestOutput
 
 STALL_S = 1.0  # a wait that times out so much too late: this process was stalled, not the replica
@@ -37,7 +38,7 @@ class EngineDoor:
         except RayTaskError:
             raise
         except (RayError, RayServeException) as error:
-            raise GoneError(_first_line(error)) from None
+            raise GoneError(first_line(error)) from None
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -73,7 +74,7 @@ class HandleAttempt:
             self._over = True
             raise
         except (RayError, RayServeException, asyncio.CancelledError) as error:
-            raise GoneError(_first_line(error)) from None
+            raise GoneError(first_line(error)) from None
         if item is None:
             self._over = True
             raise GoneError("its stream ended")
@@ -100,8 +101,3 @@ def _looked_at(task: "asyncio.Task[Item | None]") -> None:
     """Retrieve the error of a call that nobody awaits; otherwise asyncio logs a traceback for each of them."""
     if not task.cancelled():
         task.exception()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -21,6 +21,7 @@ from cluster.engine import build_engine
 CHAIN = Shape(5)
 GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, Shape(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
 GOAL_OF_BOUND = 0.85
+TEMPERATURES = (0.0, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ QUICK = Size(prompts=8, new_tokens=32)
 
 def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure everything; JSON-ready."""
-    prompts = pair.prompts(size.prompts, size.prompt_tokens)
-    lengths, identical = _accept_lengths(pair, size, prompts, say)
+    goals = {str(shape): goal for shape, goal in GOALS.items()}
+    lengths, identical = accept_lengths(pair, size, list(GOALS), say)
     say("acceptance: by depth at T=1")
     return {
         "what": "acceptance",
@@ -48,8 +49,8 @@ def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print)
         "prompt_tokens": size.prompt_tokens,
         "new_tokens": size.new_tokens,
         "identical": identical,
-        "accept_lengths": lengths,
-        **by_depth(pair, prompts, size.new_tokens),
+        "accept_lengths": [{**at, "goal": goals[at["name"]][at["temperature"]]} for at in lengths],
+        **by_depth(pair, pair.prompts(size.prompts, size.prompt_tokens), size.new_tokens),
     }
 
 
@@ -138,13 +139,15 @@ def _watch(
     return run, [r for r in draft.reached if r.position < ends[r.seed]], draft.ids
 
 
-def _accept_lengths(
-    pair: Pair, size: Size, prompts: Sequence[Sequence[int]], say: Callable[[str], None]
+def accept_lengths(
+    pair: Pair, size: Size, shapes: Sequence[Shape], say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Accept lengths by setting and temperature, and whether all outputs equal those of plain decoding."""
-    figures, same = [], True
-    engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *GOALS)}
-    for temperature in (0.0, 0.8):
+    """Accept length and acceptance by depth of each setting and temperature on held-out prompts, and whether all outputs
+    equal those of plain decoding.
+    """
+    figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
+    engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}
+    for temperature in TEMPERATURES:
         params = [params_of(size.new_tokens, temperature, seed) for seed in range(size.prompts)]
         truth: list[list[int]] = []
         for shape, engine in engines.items():
@@ -152,13 +155,7 @@ def _accept_lengths(
             run = run_together(engine, prompts, params)
             truth = truth or run.tokens
             same = same and run.tokens == truth
-            if shape in GOALS:
-                figures.append(
-                    {
-                        "name": str(shape),
-                        "temperature": temperature,
-                        "accept_length": run.accept_length,
-                        "goal": GOALS[shape][temperature],
-                    }
-                )
+            if shape != PLAIN:
+                at = {"name": str(shape), "temperature": temperature}
+                figures.append(at | {"accept_length": run.accept_length, "by_depth": run.by_depth(shape.num_steps)})
     return figures, same

@@ -124,7 +124,7 @@ def test_where_all_wait_for_each_other_the_one_furthest_behind_is_blamed(age: fl
     signs = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs(beat(1, 11, "draft", age_s=age, waits=True))]
     verdict = judge(signs, LIMIT)
     assert verdict is not None and (verdict.rank, verdict.phase, verdict.final) == (1, "draft", final)
-    assert "all ranks wait" in verdict.reason
+    assert "all ranks have waited" in verdict.reason
     asleep = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs(beat(1, 12, age_s=age, busy=False))]
     verdict = judge(asleep, LIMIT)
     assert verdict is not None and verdict.rank == 1
