@@ -117,14 +117,6 @@ class Experts:
                 start += count
         return out
 
-    def dense(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The plain equivalent of `grouped`: every expert on every row, with weight 0 where it was not chosen."""
-        all_weights = rows.new_zeros(rows.shape[0], self.gate_up.shape[0]).scatter_(1, chosen, weights)
-        out = torch.zeros_like(rows)
-        for expert in range(self.gate_up.shape[0]):
-            out += self._expert(expert, rows) * all_weights[:, expert, None]
-        return out
-
     def _expert(self, expert: int, rows: Tensor) -> Tensor:
         bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
         gate, up = project(rows, self.gate_up[expert], bias).chunk(2, -1)

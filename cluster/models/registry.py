@@ -4,14 +4,13 @@ from functools import partial
 
 from cluster.arch import DraftSpec, TargetArch
 from cluster.arch.draft import Kind
-from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.context import ModelContext, Sharding
+from cluster.models.context import ModelContext
 from cluster.models.draft import DraftModel
 from cluster.models.eagle1 import Eagle1Draft
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget, read_embed_and_head, target_checkpoint
-from cluster.models.vocab import ALL, chosen_head
+from cluster.models.vocab import chosen_head
 
 DRAFTS: dict[Kind, type[Eagle3Draft] | type[Eagle1Draft]] = {
     "eagle3": Eagle3Draft,
@@ -21,22 +20,19 @@ DRAFTS: dict[Kind, type[Eagle3Draft] | type[Eagle1Draft]] = {
 }
 
 
-def check_target(folder: str, arch: TargetArch, ranks: Part = ALL) -> None:
+def check_target(folder: str, arch: TargetArch) -> None:
     """Check from headers alone that `folder` holds every tensor of the target, with its name and shape.
-
-    `ranks` is the shard that is checked, so that heads which cannot be split over so many ranks are refused.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape; the message names it.
     """
-    DecoderTarget(arch, target_checkpoint(folder, arch, dry=True), ModelContext.dry(Sharding(ranks, ranks, ranks)))
+    DecoderTarget(arch, target_checkpoint(folder, arch, dry=True), ModelContext.dry())
 
 
-def check_draft(folder: str, spec: DraftSpec, ranks: Part = ALL) -> None:
+def check_draft(folder: str, spec: DraftSpec) -> None:
     """Check all runners of the draft in `folder`, and raise `ConfigError`, as `check_target` does."""
-    context = ModelContext.dry(Sharding(ranks, ranks, ranks))
     for runner in range(spec.runners):
-        DRAFTS[spec.kind](spec, draft_checkpoint(folder, spec, runner, dry=True), context)
+        DRAFTS[spec.kind](spec, draft_checkpoint(folder, spec, runner, dry=True), ModelContext.dry())
 
 
 def draft_checkpoint(folder: str, spec: DraftSpec, runner: int = 0, dry: bool = False) -> Checkpoint:

@@ -50,10 +50,6 @@ class DecoderTarget:
         """The embedding and the head, for a draft to share; an embedding's rows are not scaled."""
         return self._embed, self._head
 
-    def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
-        """Use another embedding and head, of the same sizes and the same shard."""
-        self._embed, self._head = embed, head
-
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
