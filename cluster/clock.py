@@ -37,6 +37,10 @@ class Clock:
         self.seconds += time.perf_counter() - began
         self.calls += 1
 
+    def part(self) -> None:
+        """Note that a part of a layer is reached."""
+        self.parts += 1
+
     def take(self) -> float:
         """Return `seconds`, and set it back to zero."""
         seconds, self.seconds = self.seconds, 0.0

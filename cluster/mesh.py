@@ -211,9 +211,9 @@ class Mesh:
         """Whether this rank schedules for its attention group."""
         return self.attn.rank == 0
 
-    def enter(self, phase: str) -> None:
-        """Note that this rank enters a phase of its current step."""
-        self.position = (self.position[0], phase)
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Note that this rank enters a phase, of its current step or of `step`."""
+        self.position = (self.position[0] if step is None else step, phase)
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
         """One row of plain integers from every rank, in rank order."""

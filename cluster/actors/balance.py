@@ -196,9 +196,7 @@ class Balancer:
         prompt until `choose` moves them.
         """
         for rank in self._ranks:
-            rank.index.clear()
-            if rank.index.capacity:  # 0: no index
-                rank.index.capacity = kv_pages
+            rank.index.restarted(kv_pages)
         for opened in self._open.values():
             self._ranks[opened.rank].queued += len(opened.tokens) - opened.queued
             opened.queued = len(opened.tokens)

@@ -61,7 +61,7 @@ class Gang:
         self.losses: list[Loss] = []
         self.lost = ""  # why the gang will not come back
         self.epoch = 0
-        self.sample: bytes | None = None  # the replica's latest registry sample, held by rank 0 of each life
+        self._sample: bytes | None = None  # the replica's latest registry sample, held by rank 0 of each life
         self._on_loss = on_loss
         self._life: Life | None = None
         self._infos: list[RankInfo] = []
@@ -136,9 +136,13 @@ class Gang:
         life = self._life = Life(spec, self._placement, self.epoch)
         await life.begin(timeout_s, still_s)
         self._infos = [replace(info, kv_sized_by=(held or info).kv_sized_by) for info in life.infos]
-        if self.sample is not None:
+        if self._sample is not None:
             with suppress(RayError):
-                await life.shards[0].keep_serving_sample.remote(self.sample)
+                await life.shards[0].keep_serving_sample.remote(self._sample)
+
+    def keep(self, sample: bytes) -> None:
+        """Have rank 0 of each later life hold the replica's latest registry sample."""
+        self._sample = sample
 
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Ask every rank for its heartbeat, and wait for the answers for at most `timeout_s`."""

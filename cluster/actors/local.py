@@ -22,7 +22,7 @@ import ray._private.parameter
 import ray._private.ray_constants as ray_constants
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
-from cluster.actors.folder import OwnedFolder, remove_orphans
+from cluster.actors.ray_folder import OwnedFolder, remove_orphans
 
 import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster.actors.effort import Effort, Pulse
+from cluster.actors.cpu_progress import Effort, Pulse
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
 from cluster.request import Request, RequestOutput
 from cluster.status import EngineStatus, RankInfo
@@ -73,8 +73,9 @@ class StepEngine(Protocol):
         """(a number that grows as a step makes progress, whether this rank waits for its peers). Any thread."""
         ...
 
-    on_begun: Callable[[tuple[str, ...]], None]
-    """Called before a step runs, with the ids of the requests that it admits."""
+    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
+        """Have `call` called before each step runs, with the ids of the requests that it admits."""
+        ...
 
     def submit(self, request: Request) -> None:
         """Queue a request; ValueError if it can never be served."""
@@ -136,7 +137,7 @@ class EngineLoop:
         self._steps = self._turns = 0
         self._effort = Effort(STEP_THREADS)
         self._pulse = Pulse(self._effort)
-        engine.on_begun = self._begin
+        engine.on_begun(self._begin)
         self._status = engine.status()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
 

@@ -37,7 +37,7 @@ async def publish(gang: Gang, sample: bytes) -> None:
     """Leave the replica's own sample at its gang's rank 0, for the other replicas to read; while the gang restarts,
     the next life's rank 0 gets it.
     """
-    gang.sample = sample
+    gang.keep(sample)
     if not gang.shards:
         return
     try:

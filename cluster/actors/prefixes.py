@@ -49,6 +49,7 @@ class PrefixIndex:
         for link in chain:
             self._pages.pop(link, None)
 
-    def clear(self) -> None:
-        """The rank's cache is empty."""
+    def restarted(self, capacity: int) -> None:
+        """The rank's cache is empty and has so many pages; an index without capacity stays off."""
         self._pages.clear()
+        self.capacity = capacity if self.capacity else 0

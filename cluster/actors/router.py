@@ -21,7 +21,7 @@ from cluster.actors.gang import Gang
 from cluster.actors.life import Life
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.peers import deployment_samples
-from cluster.actors.shared import Shared
+from cluster.actors.shared_answer import Shared
 from cluster.actors.streams import Recovery, Refusal, Stream
 from cluster.logs import first_line
 from cluster.request import Request, RequestOutput, Seeds

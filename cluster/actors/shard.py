@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from cluster.actors.effort import Effort, Pulse, reads
+from cluster.actors.cpu_progress import Effort, Pulse, reads
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address

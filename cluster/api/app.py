@@ -20,14 +20,14 @@ from ray.serve import Application
 
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
-from cluster.actors.shared import Shared
+from cluster.actors.shared_answer import Shared
 from cluster.api.proxy import stands_before_serve
 from cluster.api.refusals import TellsProxy
-from cluster.api.replica.door import EngineDoor
 from cluster.api.replica.drain import Drain, when_leaving
+from cluster.api.replica.engine_calls import HandleCalls
 from cluster.api.replica.feed import feed
 from cluster.api.replica.host import GangHost
-from cluster.api.replica.resilient import SIGN_SHARE, Item, ResilientClient, Sign
+from cluster.api.replica.resilient_client import SIGN_SHARE, Item, ResilientClient, Sign
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.config import EngineConfig
 from cluster.logs import configure
@@ -205,14 +205,14 @@ class IngressReplica:
         _begin_process(settings)
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
-        door = EngineDoor(engine)
+        calls = HandleCalls(engine)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, config))
-        patience_s = await door.call("patience_s")  # answered once an engine replica is up
-        facts = await door.call("model_facts")
+        patience_s = await calls.call("patience_s")  # answered once an engine replica is up
+        facts = await calls.call("model_facts")
         self._make_app, tokenizer, model_info = await rest
         model = model_info(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id)
-        self._client = ResilientClient(door, config, context.rank.rank, self._metrics.on_resumed, patience_s)
+        self._client = ResilientClient(calls, config, context.rank.rank, self._metrics.on_resumed, patience_s)
         self._engine = engine
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
         self._service = ResilientService(self._client, model, tokenizer, self._metrics, peers)

@@ -45,7 +45,7 @@ class Coordinator:
         Raises:
             OutOfStepError: a rank's header differs from the others', or `taken` was not called for the last step.
         """
-        self._mesh.position = (self.step, "agree")
+        self._mesh.enter("agree", self.step)
         if self._plan is not None:
             raise self._off(self._mesh.rank, f"agrees on step {self.step} but has not taken the one before")
         table = [Facts(*row) for row in self._mesh.all_gather_row(facts)]

@@ -98,7 +98,7 @@ class Exchange:
             self._call = self._call._replace(phase=f"after {self._call.phase}")
             raise self._off(f"calls {op} where the step ends")
         self._call = self._script.popleft()
-        self._mesh.position = (self._step, self._call.phase)
+        self._mesh.enter(self._call.phase, self._step)
         if self._call.op != op:
             raise self._off(f"calls {op} where {self._next_words()} comes next")
         return self._call

@@ -14,13 +14,13 @@ from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler
 from cluster.engine.calibrate import measure_pace
+from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, load_models
-from cluster.engine.pace import Pace
+from cluster.engine.prefill_share import Pace
 from cluster.engine.rank import Follower, Rank
-from cluster.engine.sample import check_sample
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.sampler import SamplingTable
 from cluster.kv.pool import Pools, SlotMemory

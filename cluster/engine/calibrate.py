@@ -12,7 +12,7 @@ import torch
 from cluster.batch import Order, PromptChunk, Sampling
 from cluster.config import EngineConfig
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.pace import DEEP, Limits, Load, Pace, fit
+from cluster.engine.prefill_share import DEEP, Limits, Load, Pace, fit
 from cluster.kv.cache import KVCache, Lease
 
 MOST_ROWS = 4096  # no measured step has more prompt rows

@@ -8,10 +8,10 @@ from math import isfinite
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
+from cluster.engine.draft_sample import take_sample
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.engine.rank import Rank, StepResult
-from cluster.engine.sample import take_sample
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.forward.runner import Stopwatch
@@ -127,7 +127,7 @@ class Engine(Rank):
         p, started = self._p, time.perf_counter()
         schedule = p.scheduler.schedule(self._busiest, self._prefilling)
         if schedule.admitted:
-            self.on_begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
+            self._begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
         order = schedule.order(p.cache.table.unsent)
         scheduled = time.perf_counter()
         vote = p.config.levels_at(len(schedule.decodes), p.shape.num_steps)

@@ -50,6 +50,10 @@ class Lockstep:
     left: bool = False
     leaving: bool = False
 
+    def leave(self) -> None:
+        """Tell all ranks with the next step that the gang ends."""
+        self.leaving = True
+
     def run(self, order: Order, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
         """Run one step with the gang. `order` is this group's work, empty on a follower; `requests` counts this rank's
         waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what its decoding is to take.

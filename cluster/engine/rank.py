@@ -21,10 +21,7 @@ class StepResult:
 
 
 class Rank:
-    """A rank of a gang. One thread owns it; `ring`, `close`, `position` and `progress` may be used by any thread.
-
-    `on_begun` is called before a step runs, with the ids of the requests that the step admits.
-    """
+    """A rank of a gang. One thread owns it; `ring`, `close`, `position` and `progress` may be used by any thread."""
 
     def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo) -> None:
         self.metrics = metrics
@@ -34,7 +31,7 @@ class Rank:
         self._slept_at = -1
         self._steps = self._padded_rows = 0
         self._own_seconds = 0.0
-        self.on_begun: Callable[[tuple[str, ...]], None] = _unheard
+        self._begun: Callable[[tuple[str, ...]], None] = _unheard
 
     @property
     def has_work(self) -> bool:
@@ -64,9 +61,13 @@ class Rank:
         clock = self._lockstep.mesh.world.clock
         return clock.marks, clock.waits
 
+    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
+        """Have `call` called before each step runs, with the ids of the requests that it admits."""
+        self._begun = call
+
     def leave(self) -> None:
         """Have the next step end the gang on every rank."""
-        self._lockstep.leaving = True
+        self._lockstep.leave()
 
     def sleep(self) -> None:
         """Wait, without using the CPU, until a rank rings; a ring since the last step counts."""

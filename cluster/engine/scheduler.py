@@ -16,8 +16,8 @@ from functools import partial
 
 from cluster.batch import Order, PageCopy, PromptChunk, SlotWrite
 from cluster.config import EngineConfig, tree_shape
-from cluster.engine.correction import Correction
-from cluster.engine.pace import Bargain, Pace
+from cluster.engine.pace_correction import Correction
+from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache, Next
 

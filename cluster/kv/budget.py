@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cluster.config import ConfigError, EngineConfig
-from cluster.kv.memory import free_memory
+from cluster.kv.free_memory import free_memory
 from cluster.mesh import Mesh
 
 CUDA_FRACTION = 0.85  # of the device, for weights and KV together; what is left is for workspaces (SGLang's meaning)

@@ -11,7 +11,8 @@ from torch import Tensor
 from cluster.models.arithmetic import norm, project
 from cluster.models.attention import Attend, LatentAttention, SelfAttention
 from cluster.models.exchange import LAYER_OPS, NoExchange, TokenExchange
-from cluster.models.mlp import Experts, Mlp
+from cluster.models.experts import Experts
+from cluster.models.mlp import Mlp
 from cluster.models.rotary import Angles, RotaryTable
 
 __all__ = [

@@ -11,8 +11,9 @@ from cluster.mesh import Part
 from cluster.models.arithmetic import joined
 from cluster.models.checkpoint import Checkpoint, Span, placed
 from cluster.models.context import ModelContext
+from cluster.models.experts import Gate
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
-from cluster.models.mlp import ACTIVATIONS, Gate
+from cluster.models.mlp import ACTIVATIONS
 from cluster.models.rotary import half_split
 
 

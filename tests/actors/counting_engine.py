@@ -63,7 +63,7 @@ class CountingEngine:
         self.left = False
         self.position = (0, "start")
         self.progress = (0, False)
-        self.on_begun: Callable[[tuple[str, ...]], None] = lambda ids: None
+        self._begun: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._waiting: dict[str, Request] = {}
         self._link = link
         self._bell = link or _alone()
@@ -99,7 +99,7 @@ class CountingEngine:
             request = self._waiting.pop(name)
             self.requests[name] = [request, request.resumed_tokens, 0]
         if taken:
-            self.on_begun(tuple(taken))
+            self._begun(tuple(taken))
 
     def _exchange(self, row: dict[str, Any], phase: str) -> list[Any]:
         assert self._link is not None
@@ -175,6 +175,9 @@ class CountingEngine:
 
     def status(self) -> Status:
         return Status(self.steps, len(self.requests), aborted=self.aborted)
+
+    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
+        self._begun = call
 
     def info(self) -> RankInfo:
         return rank_info(self.config.page_size, speculative_num_draft_tokens=4)

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(1) as beside:
         importing = beside.submit(importlib.import_module, "cluster.api.app")
         cluster = None if address else _local_ray(plan, args.verbose)
-        signals.at_once = functools.partial(_delete_soon, name) if cluster is None else cluster.kill
+        signals.on_second(functools.partial(_delete_soon, name) if cluster is None else cluster.kill)
         console = None if address or args.verbose else Console(log.path)
         serving = False
         try:

@@ -23,12 +23,16 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.asked = False
-        self.at_once: Callable[[], None] | None = None  # what the second signal does before the process ends
+        self._at_once: Callable[[], None] | None = None
 
     def install(self) -> None:
         """Install the handlers; call this again after `ray.init`, which installs its own."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
+
+    def on_second(self, at_once: Callable[[], None]) -> None:
+        """Have `at_once` called at the second signal, before the process ends."""
+        self._at_once = at_once
 
     def wait(self) -> None:
         """Return once an end is asked for."""
@@ -38,8 +42,8 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             try:
-                if self.at_once is not None:
-                    self.at_once()
+                if self._at_once is not None:
+                    self._at_once()
             finally:
                 os._exit(128 + number)
         self.asked = True

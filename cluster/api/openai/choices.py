@@ -49,6 +49,10 @@ class Choice:
         """Length of the prompt in tokens."""
         return len(self.request.prompt_token_ids)
 
+    def began(self, timer: RequestTimer) -> None:
+        """The call was let in; `timer` is told about tokens and the end."""
+        self.timer = timer
+
     def take(self, output: RequestOutput) -> Delta:
         """Account for one output and turn it into text.
 

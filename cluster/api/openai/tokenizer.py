@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cluster.api.openai.content import ChatMessage, conversation
 from cluster.api.openai.errors import ApiError
-from cluster.api.openai.floor import TokenFloor
 from cluster.api.openai.offload import off_loop
+from cluster.api.openai.token_floor import TokenFloor
 from cluster.config import ConfigError
 from cluster.text import TextTokenizer
 

@@ -17,8 +17,8 @@ from cluster.api.openai.errors import ApiError, overloaded, shown
 from cluster.api.openai.fields import warning_headers
 from cluster.api.openai.offload import off_loop
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.openai.responses import ChatShape, CompletionShape, Extras, Shape
 from cluster.api.openai.service import Limits, Service
-from cluster.api.openai.shapes import ChatShape, CompletionShape, Extras, Shape
 from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
 from cluster.api.replica import access
 from cluster.request import Request
@@ -53,7 +53,7 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
         raise
     access.note(request.scope, call.call_id, call.choices)
     for choice in call.choices:
-        choice.timer = service.metrics.on_start(arrived)
+        choice.began(service.metrics.on_start(arrived))
     deltas = run(service.engine, call.choices)
     if call.stream:
         return await _streamed(request, call, deltas)

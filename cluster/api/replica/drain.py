@@ -3,7 +3,8 @@
 import asyncio
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -34,8 +35,17 @@ class Drain:
         self.refusing = True
         return self.open
 
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a call as open while this lasts."""
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
 
-class DrainGate:
+
+class DrainMiddleware:
     """ASGI middleware that counts the calls for generation and, while the server drains, refuses new ones with 503."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
@@ -57,11 +67,8 @@ class DrainGate:
             )
             await error.response()(scope, receive, send)
         elif path in GENERATION:
-            self._drain.open += 1
-            try:
+            with self._drain.one_more():
                 await self._app(scope, receive, send)
-            finally:
-                self._drain.open -= 1
         else:
             await self._app(scope, receive, send)
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 from cluster.actors.messages import EngineClient, Overloaded, Unavailable
-from cluster.api.replica.resilient import Item, Leaving, Refused, Sign
+from cluster.api.replica.resilient_client import Item, Leaving, Refused, Sign
 from cluster.request import Request, RequestOutput
 
 

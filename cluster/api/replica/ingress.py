@@ -22,8 +22,8 @@ from cluster.api.openai.service import Limits, Service
 from cluster.api.openai.stream import json_bytes
 from cluster.api.replica import calls
 from cluster.api.replica.access import AccessLog
-from cluster.api.replica.drain import Drain, DrainGate
-from cluster.api.replica.head import HeadAsGet
+from cluster.api.replica.drain import Drain, DrainMiddleware
+from cluster.api.replica.head_requests import HeadAsGet
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def make_app(service: Service, limits: Limits | None = None, drain: Drain | None
     _add_facts(app, service, limits)
     describe(app, limits)
     app.add_middleware(HeadAsGet)
-    app.add_middleware(DrainGate, drain=drain or Drain())
+    app.add_middleware(DrainMiddleware, drain=drain or Drain())
     app.add_middleware(
         AccessLog, service=service, routes=[route.path for route in app.routes if isinstance(route, Route)]
     )

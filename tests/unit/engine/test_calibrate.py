@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.engine import Engine, build_engine, calibrate
-from cluster.engine.pace import Load
+from cluster.engine.prefill_share import Load
 from tests.parity.harness import GREEDY, config_of, request, run, tiny_pair
 
 ASKED = [request(f"{i}", [t % 23 for t in range(1, 40 + i)], GREEDY, max_tokens=20) for i in range(3)]

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from cluster.arch import Moe
 from cluster.models.exchange import NoExchange
-from cluster.models.mlp import Experts, Gate, Mlp, gelu_tanh
+from cluster.models.experts import Experts, Gate
+from cluster.models.mlp import Mlp, gelu_tanh
 from tests.families import made
 from tests.loading import context, load_target
 

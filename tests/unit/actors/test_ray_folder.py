@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.folder import INSIDE, OWNER, OwnedFolder, remove_orphans
+from cluster.actors.ray_folder import INSIDE, OWNER, OwnedFolder, remove_orphans
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_the_folder_of_a_killed_owner_goes_and_that_of_a_living_one_stays(tempor
     code = (
         "import sys, tempfile, os, signal\n"
         "tempfile.tempdir = sys.argv[1]\n"
-        "from cluster.actors.folder import OwnedFolder\n"
+        "from cluster.actors.ray_folder import OwnedFolder\n"
         "folder = OwnedFolder()\n"
         "(folder.inside / 'file').write_text('x')\n"
         "print(folder.path, flush=True)\n"

@@ -5,7 +5,7 @@ import contextvars
 
 import pytest
 
-from cluster.actors.shared import Shared
+from cluster.actors.shared_answer import Shared
 
 WHO = contextvars.ContextVar("WHO", default="nobody")
 

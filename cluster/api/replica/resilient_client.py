@@ -2,7 +2,7 @@
 
 Each stream's tokens are kept here. When its engine replica is gone, the request is submitted again, to any replica,
 with the tokens that the client has as part of the prompt; it goes on exactly as it would have (lossless by seed: law 1
-of docs/architecture.md). Ray is not imported here; `cluster.api.replica.door` opens the attempts.
+of docs/architecture.md). Ray is not imported here; `cluster.api.replica.engine_calls` opens the attempts.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from cluster.actors.messages import GangStatus, Overloaded
-from cluster.actors.shared import Shared
+from cluster.actors.shared_answer import Shared
 from cluster.actors.streams import RESUMES, Stream
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, Seeds
@@ -75,7 +75,7 @@ class Attempt(Protocol):
         ...
 
 
-class Door(Protocol):
+class EngineCalls(Protocol):
     """Calls the engine replicas, and chooses which one; callers do not know how many there are."""
 
     def open(self, request: Request) -> Attempt:
@@ -95,13 +95,13 @@ class ResilientClient:
     """Implements `EngineClient` over engine replicas that may die, be replaced, or not be there at all."""
 
     def __init__(
-        self, door: Door, config: EngineConfig, rank: int, on_resumed: Callable[[], None], patience_s: float
+        self, calls: EngineCalls, config: EngineConfig, rank: int, on_resumed: Callable[[], None], patience_s: float
     ) -> None:
         """`rank` is this replica's among the ingress replicas, for the seeds that it draws; see `Router`.
 
         `on_resumed` is called per resumed stream. Streams wait up to `patience_s` for an engine replica.
         """
-        self._door = door
+        self._calls = calls
         self._seeds = Seeds(f"{config.random_seed}/{rank}")
         self._silence_s = SILENCE_SHARE * config.watchdog_timeout_s
         self._patience_s = patience_s
@@ -165,7 +165,7 @@ class ResilientClient:
         while True:
             # a new id for each try: the replica of an earlier one may still hold the old id
             name = f"{stream.name}~{stream.submissions}.{tries}" if again or tries else stream.name
-            attempt, taken = self._door.open(replace(request, request_id=name)), False
+            attempt, taken = self._calls.open(replace(request, request_id=name)), False
             tries += 1
             try:
                 item = await attempt.next(min(self._silence_s, max(0.0, until - time.monotonic())))
@@ -201,7 +201,7 @@ class ResilientClient:
 
     async def _ask_status(self) -> GangStatus:
         try:
-            status: GangStatus = await asyncio.wait_for(self._door.call("status"), CALL_TIMEOUT_S)
+            status: GangStatus = await asyncio.wait_for(self._calls.call("status"), CALL_TIMEOUT_S)
         except TimeoutError:
             return GangStatus(False, f"no engine replica answered within {CALL_TIMEOUT_S:g} s")
         except GoneError as gone:
@@ -210,7 +210,7 @@ class ResilientClient:
 
     async def _ask_metrics(self) -> list[bytes]:
         try:
-            samples: list[bytes] = await asyncio.wait_for(self._door.call("metrics"), CALL_TIMEOUT_S)
+            samples: list[bytes] = await asyncio.wait_for(self._calls.call("metrics"), CALL_TIMEOUT_S)
         except (TimeoutError, GoneError):
             return []
         return samples

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cluster.config import EngineConfig
-from cluster.engine.pace import READING, Limits, Load, Pace, fit
+from cluster.engine.prefill_share import READING, Limits, Load, Pace, fit
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.slots import SlotTable

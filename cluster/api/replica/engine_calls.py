@@ -8,22 +8,22 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.api.replica.resilient import GoneError, Item
+from cluster.api.replica.resilient_client import GoneError, Item
 from cluster.logs import first_line
 from cluster.request import Request, RequestOutput
 
 STALL_S = 1.0  # a wait that times out so much too late: this process was stalled, not the replica
 
 
-class EngineDoor:
-    """Implements `Door` over the handle of the engine deployment. Serve chooses the replica of every call."""
+class HandleCalls:
+    """Implements `EngineCalls` over the handle of the engine deployment. Serve chooses the replica of every call."""
 
     def __init__(self, handle: "DeploymentHandle[Any]") -> None:
         self._handle: Any = handle
         self._streaming: Any = handle.options(stream=True)
 
     def open(self, request: Request) -> "HandleAttempt":
-        """Submit a request; see `Door.open`."""
+        """Submit a request; see `EngineCalls.open`."""
         return HandleAttempt(self._streaming.generate.remote(request))
 
     async def call(self, method: str) -> Any:

@@ -2,7 +2,7 @@
 
 A step with prompt rows may take 1 / (1 - share) times as long as its decoding alone: at 0.5 twice as long, half of it
 for each side. A `Pace` predicts the times of steps from a few that were measured at start (`engine/calibrate.py`); how
-far its predictions are off by now is learned from the steps that are taken (`engine/correction.py`).
+far its predictions are off by now is learned from the steps that are taken (`engine/pace_correction.py`).
 """
 
 from bisect import bisect_left, bisect_right

@@ -7,9 +7,9 @@ from statistics import median
 
 import pytest
 
-from cluster.engine.correction import MOST, Correction, RunningMedian
+from cluster.engine.pace_correction import MOST, Correction, RunningMedian
 from cluster.engine.scheduler import Schedule, Scheduler
-from tests.unit.engine.test_pace import CPU, EIGHT_B, PACE, Machine, decoding, scheduler_of
+from tests.unit.engine.test_prefill_share import CPU, EIGHT_B, PACE, Machine, decoding, scheduler_of
 from tests.unit.engine.test_scheduler import advance, sequence
 
 Disturbed = Callable[[float], float]
