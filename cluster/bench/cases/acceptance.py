@@ -142,9 +142,7 @@ def _watch(
 def accept_lengths(
     pair: Pair, size: Size, shapes: Sequence[Shape], say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Accept length and acceptance by depth of each setting and temperature on held-out prompts, and whether all outputs
-    equal those of plain decoding.
-    """
+    """Accept length and acceptance by depth per setting and temperature; whether all tokens are plain decoding's."""
     figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
     engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}
     for temperature in TEMPERATURES:
