@@ -15,8 +15,8 @@ ROWS = 16  # the first point of the curve of prompt rows
 MORE_DECODES, MORE_ROWS = 4, 2  # from one point of a curve to the next: times so many
 STEEP = 2.0  # a curve ends where its step takes so many times its first one: from there on it is a straight line
 READING = 1 / 6  # of a chunk that is not paid for at once, so that a long prefix is not read for a few rows each time
-LONG = 2048  # tokens of decoding requests whose attention is measured
-DEEP = 8192  # tokens before prompt rows whose attention is measured: by then a processor's caches hold them no more
+LONG = 2048  # tokens before many rows, whose own work is measured, and those of decoding requests
+DEEP = 8192  # tokens before a single row, which are read: by then a processor's caches hold them no more
 SHALLOW = 128  # where there is room for fewer, what they add is less than a clock's noise
 
 Curve = tuple[tuple[int, float], ...]
@@ -142,7 +142,7 @@ def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, 
         readers, usual = decode[min(1, len(decode) - 1)]
         token = max(0.0, time(Load(readers, long)) - usual) / (readers * long)
         more_one = max(0.0, time(Load(1, rows=1, start=deep)) - time(Load(1, rows=1))) / deep
-        more_rows = max(more_one, max(0.0, time(Load(1, rows=rows, start=deep)) - last) / deep)
+        more_rows = max(more_one, (time(Load(1, rows=rows, start=long)) - last) / long)
         pair = (more_rows - more_one) / (rows - 1) if rows > 1 else more_one
         prefix = max(0.0, more_one - pair)
     return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
