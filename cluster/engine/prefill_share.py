@@ -15,8 +15,8 @@ ROWS = 16  # the first point of the curve of prompt rows
 MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
 STEEP = 2.0  # a curve ends at so many times the time of its first step; beyond that it is extrapolated
 READING = 1 / 6  # most of a chunk's cost that reading its prefix may be: a long prefix is not read for a few rows
-LONG = 2048  # length of the decoding requests with which the cost of attention is measured
-DEEP = 8192  # length of the prefix with which that of prompt rows is measured: no processor caches so much of it
+LONG = 2048  # length with which attention's own work is measured, of decoding requests and of many prompt rows
+DEEP = 8192  # length of the prefix with which reading it is measured, by a single row: no processor caches so much
 SHALLOW = 128  # shorter prefixes are not measured: what they add is less than the clock's noise
 
 Curve = tuple[tuple[int, float], ...]
@@ -140,7 +140,7 @@ def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, 
         readers, usual = decode[min(1, len(decode) - 1)]
         token = max(0.0, time(Load(readers, long)) - usual) / (readers * long)
         more_one = max(0.0, time(Load(1, rows=1, start=deep)) - time(Load(1, rows=1))) / deep
-        more_rows = max(more_one, max(0.0, time(Load(1, rows=rows, start=deep)) - last) / deep)
+        more_rows = max(more_one, (time(Load(1, rows=rows, start=long)) - last) / long)
         pair = (more_rows - more_one) / (rows - 1) if rows > 1 else more_one
         prefix = max(0.0, more_one - pair)
     return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
