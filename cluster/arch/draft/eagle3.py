@@ -41,8 +41,9 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     h = geometry.hidden
     _check_fc(folder, shapes, use_aux, h, boundaries, target)
     flag, both = "use_aux_norm" if keys.data.get("fc_norm") is None else "fc_norm", keys.over(eagle.data)
-    concat = confirmed(folder, both, shapes, "norm_before_fc", "input_norm.weight")
-    per_aux = confirmed(folder, both, shapes, flag, "fc_norm.0.weight")
+    concat = confirmed(folder, both, "norm_before_fc", "input_norm.weight", "input_norm.weight" in shapes)
+    per_aux = any(name.startswith("fc_norm.") for name in shapes)
+    confirmed(folder, both, flag, "fc_norm.0.weight", per_aux)
     vocabulary = vocabulary_of(folder, keys, shapes, target, h)
     convention = "speculators' class default (vLLM assumes true)" if speculators else "EAGLE-3's un-normed residual"
     before_residual = facts.flag("norm_before_residual", keys, False, convention)

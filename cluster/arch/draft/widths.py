@@ -45,13 +45,13 @@ def draft_geometry(
     heads = data.get("num_attention_heads")
     if data.get("head_dim") is None and query and isinstance(heads, int) and heads > 0 and query[0] % heads == 0:
         data["head_dim"] = query[0] // heads
-    geometry = geometry_of(Keys(data, keys.where), partial=partial)
+    out, mlp = f"{prefix}.self_attn.o_proj.bias", f"{prefix}.mlp.up_proj.bias"
     return replace(
-        geometry,
+        geometry_of(Keys(data, keys.where), partial=partial),
         attention_bias=f"{prefix}.self_attn.q_proj.bias" in shapes,
-        out_bias=confirmed(folder, keys, shapes, "attention_bias", f"{prefix}.self_attn.o_proj.bias"),
+        out_bias=confirmed(folder, keys, "attention_bias", out, out in shapes),
         qk_norm=any(f"{prefix}.self_attn.{part}_norm.weight" in shapes for part in "qk"),
-        mlp_bias=confirmed(folder, keys, shapes, "mlp_bias", f"{prefix}.mlp.up_proj.bias"),
+        mlp_bias=confirmed(folder, keys, "mlp_bias", mlp, mlp in shapes),
     )
 
 
@@ -88,13 +88,12 @@ def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: 
     return replace(geometry, interleaved=layout == "interleaved")
 
 
-def confirmed(folder: str, keys: Keys, shapes: Shapes, key: str, name: str) -> bool:
-    """Whether tensor `name` is there, which a flag `key` of the config may not deny.
+def confirmed(folder: str, keys: Keys, key: str, name: str, present: bool) -> bool:
+    """Whether tensor `name` is there (`present`), which a flag `key` of the config may not deny.
 
     Raises:
         ConfigError: the config says the opposite.
     """
-    present = name in shapes
     if keys.data.get(key) is not None and keys.flag(key) != present:
         state = "is there" if present else "is missing"
         raise ConfigError(f"draft {folder!r}: config.json says {key} {keys.data[key]} but tensor {name!r} {state}")

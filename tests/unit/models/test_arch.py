@@ -72,7 +72,7 @@ def test_a_bad_config_file_is_named(content: str | None, tmp_path: Path) -> None
         ({}, {"eagle_config": [0, 1, 2]}, "eagle_config must be an object"),
         ({}, {"hidden_size": 48}, "fc.weight|embed_tokens"),
         ({"own_head": False}, {"draft_vocab_size": 40}, "shares the target's head"),
-        ({"use_aux": False, "hidden": 48}, {}, "hidden_size is 48"),
+        ({"use_aux": False, "hidden": 48}, {}, "its width is 48, the target's 32"),
     ],
 )
 def test_a_draft_that_does_not_fit_is_refused(
