@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +34,7 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
 OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
     "strain": strain,  # steps that take seconds, on a busy machine, and a rank that is stopped
 }
-WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo pair, or need none
+WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo pair on loopback, or need none
     "faults": faults,  # what clients see when processes die
     "crowd": crowd,  # the same while many requests queue
     "rude": rude,  # whether abusive clients disturb streams
@@ -91,14 +90,13 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     size = module.QUICK if args.quick else module.Size()
     if args.repeats and hasattr(size, "repeats"):
         size = replace(size, repeats=args.repeats)
-    say: Callable[[str], None] = _progress
     if part in OF_A_TARGET:
         target = args.model or demo_path(DEMO_TARGET, "give --model DIR")
-        result = module.measure(target, args.dtype, size, say=say)
+        result = module.measure(target, args.dtype, size, say=_progress)
     elif part in OF_A_PAIR:
-        result = module.measure(Pair(*named(args.model, args.draft), args.dtype, args.num_threads), size, say=say)
+        result = module.measure(Pair(*named(args.model, args.draft), args.dtype, args.num_threads), size, say=_progress)
     else:
-        result = module.measure(size, say=say)
+        result = module.measure(size, say=_progress)
     return result, module.show(result)
 
 

@@ -57,6 +57,11 @@ def named(target: str | None, draft: str | None) -> tuple[str, str]:
     return target or demo_path(DEMO_TARGET, instead), draft or demo_path(DEMO_DRAFT, instead)
 
 
+def short_path(folder: str) -> str:
+    """The last two parts of a model's folder, by which reports name it."""
+    return "/".join(folder.split("/")[-2:])
+
+
 PLAIN = Shape(0)
 DEFAULT = shipped()
 
@@ -114,14 +119,12 @@ class Pair:
             "disable_radix_cache": True,
         }
         if shape.num_steps:
+            draft = read_draft(self.draft, Checkpoint(self.draft).shapes, read_target(self.target))
             settings |= {
-                "speculative_algorithm": self._algorithm(),
+                "speculative_algorithm": draft.algorithm,
                 "speculative_draft_model_path": self.draft,
                 "speculative_num_steps": shape.num_steps,
                 "speculative_eagle_topk": shape.topk,
                 "speculative_num_draft_tokens": shape.nodes,
             }
         return EngineConfig.from_kwargs(settings)
-
-    def _algorithm(self) -> str:
-        return read_draft(self.draft, Checkpoint(self.draft).shapes, read_target(self.target)).algorithm

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,10 +35,7 @@ def tree_of(pid: int) -> list[Process]:
     children: dict[int, list[Process]] = {}
     found = []
     for folder in PROC.iterdir():
-        if not folder.name.isdigit():
-            continue
-        stat = _stat(int(folder.name))
-        if stat is None:
+        if not folder.name.isdigit() or (stat := _stat(int(folder.name))) is None:
             continue
         process, parent = stat
         children.setdefault(parent, []).append(process)
@@ -76,10 +74,8 @@ def end(processes: Iterable[Process], within_s: float) -> list[Process]:
         time.sleep(0.05)
         left = alive(left)
     for process in left:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     return left
 
 
@@ -98,7 +94,6 @@ def _stat(pid: int) -> tuple[Process, int] | None:
 
 
 def _command(pid: int) -> str:
-    try:
+    with suppress(OSError):
         return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").split(b" ")[0].decode(errors="replace")
-    except OSError:
-        return ""
+    return ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -59,7 +60,13 @@ def since(before: Mapping[int, RankCounts], after: Mapping[int, RankCounts]) -> 
     }
 
 
+def by_rank(ranks: Mapping[int, RankCounts]) -> list[dict[str, Any]]:
+    """What is reported of every rank; JSON-ready."""
+    names = ("requests", "tokens", "accept_length", "padded_rows")
+    return [{"rank": rank, **{name: getattr(counts, name) for name in names}} for rank, counts in ranks.items()]
+
+
 def rank_table(ranks: Mapping[int, RankCounts]) -> str:
     """One line per rank."""
-    rows = [(rank, c.requests, c.tokens, c.accept_length, c.padded_rows) for rank, c in ranks.items()]
+    rows = [list(row.values()) for row in by_rank(ranks)]
     return table(("rank", "requests", "tokens", "accept length", "padded rows"), rows)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cluster.bench.ranks import LOOPBACK, Job, Life, StepRecord
+from cluster.bench.ranks import Job, Life, StepRecord
 from cluster.bench.runs import params_of
+from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_rank
 from cluster.mesh import Rendezvous
-from cluster.metrics import StepStats
 from cluster.request import Request
 
 
@@ -21,7 +21,7 @@ def main(rank: int) -> None:
     for line in sys.stdin:
         message = json.loads(line)
         try:
-            answer = asdict(_live(rank, Rendezvous(LOOPBACK, message["port"], message["epoch"]), message["case"]))
+            answer = asdict(_live(rank, Rendezvous(HOST, message["port"], message["epoch"]), message["case"]))
         except Exception as error:  # whatever it is, the parent process reports it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
@@ -59,7 +59,18 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
         began, cpu = time.perf_counter(), time.process_time()
         result = engine.step()
         ended, cpu = time.perf_counter(), time.process_time() - cpu
-        life.steps.append(record(began, ended - began, cpu, result.stats))
+        life.steps.append(
+            StepRecord(
+                began=began,
+                seconds=ended - began,
+                cpu=cpu,
+                phases=result.stats.phase_seconds,
+                decodes=result.stats.decode_requests,
+                prompt_rows=result.stats.prompt_rows,
+                target_rows=result.stats.target_rows,
+                padded_rows=result.stats.padded_rows,
+            )
+        )
         for output in result.outputs:
             name = output.request_id
             life.times.setdefault(name, []).append(ended)
@@ -75,20 +86,6 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
         if not case["until"] and not waiting and engine.quiet:
             engine.leave()
     return life
-
-
-def record(began: float, seconds: float, cpu: float, stats: StepStats) -> StepRecord:
-    """The record of one step."""
-    return StepRecord(
-        began=began,
-        seconds=seconds,
-        cpu=cpu,
-        phases=stats.phase_seconds,
-        decodes=stats.decode_requests,
-        prompt_rows=stats.prompt_rows,
-        target_rows=stats.target_rows,
-        padded_rows=stats.padded_rows,
-    )
 
 
 if __name__ == "__main__":

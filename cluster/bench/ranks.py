@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from cluster.bench.pair import DEFAULT, Pair
+from cluster.bench.streams import HOST
 from cluster.checkout import CHECKOUT
 from cluster.mesh import open_store
 
-LOOPBACK = "127.0.0.1"
 CASE_TIMEOUT_S = 300.0
 CHUNK_ROWS = 512
 
@@ -134,9 +133,7 @@ class RankProcesses:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
             process.wait()
@@ -149,7 +146,7 @@ class RankProcesses:
         """
         world = int(case.settings.get("tp_size", 1))
         self._epoch += 1
-        store = open_store(LOOPBACK)
+        store = open_store(HOST)
         line = json.dumps({"port": store.port, "epoch": self._epoch, "case": asdict(case)})
         for process in self._processes[:world]:
             assert process.stdin is not None

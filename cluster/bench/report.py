@@ -4,9 +4,12 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+Say = Callable[[str], None]  # who is told of the progress
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -22,6 +25,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, cells)])
 
 
+def records(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table of rows with the same keys, which are the headers."""
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
 def median(values: Sequence[float]) -> float:
     """The median; 0.0 of no values."""
     return statistics.median(values) if values else 0.0
@@ -30,6 +38,11 @@ def median(values: Sequence[float]) -> float:
 def mean(values: Sequence[float]) -> float:
     """The mean; 0.0 of no values."""
     return sum(values) / len(values) if values else 0.0
+
+
+def medians(items: Sequence[Any]) -> dict[str, float]:
+    """The median of each field over items of one dataclass."""
+    return {own.name: median([float(getattr(item, own.name)) for item in items]) for own in fields(items[0])}
 
 
 def p99(values: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.actors.balance import POLICIES, Balancer
-from cluster.bench.report import mean, p99, ratio, table
+from cluster.bench.report import mean, p99, ratio, records
 from cluster.kv.radix import RadixTree
 from cluster.request import Request, SamplingParams
 
@@ -88,35 +88,22 @@ def compare(seed: int, skew: Skew = Skew(), policies: Sequence[str] = POLICIES) 
 def table_of(rows: Sequence[Row]) -> str:
     """The rows as text: times in seconds, and the mean time relative to round robin's where that is among them."""
     base = next((row.mean_s for row in rows if row.policy == BASELINE), 0.0)
-    headers = (
-        "policy",
-        "mean s",
-        "p99 s",
-        "of round robin",
-        "mean first s",
-        "p99 first s",
-        "slowest / mean rows",
-        "prefix hits",
-    )
     cells = [
-        (
-            row.policy,
-            row.mean_s,
-            row.p99_s,
-            ratio(row.mean_s, base) or None,
-            f"{row.mean_first_s:.3f}",
-            f"{row.p99_first_s:.3f}",
-            row.imbalance,
-            f"{row.prefix_hits:.0%}",
-        )
+        {
+            "policy": row.policy,
+            "mean s": row.mean_s,
+            "p99 s": row.p99_s,
+            "of round robin": ratio(row.mean_s, base) or None,
+            "mean first s": f"{row.mean_first_s:.3f}",
+            "p99 first s": f"{row.p99_first_s:.3f}",
+            "slowest / mean rows": row.imbalance,
+            "prefix hits": f"{row.prefix_hits:.0%}",
+        }
         for row in rows
     ]
-    return "\n".join(
-        [
-            f"routing, simulated: a step costs {STEP_S * 1e3:.0f} ms + {ROW_S * 1e6:.0f} us a row + "
-            f"{KV_S * 1e9:.0f} ns a KV token, of the slowest rank",
-            table(headers, cells),
-        ]
+    return (
+        f"routing, simulated: a step costs {STEP_S * 1e3:.0f} ms + {ROW_S * 1e6:.0f} us a row + "
+        f"{KV_S * 1e9:.0f} ns a KV token, of the slowest rank\n{records(cells)}"
     )
 
 

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from cluster.bench.streams import HOST
-from cluster.bench.wire import Reply, call, head_of, read_reply
+from cluster.bench.wire import Reply, connect, head_of, post, read_reply
 
 CHAT_BYTES = 900_000
 KEYS = 50_000
@@ -41,12 +40,8 @@ class Tally:
             self.examples.append(f"{reply.status}: {reply.body[:80]!r}")
 
 
-def act(name: str, port: int, model: str, count: int) -> Tally:
-    """Do the act `name` `count` times; meant for another process, so that it does not disturb the one that measures."""
-    return asyncio.run(_act(name, port, model, count))
-
-
-async def _act(name: str, port: int, model: str, count: int) -> Tally:
+async def act(name: str, port: int, model: str, count: int) -> Tally:
+    """Do the act `name` `count` times."""
     tally = Tally()
     once, at_once = ACTS[name]
     turn = asyncio.Semaphore(at_once or count)
@@ -87,32 +82,27 @@ async def _disconnect(tally: Tally, port: int, model: str, number: int, rng: ran
 async def _chat(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
     text = f"{number} " + "the quick brown fox " * (CHAT_BYTES // 20)
     body = {"model": model, "messages": [{"role": "user", "content": text[:CHAT_BYTES]}]}
-    tally.note(await call(port, "POST", "/v1/chat/completions", body))
+    tally.note(await post(port, "/v1/chat/completions", body))
 
 
 async def _keys(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
     body = {"model": model, "prompt": "x", **{f"k{i}": i for i in range(KEYS)}}
-    tally.note(await call(port, "POST", "/v1/completions", body))
+    tally.note(await post(port, "/v1/completions", body))
 
 
 async def _slow(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
-    reply = Reply(began=time.perf_counter())
-    try:
-        async with asyncio.timeout(SLOW_LIMIT_S):
-            reader, writer = await asyncio.open_connection(HOST, port)
-            answer = asyncio.ensure_future(read_reply(reader, reply))
-            try:
-                writer.write(head_of("POST", "/v1/completions", SLOW_BODY))
-                while not answer.done():
-                    writer.write(b" ")
-                    await asyncio.wait((answer,), timeout=DRIP_S)
-                answer.result()
-            finally:
-                answer.cancel()
-                writer.close()
-    except (OSError, TimeoutError, EOFError) as error:
-        reply.error = f"{type(error).__name__}: {error}"
-    tally.note(reply)
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
+        answer = asyncio.ensure_future(read_reply(reader, reply))
+        try:
+            writer.write(head_of("POST", "/v1/completions", SLOW_BODY))
+            while not answer.done():
+                writer.write(b" ")
+                await asyncio.wait((answer,), timeout=DRIP_S)
+            answer.result()
+        finally:
+            answer.cancel()
+
+    tally.note(await connect(port, drip, SLOW_LIMIT_S))
 
 
 Once = Callable[[Tally, int, str, int, random.Random], Awaitable[None]]

@@ -10,6 +10,8 @@ from cluster.bench.report import ratio
 from cluster.engine import Engine
 from cluster.request import Request, SamplingParams
 
+Texts = Sequence[Sequence[int]]  # prompts, or what followed them, as token ids
+
 
 @dataclass(slots=True)
 class Run:
@@ -60,7 +62,7 @@ def params_of(new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Sampl
     return SamplingParams(temperature=temperature, seed=seed, max_tokens=new_tokens, ignore_eos=True)
 
 
-def run_together(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:
+def run_together(engine: Engine, prompts: Texts, params: Sequence[SamplingParams]) -> Run:
     """Run all prompts at the same time, to their end."""
     result = Run(tokens=[[] for _ in prompts])
     requests = [Request(str(i), tuple(p), own) for i, (p, own) in enumerate(zip(prompts, params, strict=True))]
@@ -80,10 +82,6 @@ def run_together(engine: Engine, prompts: Sequence[Sequence[int]], params: Seque
     return result
 
 
-def run_in_batches(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int) -> Run:
-    """Run the prompts greedily, `batch` of them at a time."""
-    whole = Run()
-    for start in range(0, len(prompts), batch):
-        group = prompts[start : start + batch]
-        whole.add(run_together(engine, group, [params_of(new_tokens)] * len(group)))
-    return whole
+def run_greedily(engine: Engine, prompts: Texts, new_tokens: int) -> Run:
+    """Run all prompts at the same time, at temperature 0."""
+    return run_together(engine, prompts, [params_of(new_tokens)] * len(prompts))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord, settings_of
-from cluster.bench.report import median, p99, ratio, table
+from cluster.bench.report import median, medians, p99, ratio, table
 
 LONG = "long"
 SHARES = (0.25, 0.5, 0.75)
@@ -151,10 +151,7 @@ def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
 
 def stalled(repeats: Sequence[Stalls]) -> dict[str, dict[str, float]]:
     """Medians over the repeats, JSON-ready, by case."""
-    return {
-        name: {key: median([float(getattr(stalls[name], key)) for stalls in repeats]) for key in Stall.__slots__}
-        for name in repeats[0]
-    }
+    return {name: medians([stalls[name] for stalls in repeats]) for name in repeats[0]}
 
 
 def show_stalls(stalls: Mapping[str, Mapping[str, Any]], tokens: int) -> str:

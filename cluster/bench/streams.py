@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.bench.report import median
+
 LOOK_EVERY_S = 0.02
 TIMEOUT_S = 120.0
 HOST = "127.0.0.1"
@@ -42,7 +44,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Stream:
-    """One stream as it grows: its own thread writes it, others only read it."""
+    """One stream as it grows: its own thread writes it, others only read it. `heard` is called at every event."""
 
     prompt: Prompt
     text: str = ""
@@ -54,11 +56,17 @@ class Stream:
     steps: int = 0
     accepted: int = 0
     error: str | None = None
+    heard: Callable[[], None] | None = None
 
     @property
     def seconds(self) -> float:
         """Seconds from its start to its end, or to now."""
         return (self.ended or time.perf_counter()) - self.started if self.started else 0.0
+
+    @property
+    def first_s(self) -> float | None:
+        """Seconds from its start to its first token; None without one."""
+        return None if self.first is None else self.first - self.started
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,6 +75,8 @@ class Stream:
 
     def take(self, event: dict[str, Any]) -> None:
         """Add the contents of one event of the stream."""
+        if self.heard is not None:
+            self.heard()
         if "error" in event:
             self.error = str(event["error"].get("message", event["error"]))
             return
@@ -136,6 +146,16 @@ def run_together(
     if look is not None:
         look(streams)
     return streams
+
+
+def errors_of(streams: Sequence[Stream]) -> list[str]:
+    """What went wrong with those streams that did not end with all their tokens."""
+    return [stream.error for stream in streams if stream.error is not None]
+
+
+def first_token_ms(streams: Sequence[Stream]) -> float:
+    """Median milliseconds to the first token, of the streams that have one."""
+    return median([1000 * stream.first_s for stream in streams if stream.first_s is not None])
 
 
 def pace(streams: Sequence[Stream]) -> float:

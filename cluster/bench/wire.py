@@ -3,22 +3,22 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from cluster.bench.streams import HOST
+from cluster.bench.streams import HOST, TIMEOUT_S
 
 LINE_LIMIT = 1 << 20
-TIMEOUT_S = 120.0
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Reply:
     """What one request got. Seconds count from `began`; `status` 0 means no answer, and `error` says why.
 
-    `events` counts the events of a stream, `first_s` is when the first came, `failure` is an error event. `whole`: the
-    body, or the stream up to its `[DONE]`, came completely.
+    `first_s` is when the first event of a stream came, `failure` is an error event. `whole`: the body, or the stream up
+    to its `[DONE]`, came completely.
     """
 
     began: float = 0.0
@@ -27,7 +27,6 @@ class Reply:
     body: bytes = b""
     seconds: float = 0.0
     first_s: float | None = None
-    events: int = 0
     whole: bool = False
     failure: str = ""
     error: str = ""
@@ -51,8 +50,8 @@ def head_of(method: str, path: str, length: int | None = None) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def read_reply(reader: asyncio.StreamReader, reply: Reply, look: Callable[[bytes], None] | None = None) -> None:
-    """Read an answer to its end; `look` is called with each event of a stream."""
+async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
+    """Read an answer to its end."""
     status = await reader.readline()
     if not status.startswith(b"HTTP/"):
         raise ConnectionError(f"not an HTTP status line: {status[:80]!r}")
@@ -69,29 +68,23 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply, look: Callable[
         if line.startswith(b"data: [DONE]"):
             reply.whole = True
         elif line.startswith(b"data: "):
-            reply.events += 1
             reply.first_s = reply.first_s or time.perf_counter() - reply.began
             if b'"error"' in line and "error" in json.loads(line.removeprefix(b"data: ")):
                 reply.failure = line[:300].decode(errors="replace")
-            if look is not None:
-                look(line)
 
 
-async def call(
-    port: int, method: str, path: str, body: Any = None, look: Callable[[bytes], None] | None = None
-) -> Reply:
-    """Send one request on a connection of its own; failures go into `Reply.error`."""
+Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Reply], Awaitable[None]]
+"""Sends a request and reads its answer."""
+
+
+async def connect(port: int, exchange: Exchange, within_s: float = TIMEOUT_S) -> Reply:
+    """Do the exchange on a connection of its own; failures go into `Reply.error`."""
     reply = Reply(began=time.perf_counter())
-    raw = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     writer = None
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_connection(HOST, port, limit=LINE_LIMIT)
-            writer.write(head_of(method, path, None if raw is None else len(raw)) + (raw or b""))
-            try:
-                await read_reply(reader, reply, look)
-            except ConnectionError as error:
-                reply.error = f"{type(error).__name__}: {error}"
+            await exchange(reader, writer, reply)
     except (OSError, ValueError, TimeoutError, EOFError) as error:
         reply.error = f"{type(error).__name__}: {error}"
     finally:
@@ -99,3 +92,19 @@ async def call(
         if writer is not None:
             writer.close()
     return reply
+
+
+async def post(port: int, path: str, body: Mapping[str, Any]) -> Reply:
+    """Send one request with a JSON body and read its answer."""
+    raw = json.dumps(body).encode()
+
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
+        writer.write(head_of("POST", path, len(raw)) + raw)
+        await read_reply(reader, reply)
+
+    return await connect(port, exchange)
+
+
+def drive(work: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
+    """Run a coroutine to its end; meant for another process, so that it does not disturb the one that measures."""
+    return asyncio.run(work(*args))

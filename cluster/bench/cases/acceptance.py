@@ -4,17 +4,17 @@ Accept length at T=0 and T=0.8. At T=1, acceptance by depth of a chain: when the
 noise, when it ranks by probability alone, and sum(min(p, q)), the most that any coupling of the two could accept.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.bench.pair import PLAIN, Pair, Shape, short_path
 from cluster.bench.reference import Transformers
-from cluster.bench.report import machine, mean, ratio, table
-from cluster.bench.runs import Run, params_of, run_together
+from cluster.bench.report import Say, machine, mean, ratio, records, table
+from cluster.bench.runs import Run, Texts, params_of, run_together
 from cluster.bench.watched import Reached, watched_engine
 from cluster.engine import build_engine
 
@@ -36,7 +36,7 @@ class Size:
 QUICK = Size(prompts=8, new_tokens=32)
 
 
-def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print) -> dict[str, Any]:
+def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
     """Measure everything; JSON-ready."""
     goals = {str(shape): goal for shape, goal in GOALS.items()}
     lengths, identical = accept_lengths(pair, size, list(GOALS), say)
@@ -44,10 +44,8 @@ def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print)
     return {
         "what": "acceptance",
         "machine": machine(),
-        "target": "/".join(pair.target.split("/")[-2:]),
-        "prompts": size.prompts,
-        "prompt_tokens": size.prompt_tokens,
-        "new_tokens": size.new_tokens,
+        "target": short_path(pair.target),
+        **asdict(size),
         "identical": identical,
         "accept_lengths": [{**at, "goal": goals[at["name"]][at["temperature"]]} for at in lengths],
         **by_depth(pair, pair.prompts(size.prompts, size.prompt_tokens), size.new_tokens),
@@ -58,35 +56,40 @@ def show(result: dict[str, Any]) -> str:
     """The figures as tables, goals beside them."""
     rows = [(x["name"], x["temperature"], x["accept_length"], x["goal"]) for x in result["accept_lengths"]]
     depths = [
-        (
-            f"{d['depth']}",
-            d["reached"],
-            d["coupled"],
-            d["likeliest"],
-            d["bound"],
-            f"{d['of_bound']:.0%}",
-            d["top4_coupled"],
-            d["top4_likeliest"],
-        )
+        {
+            "depth": f"{d['depth']}",
+            "reached": d["reached"],
+            "coupled": d["coupled"],
+            "by probability": d["likeliest"],
+            "bound": d["bound"],
+            "of bound": f"{d['of_bound']:.0%}",
+            "top-4 coupled": d["top4_coupled"],
+            "top-4 by prob.": d["top4_likeliest"],
+        }
         for d in result["by_depth"]
     ]
-    headers = ("depth", "reached", "coupled", "by probability", "bound", "of bound", "top-4 coupled", "top-4 by prob.")
     return "\n".join(
         [
-            f"accept length: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, "
-            f"{result['new_tokens']} new, EOS ignored; same tokens as plain decoding: "
-            f"{'yes' if result['identical'] else 'NO'}",
+            heading("accept length", result),
             table(("setting", "T", "accept length", "goal"), rows),
             "",
             f"acceptance by depth, {CHAIN}, T=1 (bound: sum(min(p, q)) at the same contexts)",
-            table(headers, depths),
+            records(depths),
             f"coupled acceptance is {result['of_bound']:.1%} of the bound (goal {GOAL_OF_BOUND:.0%}); accept length "
             f"{result['accept_length_coupled']:.2f} coupled, {result['accept_length_likeliest']:.2f} by probability",
         ]
     )
 
 
-def by_depth(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
+def heading(what: str, result: dict[str, Any]) -> str:
+    """The first line of a report: what was continued, and whether speculation changed the output."""
+    return (
+        f"{what}: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, {result['new_tokens']} new,"
+        f" EOS ignored; same tokens as plain decoding: {'yes' if result['identical'] else 'NO'}"
+    )
+
+
+def by_depth(pair: Pair, prompts: Texts, new_tokens: int) -> dict[str, Any]:
     """Acceptance of a chain at T=1, ranked with the target's noise and by probability alone, and the bound."""
     coupled, reached, ids = _watch(pair, prompts, new_tokens, alone=False)
     likeliest, reached_alone, _ = _watch(pair, prompts, new_tokens, alone=True)
@@ -97,7 +100,7 @@ def by_depth(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> d
         here = [(r, bound) for r, bound in zip(reached, bounds, strict=True) if r.depth == depth]
         alone = [r for r in reached_alone if r.depth == depth]
         accepted = mean([r.proposed == r.token for r, _ in here])
-        bound = ratio(sum(bound for _, bound in here), len(here))
+        bound = mean([bound for _, bound in here])
         depths.append(
             {
                 "depth": depth,
@@ -118,9 +121,7 @@ def by_depth(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> d
     }
 
 
-def bounds_of(
-    reached: Sequence[Reached], texts: Sequence[Sequence[int]], target: Transformers, ids: Tensor
-) -> list[float]:
+def bounds_of(reached: Sequence[Reached], texts: Texts, target: Transformers, ids: Tensor) -> list[float]:
     """Sum(min(p, q)) of every reached context; a request's seed is the index of its text.
 
     q is zero outside the draft's vocabulary `ids`, so only p at those ids counts.
@@ -129,9 +130,7 @@ def bounds_of(
     return [float(torch.minimum(p[r.seed][r.position - 1], r.glance.probabilities.float()).sum()) for r in reached]
 
 
-def _watch(
-    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, alone: bool
-) -> tuple[Run, list[Reached], Tensor]:
+def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[Run, list[Reached], Tensor]:
     """A run at T=1 with a recording draft, the depths it reached within the texts, and the draft's vocabulary."""
     engine, draft = watched_engine(pair.config(CHAIN, len(prompts)), alone)
     run = run_together(engine, prompts, [params_of(new_tokens, 1.0, seed) for seed in range(len(prompts))])
@@ -139,9 +138,7 @@ def _watch(
     return run, [r for r in draft.reached if r.position < ends[r.seed]], draft.ids
 
 
-def accept_lengths(
-    pair: Pair, size: Size, shapes: Sequence[Shape], say: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], bool]:
+def accept_lengths(pair: Pair, size: Size, shapes: Sequence[Shape], say: Say) -> tuple[list[dict[str, Any]], bool]:
     """Accept length and acceptance by depth per setting and temperature; whether all tokens are plain decoding's."""
     figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
     engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}

@@ -1,20 +1,19 @@
 """`aerie bench crowd`: a rank is killed while streams are open and a queue waits behind them; how soon do all go on?
 
-It starts its own `aerie serve` on loopback, at float64. Whatever was killed, every request must end with the tokens of
-an undisturbed run (law 1), and every open request must be submitted to the new gang as soon as that serves.
+At float64, whatever was killed, every request must end with the tokens of an undisturbed run (law 1), and every open
+request must be submitted to the new gang as soon as that serves.
 """
 
-import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from typing import Any
 
-from cluster.bench.cases.faults import GANG, OPEN_TOKENS, Pulse, hurt, server_info, undisturbed, victim_of
-from cluster.bench.report import first_difference, table
+from cluster.bench.cases.faults import prompts_of
+from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, undisturbed
+from cluster.bench.report import Say, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Stream, page, run_together
+from cluster.bench.streams import Stream, errors_of, page, run_together
 
 RESUMED = "aerie_resumed_streams_total"
 POLL_S = 0.05
@@ -53,23 +52,23 @@ class Round:
         return bool(self.cut or self.different or self.resumed < self.open or self.healthy_s is None)
 
 
-def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(size: Size, say: Say) -> dict[str, Any]:
     """Kill a rank under this load, `size.kills` times; see `Round`."""
     rounds: list[Round] = []
+
+    def due(streams: list[Stream]) -> bool:
+        return sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) >= size.streams
+
     with ServerProcess([*GANG, f"max_running_requests={size.streams // 2}", "max_queue_wait_s=600"]) as server:
         say(f"crowd: ready after {server.ready_s:.1f} s")
-        work = undisturbed(server, size.streams + size.queued, size.max_tokens)
+        work = undisturbed(server, prompts_of(size.streams + size.queued), size.max_tokens)
         for number in range(size.kills):
             killed = f"rank {number % 2}"
-            counter = Counter(server.port, size.streams, victim_of(server, server_info(server.port), killed))
-            streams = run_together(server.port, work.model, work.prompts, size.max_tokens, counter.look)
-            healthy_s, resumed_s, resumed = counter.settle()
-            cut = sum(s.error is not None for s in streams)
-            different = sum(
-                s.error is None and first_difference(s.token_ids, w.token_ids) is not None
-                for s, w in zip(streams, work.wanted, strict=True)
-            )
-            rounds.append(Round(killed, counter.open, resumed, healthy_s, resumed_s, cut, different))
+            counter = Counter(server.port, Fault(server, f"kill {killed}", due))
+            streams = run_together(server.port, work.model, work.prompts, work.max_tokens, counter.look)
+            resumed_s, resumed = counter.settle()
+            fault, cut, different = counter.fault, len(errors_of(streams)), work.different(streams)
+            rounds.append(Round(killed, fault.open, resumed, fault.healthy_s, resumed_s, cut, different))
             say(f"crowd: {rounds[-1]}")
     return {
         "rounds": [asdict(r) for r in rounds],
@@ -79,48 +78,34 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 class Counter:
-    """Kills a rank once enough streams have tokens, and then watches /health and the count of resumed streams."""
+    """Reads the count of resumed streams again and again, from the fault on."""
 
-    def __init__(self, port: int, enough: int, victim: int) -> None:
-        """`victim` is the process that dies once `enough` streams have tokens."""
-        self.open = 0
-        self._port, self._enough, self._victim = port, enough, victim
-        self._before = resumed_streams(port)
-        self._pulse = Pulse(port)
+    def __init__(self, port: int, fault: Fault) -> None:
+        self.fault = fault
+        self._port, self._before = port, resumed_streams(port)
+        self._next_s = 0.0
         self._times: list[tuple[float, float]] = []
-        self._began = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def look(self, streams: list[Stream]) -> None:
-        """Called repeatedly while the streams run."""
-        if self._began or sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) < self._enough:
-            return
-        self.open = sum(s.ended is None for s in streams)
-        self._began = time.monotonic()
-        hurt("kill", self._victim)
-        self._pulse.begin()
-        self._thread.start()
+        """Called repeatedly while the streams run; causes the fault in its time."""
+        self.fault.look(streams)
+        if self.fault.seconds is not None and self.fault.seconds >= self._next_s:
+            self._read(self.fault.seconds)
 
-    def settle(self) -> tuple[float | None, float | None, int]:
-        """Seconds until /health was 200 again, from then until the last stream was resumed, and how many were."""
-        _, healthy = self._pulse.settle(expect_loss=True)
-        self._over.set()
-        if self._thread.ident is None:  # nothing was killed
-            return None, None, 0
-        self._thread.join()
+    def settle(self) -> tuple[float | None, int]:
+        """Seconds from the return of health until the last stream was resumed, and how many were."""
+        self.fault.settle()
+        if self.fault.seconds is None:
+            return None, 0
+        self._read(self.fault.seconds)  # once more after the end
         most = max((count for _, count in self._times), default=0.0)
         last = next((when for when, count in self._times if count == most), 0.0)
-        return healthy, None if healthy is None else max(0.0, last - healthy), int(most)
+        return None if self.fault.healthy_s is None else max(0.0, last - self.fault.healthy_s), int(most)
 
-    def _watch(self) -> None:
-        while True:
-            over = self._over.is_set()  # read once more after the end
-            with suppress(OSError):  # /metrics may fail while the gang is down
-                self._times.append((time.monotonic() - self._began, resumed_streams(self._port) - self._before))
-            if over:
-                return
-            time.sleep(POLL_S)
+    def _read(self, seconds: float) -> None:
+        self._next_s = seconds + POLL_S
+        with suppress(OSError, HTTPException):  # /metrics may fail while the gang is down
+            self._times.append((seconds, resumed_streams(self._port) - self._before))
 
 
 def resumed_streams(port: int) -> float:

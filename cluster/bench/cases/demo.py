@@ -7,17 +7,16 @@ speculation; tokens are compared, and speeds as medians over several rounds.
 import argparse
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from cluster.bench.live import LiveView, short
-from cluster.bench.rank_counts import RankCounts, rank_table, read_ranks, since
-from cluster.bench.report import first_difference, json_line, median, ratio, table
+from cluster.bench.rank_counts import RankCounts, by_rank, rank_table, read_ranks, since
+from cluster.bench.report import first_difference, json_line, median, ratio, records, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Prompt, Stream, accept_length, pace, run_together, served_model
+from cluster.bench.streams import Prompt, Stream, accept_length, first_token_ms, pace, run_together, served_model
 
 PLAIN = "speculative_algorithm=null"
 WARM_UP_TOKENS = 32
@@ -129,13 +128,13 @@ def compare(spec: Side, plain: Side) -> dict[str, Any]:
         "tokens_per_second_plain": both_plain,
         "tokens_per_second_one_stream": one,
         "tokens_per_second_one_stream_plain": one_plain,
-        "first_token_ms": median(_first_token_ms(spec.together)),
-        "first_token_ms_plain": median(_first_token_ms(plain.together)),
+        "first_token_ms": first_token_ms([s for streams in spec.together for s in streams]),
+        "first_token_ms_plain": first_token_ms([s for streams in plain.together for s in streams]),
         "startup_seconds": spec.startup_s,
         "startup_seconds_plain": plain.startup_s,
         "streams": len(spec.streams) + len(plain.streams),
         "processes_left": spec.left + plain.left,
-        "ranks": [{"rank": rank, **_counts(counts)} for rank, counts in spec.ranks.items()],
+        "ranks": by_rank(spec.ranks),
         "differences": differences,
     }
 
@@ -146,17 +145,17 @@ def prompt_table(spec: Side, plain: Side) -> str:
     for at, prompt in enumerate(PROMPTS):
         mine, other = [r[at] for r in spec.together], [r[at] for r in plain.together]
         rows.append(
-            (
-                short(prompt.text, NAME),
-                prompt.temperature,
-                len(mine[0].token_ids),
-                accept_length(mine) or None,
-                median([s.tokens_per_second for s in mine]),
-                median([s.tokens_per_second for s in other]),
-                all(a.token_ids == b.token_ids for a, b in zip(mine, other, strict=True)),
-            )
+            {
+                "prompt": short(prompt.text, NAME),
+                "T": prompt.temperature,
+                "tokens": len(mine[0].token_ids),
+                "accept length": accept_length(mine) or None,
+                "tokens/s": median([s.tokens_per_second for s in mine]),
+                "without": median([s.tokens_per_second for s in other]),
+                "same tokens": all(a.token_ids == b.token_ids for a, b in zip(mine, other, strict=True)),
+            }
         )
-    return table(("prompt", "T", "tokens", "accept length", "tokens/s", "without", "same tokens"), rows)
+    return records(rows)
 
 
 def summary_table(result: dict[str, Any]) -> str:
@@ -173,19 +172,6 @@ def summary_table(result: dict[str, Any]) -> str:
     rows.insert(0, ("accept length", result["accept_length"], 1.0, ""))
     same = "yes, every token" if result["identical"] else "NO"
     return table(("", "speculation", "without", "ratio"), rows) + f"\nsame output: {same}; failed: {result['failed']}"
-
-
-def _counts(counts: RankCounts) -> dict[str, Any]:
-    return {
-        "requests": counts.requests,
-        "tokens": counts.tokens,
-        "accept_length": counts.accept_length,
-        "padded_rows": counts.padded_rows,
-    }
-
-
-def _first_token_ms(rounds: Sequence[Sequence[Stream]]) -> list[float]:
-    return [1000 * (s.first - s.started) for streams in rounds for s in streams if s.first is not None]
 
 
 def _differences(spec: Side, plain: Side) -> list[dict[str, Any]]:

@@ -4,29 +4,15 @@ It starts its own `aerie serve` on loopback, hurts nothing else, and stops by it
 stream must be those of an undisturbed run, since they depend on prompt, settings and seed alone (law 1).
 """
 
-import json
-import os
-import signal
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.bench.cases.demo import PROMPTS
-from cluster.bench.report import first_difference, table
+from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, Work, idle_info, undisturbed
+from cluster.bench.report import Say, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import HOST, Prompt, Stream, page, run_together, served_model
-
-GANG = ("dtype=float64", "tp_size=2", "attn_dp_size=2")
-OPEN_TOKENS = 6  # every stream has this many before the fault
-WAIT_S = 120.0
-POLL_S = 0.02
-SLOW_S = 12.0
-SLOW_ON_S, SLOW_OFF_S = 0.01, 0.09  # a rank that runs a tenth of the time
-REPLICA, ENGINE = "ServeReplica:", "-engine"  # what Ray calls the process of an engine replica
+from cluster.bench.streams import Prompt, errors_of, run_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +54,13 @@ class Round:
         return bool(self.cut or self.different or self.pages_used)
 
 
-def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(size: Size, say: Say) -> dict[str, Any]:
     """Run every round; see `Round` for what is noted of each."""
     rounds: list[Round] = []
     for ingress, todo in size.rounds:
         with ServerProcess([*GANG, f"ingress={ingress}"]) as server:
             say(f"faults: {ingress} ingress ready after {server.ready_s:.1f} s")
-            work = undisturbed(server, size.streams, size.max_tokens)
+            work = undisturbed(server, prompts_of(size.streams), size.max_tokens)
             for what in todo:
                 done = one_round(server, work, ingress, what)
                 rounds.append(done)
@@ -90,29 +76,6 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What every round streams, and the same streams without a fault (`wanted`)."""
-
-    model: str
-    prompts: Sequence[Prompt]
-    max_tokens: int
-    wanted: Sequence[Stream]
-
-
-def undisturbed(server: ServerProcess, streams: int, max_tokens: int) -> Work:
-    """Stream everything once.
-
-    Raises:
-        RuntimeError: a stream failed without a fault.
-    """
-    model, prompts = served_model(server.port), prompts_of(streams)
-    wanted = run_together(server.port, model, prompts, max_tokens)
-    if broken := [stream.error for stream in wanted if stream.error]:
-        raise RuntimeError(f"the undisturbed run failed: {broken[0]}")
-    return Work(model, prompts, max_tokens, wanted)
-
-
 def prompts_of(count: int) -> list[Prompt]:
     """`count` prompts, every second one sampled at T=0.8 with its own seed."""
     texts = [prompt.text for prompt in PROMPTS]
@@ -121,133 +84,23 @@ def prompts_of(count: int) -> list[Prompt]:
 
 def one_round(server: ServerProcess, work: Work, ingress: str, what: str) -> Round:
     """Open the streams, cause the fault `what` once all of them have tokens, wait for their ends, and compare."""
-    result = Round(ingress, what)
-    before = server_info(server.port)
-    verb, _, whom = what.partition(" ")
-    victim = victim_of(server, before, whom)
-    known = len(before.get("restarts", ()))
-    pulse = Pulse(server.port)
-    done = threading.Event()
-
-    def look(streams: list[Stream]) -> None:
-        if not done.is_set() and all(len(s.token_ids) >= OPEN_TOKENS or s.ended for s in streams):
-            done.set()
-            pulse.begin()
-            hurt(verb, victim)
-
-    streams = run_together(server.port, work.model, work.prompts, work.max_tokens, look)
-    result.unhealthy_s, result.healthy_s = pulse.settle(expect_loss=verb != "slow")
-    for stream, undisturbed in zip(streams, work.wanted, strict=True):
-        result.cut += stream.error is not None
-        if stream.error is not None:
-            result.errors.append(stream.error)
-        elif first_difference(stream.token_ids, undisturbed.token_ids) is not None:
-            result.different += 1
+    fault = Fault(server, what, lambda streams: all(len(s.token_ids) >= OPEN_TOKENS or s.ended for s in streams))
+    streams = run_together(server.port, work.model, work.prompts, work.max_tokens, fault.look)
+    fault.settle()
+    result = Round(ingress, what, different=work.different(streams), errors=errors_of(streams))
+    result.cut = len(result.errors)
+    result.unhealthy_s, result.healthy_s = fault.unhealthy_s, fault.healthy_s
     after = idle_info(server.port)
     result.pages_used = sum(rank["pages_used"] for rank in after.get("ranks", ()))
-    losses = after.get("restarts", [])[known if whom != "replica" else 0 :]
+    losses = fault.losses(after)
     result.restarts = len(losses)
     if losses:
         loss = losses[-1]
         result.noticed_s = loss["noticed_s"]
         result.named = f"rank {loss['rank']} {loss['kind']} at step {loss['step']}, phase {loss['phase']}"
-    if verb == "slow":
-        result.named = "slowest: " + slowest(after.get("ranks", ()), before.get("ranks", ()))
+    if fault.verb == "slow":
+        result.named = "slowest: " + slowest(after.get("ranks", ()), fault.before.get("ranks", ()))
     return result
-
-
-def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
-    """The pid of the process to hurt, a rank of `info` or the replica."""
-    if whom == "replica":
-        (engine,) = [p.pid for p in server.processes() if REPLICA in p.name and ENGINE in p.name]
-        return engine
-    return int(next(rank["pid"] for rank in info["ranks"] if rank["rank"] == int(whom.split()[1])))
-
-
-def hurt(verb: str, pid: int) -> None:
-    """Kill or freeze the process, or let it run a tenth of the time for a while (in a thread of its own)."""
-    if verb == "kill":
-        os.kill(pid, signal.SIGKILL)
-    elif verb == "freeze":
-        os.kill(pid, signal.SIGSTOP)
-    else:
-        threading.Thread(target=slow_down, args=(pid, SLOW_S), daemon=True).start()
-
-
-def slow_down(pid: int, seconds: float) -> None:
-    """Stop and continue the process so that it runs a tenth of the time."""
-    until = time.monotonic() + seconds
-    try:
-        while time.monotonic() < until:
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(SLOW_OFF_S)
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(SLOW_ON_S)
-    except ProcessLookupError:
-        return
-
-
-class Pulse:
-    """Polls /health from `begin` on, in a thread, and notes when it first failed and when it was 200 again."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._began = 0.0
-        self._sick: float | None = None
-        self._well: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def begin(self) -> None:
-        """Start the clock and the polling."""
-        self._began = time.monotonic()
-        self._thread.start()
-
-    def settle(self, expect_loss: bool) -> tuple[float | None, float | None]:
-        """Both times, in seconds since `begin`; if a loss is expected, waits until the server is healthy again."""
-        if not self._thread.ident:
-            return None, None
-        if expect_loss:
-            self._thread.join(WAIT_S)
-        self._stop.set()
-        self._thread.join()
-        return self._sick, self._well
-
-    def _run(self) -> None:
-        while not self._stop.wait(POLL_S):
-            now = time.monotonic() - self._began
-            well = is_healthy(self._port)
-            if not well and self._sick is None:
-                self._sick = now
-            if well and self._sick is not None:
-                self._well = time.monotonic() - self._began
-                return
-
-
-def is_healthy(port: int) -> bool:
-    """Whether /health answers 200."""
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=10) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
-
-
-def server_info(port: int) -> dict[str, Any]:
-    """The answer of /server_info."""
-    info: dict[str, Any] = json.loads(page(port, "/server_info"))
-    return info
-
-
-def idle_info(port: int) -> dict[str, Any]:
-    """The same, once every rank reports and none runs a request or uses pages; after 20 s, as it is."""
-    until = time.monotonic() + 20.0
-    while True:
-        info = server_info(port)
-        ranks = info.get("ranks", [])
-        if (ranks and not any(rank["pages_used"] or rank["running"] for rank in ranks)) or time.monotonic() > until:
-            return info
-        time.sleep(0.2)
 
 
 def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
@@ -266,9 +119,7 @@ def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -
 
 def show(result: dict[str, Any]) -> str:
     """The rounds as a table."""
-    rows = [
-        [r[name] for name in ("ingress", "what", "cut", "different", "noticed_s", "unhealthy_s", "healthy_s", "named")]
-        for r in result["rounds"]
-    ]
+    names = ("ingress", "what", "cut", "different", "noticed_s", "unhealthy_s", "healthy_s", "named")
     headers = ["ingress", "done", "cut", "different", "noticed s", "503 after s", "200 again s", "named"]
-    return f"{table(headers, rows)}\n\n{result['kills']} kills, {result['streams_cut']} streams cut"
+    rounds = table(headers, [[r[name] for name in names] for r in result["rounds"]])
+    return f"{rounds}\n\n{result['kills']} kills, {result['streams_cut']} streams cut"

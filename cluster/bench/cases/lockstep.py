@@ -5,28 +5,25 @@ cases take turns in every repeat, in reverse order every other time. Figures are
 taken within a repeat.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.bench import routing
-from cluster.bench.pair import Pair
+from cluster.bench.pair import Pair, short_path
 from cluster.bench.ranks import QUICK, Case, Job, Life, RankProcesses, Size, settings_of
-from cluster.bench.report import machine, median, ratio, table
+from cluster.bench.report import Say, machine, median, medians, ratio, table
 from cluster.bench.stall import Stalls, measured, show_stalls, stalled
 
 __all__ = ["QUICK", "Size", "measure", "show"]
 
-PADDED, EXACT = {"dp_padding": "padded"}, {"dp_padding": "exact"}
-ALONE, ALL_ALONE, IDLE, BUSY, REPLICATED, UNEVEN, UNEVEN_PADDED = (
-    "dp1",
-    "dp1, all requests",
-    "dp2, one rank idle",
-    "dp2, both busy",
-    "dp2, both busy, replicated draft",
-    "dp2, uneven, exact counts",
-    "dp2, uneven, padded",
-)
+ALONE = "dp1"
+ALL_ALONE = "dp1, all requests"
+IDLE = "dp2, one rank idle"
+BUSY = "dp2, both busy"
+REPLICATED = "dp2, both busy, replicated draft"
+UNEVEN = "dp2, uneven, exact counts"
+UNEVEN_PADDED = "dp2, uneven, padded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class Figures:
     padded_share: float
 
 
-def measure(pair: Pair, size: Size, say: Callable[[str], None] = print) -> dict[str, Any]:
+def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
     """Run everything and return the figures, JSON-ready."""
     cases = _cases(pair, size)
     runs: dict[str, list[Figures]] = {name: [] for name in cases}
@@ -92,7 +89,7 @@ def report(
     return {
         "what": "lockstep",
         "machine": machine(),
-        "target": "/".join(pair.target.split("/")[-2:]),
+        "target": short_path(pair.target),
         "repeats": size.repeats,
         "requests_per_rank": size.requests,
         "long_tokens": size.long_tokens,
@@ -109,9 +106,7 @@ def report(
             "step_ratio": over(REPLICATED, BUSY),
             "draft_phase_ratio": over(REPLICATED, BUSY, "draft_ms"),
         },
-        "gangs": {
-            name: {key: median([getattr(f, key) for f in of]) for key in Figures.__slots__} for name, of in runs.items()
-        },
+        "gangs": {name: medians(of) for name, of in runs.items()},
         "same_texts": sum(same),
         "texts": len(same),
         "routing": [asdict(row) for row in routing.compare(0)],
@@ -134,13 +129,7 @@ def show(result: dict[str, Any]) -> str:
         ("tokens/s, the same", result["both_busy_throughput_ratio"], pace(BUSY), pace(ALL_ALONE), "tokens/s"),
         ("step, uneven ranks, padded over exact", padding["step_ratio"], ms(UNEVEN_PADDED), ms(UNEVEN), "ms"),
         ("step, replicated over sharded draft", draft["step_ratio"], ms(REPLICATED), ms(BUSY), "ms"),
-        (
-            "draft phase, the same",
-            draft["draft_phase_ratio"],
-            ms(REPLICATED, "draft_ms"),
-            ms(BUSY, "draft_ms"),
-            "ms",
-        ),
+        ("draft phase, the same", draft["draft_phase_ratio"], ms(REPLICATED, "draft_ms"), ms(BUSY, "draft_ms"), "ms"),
     ]
     return "\n".join(
         [
@@ -150,16 +139,13 @@ def show(result: dict[str, Any]) -> str:
             "",
             table(("comparison", "ratio", "this", "against", "unit"), ratios),
             f"agreement: {result['agreement_share']:.1%} of a step with both ranks busy",
-            f"padding: {padding['idle_rows_share']:.1%} of the rows are idle at {_uneven(result)} requests",
+            f"padding: {padding['idle_rows_share']:.1%} of the rows are idle at {result['requests_per_rank']} and 1 "
+            f"requests",
             f"same tokens as one rank with all requests: {result['same_texts']} of {result['texts']} texts",
             "",
             routing.table_of([routing.Row(**row) for row in result["routing"]]),
         ]
     )
-
-
-def _uneven(result: dict[str, Any]) -> str:
-    return f"{result['requests_per_rank']} and 1"
 
 
 def _cases(pair: Pair, size: Size) -> dict[str, Case]:
@@ -182,6 +168,6 @@ def _cases(pair: Pair, size: Size) -> dict[str, Case]:
         IDLE: Case(two(), jobs(own)),
         BUSY: Case(two(), jobs(own, own)),
         REPLICATED: Case(two(speculative_draft_parallel="replicated"), jobs(own, own)),
-        UNEVEN: Case(two(**EXACT), jobs(own, 1)),
-        UNEVEN_PADDED: Case(two(**PADDED), jobs(own, 1)),
+        UNEVEN: Case(two(dp_padding="exact"), jobs(own, 1)),
+        UNEVEN_PADDED: Case(two(dp_padding="padded"), jobs(own, 1)),
     }

@@ -7,13 +7,14 @@ tokens, or the figures mean nothing.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from functools import partial
+from math import prod
 from typing import Any
 
-from cluster.bench.pair import DEFAULT, PLAIN, Pair, Shape
+from cluster.bench.pair import DEFAULT, PLAIN, Pair, Shape, short_path
 from cluster.bench.reference import Transformers
-from cluster.bench.report import first_difference, machine, median, ratio, table
-from cluster.bench.runs import Run, run_in_batches
+from cluster.bench.report import Say, first_difference, machine, median, ratio, table
+from cluster.bench.runs import Run, Texts, run_greedily
 from cluster.engine import build_engine
 
 BATCHES = (1, 8)
@@ -32,8 +33,8 @@ GOAL_SPEEDUP = {1: 1.6, 8: 1.2}
 GOAL_TRANSFORMERS = {1: 3.0, 8: 2.0}
 GOAL_OUTSIDE = 0.15
 
-Work = Callable[[Sequence[Sequence[int]], int], Run]
-"""Prompts and batch size in, a run out."""
+Work = Callable[[Texts], Run]
+"""Runs prompts at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,13 @@ class Contender:
     work: Work
     runs: dict[int, list[Run]] = field(default_factory=dict)
 
+    def run(self, prompts: Texts, batch: int) -> Run:
+        """Run the prompts, `batch` of them at a time."""
+        whole = Run()
+        for start in range(0, len(prompts), batch):
+            whole.add(self.work(prompts[start : start + batch]))
+        return whole
+
     def speed(self, batch: int) -> float:
         """Median tokens per second."""
         return median([run.tokens_per_second for run in self.runs[batch]])
@@ -68,42 +76,30 @@ class Contender:
         return median([ratio(a.tokens_per_second, b.tokens_per_second) for a, b in pairs])
 
 
-def measure(
-    pair: Pair, size: Size = Size(), shapes: Sequence[Shape] = SHAPES, say: Callable[[str], None] = print
-) -> dict[str, Any]:
+def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
     """Run everything and return the figures, JSON-ready."""
-    return report(pair, size, shapes, run_contenders(pair, size, shapes, say))
+    return report(pair, size, SHAPES, run_contenders(pair, size, SHAPES, say))
 
 
-def run_contenders(
-    pair: Pair, size: Size, shapes: Sequence[Shape], say: Callable[[str], None] = print
-) -> dict[str, Contender]:
+def run_contenders(pair: Pair, size: Size, shapes: Sequence[Shape], say: Say = print) -> dict[str, Contender]:
     """Run every contender in every repeat; a first, shorter round warms all of them up and is not recorded."""
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     contenders: dict[str, Contender] = {}
     for shape in (PLAIN, *shapes):
         engine = build_engine(pair.config(shape, max(BATCHES)))
-
-        def work(group: Sequence[Sequence[int]], batch: int, engine: Any = engine) -> Run:
-            return run_in_batches(engine, group, size.new_tokens, batch)
-
-        contenders[str(shape)] = Contender(str(shape), work)
+        contenders[str(shape)] = Contender(str(shape), partial(run_greedily, engine, new_tokens=size.new_tokens))
         dtype, device = engine.info().dtype, engine.info().device
     reference = Transformers(pair.target, dtype, device)
-
-    def refer(group: Sequence[Sequence[int]], batch: int) -> Run:
-        return reference.run(group, size.new_tokens, batch)
-
-    contenders[TRANSFORMERS] = Contender(TRANSFORMERS, refer)
+    contenders[TRANSFORMERS] = Contender(TRANSFORMERS, partial(reference.run, new_tokens=size.new_tokens))
     for contender in contenders.values():
-        contender.work(prompts[:1], 1)
+        contender.run(prompts[:1], 1)
         contender.runs = {batch: [] for batch in BATCHES}
     for repeat in range(size.repeats):
         say(f"offline: repeat {repeat + 1} of {size.repeats}, {len(contenders)} contenders")
         order = list(contenders.values())[:: -1 if repeat % 2 else 1]
         for batch in BATCHES:
             for contender in order:
-                contender.runs[batch].append(contender.work(prompts[: size.alone] if batch == 1 else prompts, batch))
+                contender.runs[batch].append(contender.run(prompts[: size.alone] if batch == 1 else prompts, batch))
     return contenders
 
 
@@ -113,12 +109,12 @@ def report(pair: Pair, size: Size, shapes: Sequence[Shape], contenders: dict[str
     truth = {batch: plain.runs[batch][0].tokens for batch in BATCHES}
     settings = [_setting(contenders[str(shape)], shape, plain, truth) for shape in (PLAIN, *shapes)]
     tried = settings[1:]
-    best = {f"batch_{batch}": _best(tried, _speedup_at(batch)) for batch in BATCHES}
-    best["overall"] = _best(tried, _overall)
+    best = {f"batch_{batch}": _best(tried, (batch,)) for batch in BATCHES}
+    best["overall"] = _best(tried, BATCHES)
     return {
         "what": "offline",
         "machine": machine(),
-        "target": "/".join(pair.target.split("/")[-2:]),
+        "target": short_path(pair.target),
         "prompts": size.prompts,
         "prompt_tokens": size.prompt_tokens,
         "new_tokens": size.new_tokens,
@@ -142,7 +138,8 @@ def report(pair: Pair, size: Size, shapes: Sequence[Shape], contenders: dict[str
 
 def show(result: dict[str, Any]) -> str:
     """The figures as tables, goals beside them."""
-    batch, alone = BATCHES[-1], BATCHES[0]
+    batch = BATCHES[-1]
+    settings = {setting["name"]: setting for setting in result["settings"]}
     rows = [
         (
             s["name"] + (" (default)" if s["name"] == result["default"] else ""),
@@ -166,13 +163,13 @@ def show(result: dict[str, Any]) -> str:
     for b in BATCHES:
         name = result["best"][f"batch_{b}"]
         lines.append(
-            f"best at batch {b}: {name}, {_of(result, name)[f'batch_{b}']['speedup']:.2f}x (goal {GOAL_SPEEDUP[b]}x)"
+            f"best at batch {b}: {name}, {settings[name][f'batch_{b}']['speedup']:.2f}x (goal {GOAL_SPEEDUP[b]}x)"
         )
     lines.append(f"best overall: {result['best']['overall']}; shipped default: {result['default']}")
-    outside = {
-        name: _of(result, name)[f"batch_{batch}"]["outside_share"] for name in (str(PLAIN), result["best"]["overall"])
-    }
-    shares = ", ".join(f"{share:.1%} ({name})" for name, share in outside.items())
+    shares = ", ".join(
+        f"{settings[name][f'batch_{batch}']['outside_share']:.1%} ({name})"
+        for name in (str(PLAIN), result["best"]["overall"])
+    )
     lines += [f"step time outside model forwards at batch {batch}: {shares} (goal under {GOAL_OUTSIDE:.0%})", ""]
     rows = [
         (
@@ -183,7 +180,7 @@ def show(result: dict[str, Any]) -> str:
             f"{GOAL_TRANSFORMERS[b]:.0f}x",
             f"{figures['same_texts']} of {figures['texts']}",
         )
-        for b in (alone, batch)
+        for b in BATCHES
         for figures in (result["against_transformers"][f"batch_{b}"],)
     ]
     lines += [table(("plain decoding", "ours, tokens/s", "transformers", "ratio", "goal", "same texts"), rows)]
@@ -213,19 +210,7 @@ def _setting(contender: Contender, shape: Shape, plain: Contender, truth: dict[i
     return figures
 
 
-def _speedup_at(batch: int) -> Callable[[dict[str, Any]], float]:
-    return lambda setting: float(setting[f"batch_{batch}"]["speedup"])
-
-
-def _overall(setting: dict[str, Any]) -> float:
-    """The geometric mean of the speedups at both batch sizes."""
-    return sqrt(setting["batch_1"]["speedup"] * setting["batch_8"]["speedup"])
-
-
-def _best(settings: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], float]) -> str:
-    return str(max(settings, key=key)["name"])
-
-
-def _of(result: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(s for s in result["settings"] if s["name"] == name)
-    return found
+def _best(settings: Sequence[dict[str, Any]], batches: Sequence[int]) -> str:
+    """The setting with the highest geometric mean of its speedups at these batch sizes."""
+    best = max(settings, key=lambda setting: prod(setting[f"batch_{batch}"]["speedup"] for batch in batches))
+    return str(best["name"])

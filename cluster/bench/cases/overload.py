@@ -5,20 +5,17 @@ of as many clients as there are slots measures the capacity, then an open loop s
 """
 
 import asyncio
-import json
 import multiprocessing
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.bench.report import machine, median, p99, ratio, table
-from cluster.bench.server import ServerProcess
+from cluster.bench.report import Say, machine, median, p99, ratio, table
+from cluster.bench.server import TWO_RANKS, ServerProcess
 from cluster.bench.streams import served_model
-from cluster.bench.wire import Reply, call
+from cluster.bench.wire import Reply, drive, post
 
-GANG = ("tp_size=2", "attn_dp_size=2")
 REFUSAL_S = 0.1  # the goal for the p99 of refusals
 GOODPUT = 0.9  # the goal, of capacity
 NEAR_S = 2.0  # requests admitted so close to a refused one show the real wait
@@ -68,62 +65,51 @@ def _one(reply: Reply, began: float) -> One:
     )
 
 
-def _body(model: str, number: int, max_tokens: int) -> bytes:
+def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
     """A request whose prompt no cache holds; prompts and outputs have the same lengths in all parts of a run."""
     prompt = f"{number:07}: once upon a time there was a fox that"
-    fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    return json.dumps(fields).encode()
+    return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
 
-def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[One]:
+async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[One]:
     """A closed loop of `clients`, each sending its next request when the last one has ended."""
+    began = time.perf_counter()
+    found: list[One] = []
 
-    async def run() -> list[One]:
-        began = time.perf_counter()
-        found: list[One] = []
+    async def client(number: int) -> None:
+        while time.perf_counter() - began < seconds:
+            number += clients
+            found.append(_one(await post(port, "/v1/completions", _body(model, number, max_tokens)), began))
 
-        async def client(number: int) -> None:
-            while time.perf_counter() - began < seconds:
-                number += clients
-                found.append(_one(await call(port, "POST", "/v1/completions", _body(model, number, max_tokens)), began))
-
-        await asyncio.gather(*(client(number) for number in range(clients)))
-        return found
-
-    return asyncio.run(run())
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return found
 
 
-def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[One]:
+async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[One]:
     """An open loop: `per_s` requests a second for `seconds`; returns when all have ended."""
-
-    async def run() -> list[One]:
-        began = time.perf_counter()
-        tasks = []
-        number = 0
-        while (now := time.perf_counter() - began) < seconds:
-            while number < now * per_s:
-                body = _body(model, 1_000_000 + number, max_tokens)
-                tasks.append(asyncio.ensure_future(call(port, "POST", "/v1/completions", body)))
-                number += 1
-            await asyncio.sleep(0.5 / per_s)
-        return [_one(reply, began) for reply in await asyncio.gather(*tasks)]
-
-    return asyncio.run(run())
+    began = time.perf_counter()
+    tasks: list[asyncio.Future[Reply]] = []
+    while (now := time.perf_counter() - began) < seconds:
+        while len(tasks) < now * per_s:
+            body = _body(model, 1_000_000 + len(tasks), max_tokens)
+            tasks.append(asyncio.ensure_future(post(port, "/v1/completions", body)))
+        await asyncio.sleep(0.5 / per_s)
+    return [_one(reply, began) for reply in await asyncio.gather(*tasks)]
 
 
-def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(size: Size, say: Say) -> dict[str, Any]:
     """Capacity, then overload; see `judge` for what is noted."""
-    settings = [*GANG, f"max_running_requests={size.slots}", f"max_queue_wait_s={size.max_wait_s}"]
+    settings = [*TWO_RANKS, f"max_running_requests={size.slots}", f"max_queue_wait_s={size.max_wait_s}"]
     with ServerProcess(settings) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         say(f"overload: ready after {server.ready_s:.1f} s")
         model = served_model(server.port)
         clients = 2 * size.slots
-        other.submit(closed, server.port, model, clients, size.max_tokens, 3.0).result()  # warm-up
-        done = other.submit(closed, server.port, model, clients, size.max_tokens, size.capacity_s).result()
+        other.submit(drive, closed, server.port, model, clients, size.max_tokens, 3.0).result()  # warm-up
+        done = other.submit(drive, closed, server.port, model, clients, size.max_tokens, size.capacity_s).result()
         capacity = sum(one.whole for one in done) / max(one.at + one.seconds for one in done)
         say(f"overload: capacity {capacity:.2f} requests/s with {clients} clients")
         rate = size.factor * capacity
-        found = other.submit(opened, server.port, model, rate, size.max_tokens, size.seconds).result()
+        found = other.submit(drive, opened, server.port, model, rate, size.max_tokens, size.seconds).result()
     return {"machine": machine(), "capacity": capacity, "offered": rate, **judge(found, size, capacity)}
 
 
@@ -186,4 +172,4 @@ def show(result: dict[str, Any]) -> str:
         ("bound on the wait s", "max_wait_s"),
     )
     figures = table(["figure", "value"], [[label, result[name]] for label, name in names])
-    return figures + "\n\n" + table(["goal", "met"], [[goal, met] for goal, met in result["goals"].items()])
+    return figures + "\n\n" + table(["goal", "met"], list(result["goals"].items()))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cluster.bench.report import machine, median, table
+from cluster.bench.report import Say, machine, median, table
 from cluster.kv.cache import KVCache
 from cluster.kv.radix import RadixTree
 from cluster.kv.slots import SlotTable
@@ -33,7 +33,7 @@ CHAIN_GOAL_MS = 20.0
 TREE_GOAL_MS = 0.2
 
 
-def measure(size: Size, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(size: Size, say: Say = lambda _: None) -> dict[str, Any]:
     """Milliseconds of CPU per operation, the median and the most over the repeats."""
     rows = []
     for name, goal, run in _operations(size):
@@ -45,13 +45,14 @@ def measure(size: Size, say: Callable[[str], None] = lambda _: None) -> dict[str
 
 def show(result: dict[str, Any]) -> str:
     """The result as text."""
-    rows = [[row["operation"], row["median_ms"], row["most_ms"], row["goal_ms"]] for row in result["rows"]]
+    # Milliseconds with three decimals; a table shows two.
+    rows = [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row.values()] for row in result["rows"]]
     where = result["machine"]
     head = (
         f"radix: pages of {result['page_size']} tokens, milliseconds of CPU, {result['repeats']} repeats\n"
         f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}"
     )
-    return f"{head}\n{table(['operation', 'median', 'most', 'goal'], _precise(rows))}"
+    return f"{head}\n{table(['operation', 'median', 'most', 'goal'], rows)}"
 
 
 def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]]]:
@@ -119,8 +120,3 @@ def _cpu(run: Callable[[], object]) -> float:
     began = time.process_time()
     run()
     return time.process_time() - began
-
-
-def _precise(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Milliseconds with three decimals; tables show two."""
-    return [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row] for row in rows]

@@ -1,8 +1,8 @@
 """`aerie bench rude`: abusive clients beside ordinary streams; are the streams disturbed?
 
-It starts its own `aerie serve` on loopback, hurts nothing else, and stops by itself. Eight streams are read all the
-time. After a quiet phase another process does one kind of abuse after the other. The result of each phase is the
-longest pause between two events of any stream; the quiet phase shows how long one is without abuse.
+Eight streams of an `aerie serve` on loopback are read all the time. After a quiet phase another process does one kind
+of abuse after the other. The result of each phase is the longest pause between two events of any stream; the quiet
+phase shows how long one is without abuse.
 """
 
 import json
@@ -12,46 +12,31 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from cluster.bench.cases.faults import REPLICA, prompts_of, server_info
-from cluster.bench.report import machine, table
-from cluster.bench.rudeness import Tally, act
-from cluster.bench.server import ServerProcess
+from cluster.bench.cases.faults import prompts_of
+from cluster.bench.fault import REPLICA, server_info
+from cluster.bench.report import Say, machine, records
+from cluster.bench.rudeness import ACTS, Tally, act
+from cluster.bench.server import TWO_RANKS, ServerProcess
 from cluster.bench.streams import HOST, Prompt, Stream, served_model
+from cluster.bench.wire import drive
 
-GANG = ("tp_size=2", "attn_dp_size=2")
 LIMIT_S = 0.5  # the longest pause that a stream may have
 OPEN_TOKENS = 4  # every stream has this many before the first phase
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many streams, after how many tokens each is opened anew, and which acts are done how often."""
+    """How many streams, after how many tokens each is opened anew, and how often each of the `ACTS` is done."""
 
     streams: int = 8
     max_tokens: int = 2048
     quiet_s: float = 20.0
-    acts: tuple[tuple[str, int], ...] = (
-        ("aborted scrapes", 200),
-        ("chats of 900 kB", 100),
-        ("bodies of 50,000 keys", 50),
-        ("slow bodies", 500),
-        ("disconnects", 1000),
-    )
+    times: tuple[int, ...] = (200, 100, 50, 500, 1000)
 
 
-QUICK = Size(
-    quiet_s=5.0,
-    acts=(
-        ("aborted scrapes", 50),
-        ("chats of 900 kB", 16),
-        ("bodies of 50,000 keys", 8),
-        ("slow bodies", 50),
-        ("disconnects", 100),
-    ),
-)
+QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100))
 
 
 @dataclass(slots=True)
@@ -82,15 +67,13 @@ class Listener:
     """One client that is always reading a stream: when one has ended, it opens the next."""
 
     def __init__(self, port: int, model: str, prompt: Prompt, max_tokens: int) -> None:
-        self._port, self._model, self._prompt, self._max_tokens = port, model, prompt, max_tokens
+        self._port, self._model, self._max_tokens = port, model, max_tokens
         self._stop = threading.Event()
         self._last: float | None = None  # when the present stream last sent an event; None between two
         self.longest = 0.0
-        self.cut = 0
         self.errors: list[str] = []
-        self.tokens = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self.stream = Stream(prompt)
+        threading.Thread(target=self._run, daemon=True).start()
 
     def take_pause(self) -> float:
         """The longest pause since the last call, including one that has not ended."""
@@ -104,50 +87,40 @@ class Listener:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            stream = _Watched(self._prompt, self)
-            stream.run(self._port, self._model, self._max_tokens)
+            self.stream = Stream(self.stream.prompt, heard=self.heard)
+            self.stream.run(self._port, self._model, self._max_tokens)
             self._last = None
-            if stream.error is not None and not self._stop.is_set():
-                self.cut += 1
-                self.errors.append(stream.error)
+            if self.stream.error is not None and not self._stop.is_set():
+                self.errors.append(self.stream.error)
                 time.sleep(0.2)
 
-    def heard(self, tokens: int) -> None:
+    def heard(self) -> None:
         """Note an event of the stream; once stopped, raises ValueError, which ends the stream."""
         now = time.perf_counter()
         if self._last is not None:
             self.longest = max(self.longest, now - self._last)
         self._last = now
-        self.tokens = tokens
         if self._stop.is_set():
             raise ValueError("stopped")
 
 
-class _Watched(Stream):
-    """A stream that tells its listener of every event."""
-
-    __slots__ = ("_listener",)
-
-    def __init__(self, prompt: Prompt, listener: Listener) -> None:
-        super().__init__(prompt)
-        self._listener = listener
-
-    def take(self, event: dict[str, Any]) -> None:
-        """Add the contents of one event of the stream."""
-        Stream.take(self, event)
-        self._listener.heard(len(self.token_ids))
-
-
-def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(size: Size, say: Say) -> dict[str, Any]:
     """Run all phases against one server; see `Phase` for what is noted of each."""
-    with ServerProcess([*GANG]) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+    with ServerProcess(TWO_RANKS) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         say(f"rude: ready after {server.ready_s:.1f} s")
         model = served_model(server.port)
         listeners = [Listener(server.port, model, p, size.max_tokens) for p in prompts_of(size.streams)]
-        _wait(lambda: all(listener.tokens >= OPEN_TOKENS for listener in listeners))
+        _wait(lambda: all(len(listener.stream.token_ids) >= OPEN_TOKENS for listener in listeners))
         phases = []
-        for what, count in (("nothing", 0), *size.acts):
-            phase = _phase(server, listeners, what, count, partial(_do, other, server, model, what, count, size))
+
+        def abuse(what: str, count: int) -> Tally:
+            if not count:
+                time.sleep(size.quiet_s)
+                return Tally()
+            return other.submit(drive, act, what, server.port, model, count).result()
+
+        for what, count in (("nothing", 0), *zip(ACTS, size.times, strict=True)):
+            phase = _phase(server, listeners, what, count, abuse)
             phases.append(phase)
             tally = phase.tally
             say(f"rude: {count} {what}: longest pause {phase.longest_s:.2f} s, cut {phase.cut}, {tally.statuses}")
@@ -165,28 +138,20 @@ def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-def _do(other: ProcessPoolExecutor, server: ServerProcess, model: str, what: str, count: int, size: Size) -> Tally:
-    if not count:
-        time.sleep(size.quiet_s)
-        return Tally()
-    return other.submit(act, what, server.port, model, count).result()
-
-
 def _phase(
-    server: ServerProcess, listeners: Sequence[Listener], what: str, count: int, do: Callable[[], Tally]
+    server: ServerProcess, listeners: Sequence[Listener], what: str, count: int, abuse: Callable[[str, int], Tally]
 ) -> Phase:
     before = _identity(server)
-    cuts = sum(listener.cut for listener in listeners)
+    cuts = sum(len(listener.errors) for listener in listeners)
     for listener in listeners:
         listener.take_pause()
     began = time.perf_counter()
-    tally = do()
+    tally = abuse(what, count)
     time.sleep(1.0)  # its effects may come a little later
     pauses = [listener.take_pause() for listener in listeners]
-    phase = Phase(what, count, time.perf_counter() - began, pauses, tally=tally)
-    phase.cut = sum(listener.cut for listener in listeners) - cuts
-    phase.replaced = _identity(server) != before
-    return phase
+    seconds = time.perf_counter() - began
+    cuts = sum(len(listener.errors) for listener in listeners) - cuts
+    return Phase(what, count, seconds, pauses, cuts, _identity(server) != before, tally)
 
 
 def _identity(server: ServerProcess) -> Any:
@@ -228,25 +193,21 @@ def _facts(phase: Phase) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> str:
     """The phases as a table."""
-    rows = []
-    for phase in result["phases"]:
-        said = ", ".join(f"{status}: {count}" for status, count in phase["statuses"].items())
-        good = not phase["failed"] or phase["what"] == "nothing"
-        first = [phase["count"], phase["what"], phase["seconds"], phase["longest_pause_s"], phase["cut"]]
-        replaced = "YES" if phase["replaced"] else "no"
-        rows.append([*first, replaced, said or "-", phase["unanswered"], phase["not_json"], good])
-    headers = [
-        "times",
-        "what",
-        "took s",
-        "longest pause s",
-        "cut",
-        "replaced",
-        "statuses",
-        "no answer",
-        "no JSON",
-        "good",
+    rows = [
+        {
+            "times": phase["count"],
+            "what": phase["what"],
+            "took s": phase["seconds"],
+            "longest pause s": phase["longest_pause_s"],
+            "cut": phase["cut"],
+            "replaced": "YES" if phase["replaced"] else "no",
+            "statuses": ", ".join(f"{status}: {count}" for status, count in phase["statuses"].items()) or "-",
+            "no answer": phase["unanswered"],
+            "no JSON": phase["not_json"],
+            "good": not phase["failed"] or phase["what"] == "nothing",
+        }
+        for phase in result["phases"]
     ]
     verdict = f"{result['streams']} streams; a pause may last {result['limit_s']} s"
     errors = "".join(f"\n  {error}" for error in result["errors"])
-    return f"{table(headers, rows)}\n\n{verdict}{errors}"
+    return f"{records(rows)}\n\n{verdict}{errors}"

@@ -1,7 +1,6 @@
 """`aerie bench serving`: start-up time, latency, throughput and memory of `aerie serve`."""
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 from cluster.bench.cases.demo import PROMPTS
 from cluster.bench.pair import Pair
 from cluster.bench.processes import Memory, memory_of
-from cluster.bench.report import machine, median, table
+from cluster.bench.report import Say, machine, median, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Prompt, Stream, accept_length, pace, run_together, served_model
+from cluster.bench.streams import Prompt, Stream, accept_length, first_token_ms, pace, run_together, served_model
 
 GOAL_START_S = 25.0
 
@@ -40,7 +39,7 @@ class Start:
     streams: list[list[Stream]]
 
 
-def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print) -> dict[str, Any]:
+def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
     """Start the server several times, send requests, stream, read its memory; JSON-ready."""
     starts = []
     for number in range(size.starts):
@@ -48,7 +47,6 @@ def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print)
         starts.append(_start(pair, size))
     rounds = [streams for start in starts for streams in start.streams]
     streams = [stream for together in rounds for stream in together]
-    firsts = [1000 * (s.first - s.started) for s in streams if s.first is not None]
     last = starts[-1]
     return {
         "what": "serving",
@@ -60,7 +58,7 @@ def measure(pair: Pair, size: Size = Size(), say: Callable[[str], None] = print)
         "new_tokens": size.new_tokens,
         "rounds": len(rounds),
         "tokens_per_second": median([pace(together) for together in rounds]),
-        "first_token_ms": median(firsts),
+        "first_token_ms": first_token_ms(streams),
         "accept_length": accept_length(streams),
         "failed": sum(stream.error is not None for stream in streams),
         "identical": all(a.token_ids == b.token_ids for r in rounds for a, b in zip(r, rounds[0], strict=True)),
@@ -85,7 +83,7 @@ def show(result: dict[str, Any]) -> str:
             for kind, key in (("resident", "resident"), ("resident, shared pages once", "proportional"))
         ),
     ]
-    by_process = [(name, mib) for name, mib in result["memory_by_process_mib"].items()]
+    by_process = list(result["memory_by_process_mib"].items())
     title = (
         f"aerie serve: medians of {result['starts']} starts, {result['rounds']} rounds of {result['new_tokens']} tokens"
     )

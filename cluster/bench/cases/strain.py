@@ -6,19 +6,20 @@ may be lost while work goes on. A rank stopped with SIGSTOP is a fault: the serv
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cluster.bench.cases.faults import Pulse, hurt, idle_info, server_info, victim_of
+from cluster.bench.fault import Fault, idle_info
 from cluster.bench.pair import Pair
-from cluster.bench.report import table
+from cluster.bench.report import Say, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Prompt, Stream, run_together, served_model
+from cluster.bench.streams import Prompt, Stream, errors_of, run_together, served_model
 
 BURN = "while True: pass"
 NO_DRAFT = ("speculative_algorithm=null", "tp_size=1", "attn_dp_size=1")
+NO_FAULT = "nothing"
 PATIENCE_S = 900.0  # timeout of a client: a first token may take minutes here
 
 
@@ -31,10 +32,10 @@ class Size:
     prompt_tokens: int = 60
     long_prompt_tokens: int = 2000
     busy: int = 3
-    rounds: tuple[str, ...] = ("nothing", "freeze rank 0") * 2
+    rounds: tuple[str, ...] = (NO_FAULT, "freeze rank 0") * 2
 
 
-QUICK = Size(streams=4, max_tokens=8, long_prompt_tokens=400, rounds=("nothing", "freeze rank 0"))
+QUICK = Size(streams=4, max_tokens=8, long_prompt_tokens=400, rounds=(NO_FAULT, "freeze rank 0"))
 
 
 @dataclass(slots=True)
@@ -55,11 +56,11 @@ class Round:
     @property
     def failed(self) -> bool:
         """Whether a client went unanswered, or more or fewer gangs were lost than faults were caused."""
-        expected = 0 if self.what == "nothing" else 1
+        expected = 0 if self.what == NO_FAULT else 1
         return self.answered < self.asked or self.losses != expected
 
 
-def measure(target: str, dtype: str, size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(target: str, dtype: str, size: Size, say: Say) -> dict[str, Any]:
     """Run every round against one server of the model in folder `target`, without a draft; see `Round`."""
     pair = Pair(target)
     short = pair.texts(size.streams, size.prompt_tokens)
@@ -82,29 +83,21 @@ def measure(target: str, dtype: str, size: Size, say: Callable[[str], None]) -> 
 
 def one_round(server: ServerProcess, size: Size, short: list[str], long: str, what: str) -> Round:
     """Open all streams, stop the rank once each of the short ones has a token, and wait for every end."""
-    result = Round(what, asked=len(short) + 1)
-    before = server_info(server.port)
-    known = len(before.get("restarts", ()))
     prompts = [Prompt(text, 0.0, i) for i, text in enumerate([*short, long])]
-    pulse, watch = Pulse(server.port), Pauses(len(prompts))
-    done = what == "nothing"
+    watch = Pauses(len(prompts))
+    fault = Fault(server, what, lambda streams: what != NO_FAULT and all(s.token_ids or s.ended for s in streams[:-1]))
 
     def look(streams: list[Stream]) -> None:
-        nonlocal done
         watch.look(streams)
-        if not done and all(s.token_ids or s.ended for s in streams[:-1]):
-            done = True
-            pulse.begin()
-            hurt("freeze", victim_of(server, before, what.partition(" ")[2]))
+        fault.look(streams)
 
     streams = run_together(server.port, served_model(server.port), prompts, size.max_tokens, look, timeout_s=PATIENCE_S)
-    result.unhealthy_s, result.healthy_s = pulse.settle(expect_loss=what != "nothing")
-    result.longest_pause_s = watch.longest_s
-    long_one = streams[-1]
-    result.long_prompt_first_s = None if long_one.first is None else long_one.first - long_one.started
-    result.errors = [s.error for s in streams if s.error is not None]
-    result.answered = len(streams) - len(result.errors)
-    losses = idle_info(server.port).get("restarts", [])[known:]
+    fault.settle()
+    result = Round(what, asked=len(prompts), longest_pause_s=watch.longest_s, errors=errors_of(streams))
+    result.answered = result.asked - len(result.errors)
+    result.long_prompt_first_s = streams[-1].first_s
+    result.unhealthy_s, result.healthy_s = fault.unhealthy_s, fault.healthy_s
+    losses = fault.losses(idle_info(server.port))
     result.losses = len(losses)
     if losses:
         result.named = f"rank {losses[-1]['rank']} {losses[-1]['kind']}: {losses[-1]['reason']}"
@@ -153,5 +146,5 @@ def show(result: dict[str, Any]) -> str:
         "200 again s": "healthy_s",
         "named": "named",
     }
-    rows = [[r[name] for name in columns.values()] for r in result["rounds"]]
+    rows = [[r[key] for key in columns.values()] for r in result["rounds"]]
     return f"{table(list(columns), rows)}\n\nready after {result['start_s']:.1f} s"

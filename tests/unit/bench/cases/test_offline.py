@@ -63,7 +63,7 @@ def test_every_shape_is_one_that_the_engine_takes() -> None:
 def test_the_median_of_ratios_within_a_repeat() -> None:
     def contender(*speeds: float) -> offline.Contender:
         runs = [offline.Run([[0] * 10], 10 / speed) for speed in speeds]
-        return offline.Contender("x", lambda prompts, batch: runs[0], {1: runs})
+        return offline.Contender("x", lambda prompts: runs[0], {1: runs})
 
     fast, slow = contender(20, 4, 60), contender(10, 2, 20)
     assert fast.speed(1) == 20

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cluster.bench.cases.overload import One, Size, judge, show
-from cluster.bench.cases.rude import Listener, Phase, _Watched
+from cluster.bench.cases.rude import Listener, Phase
 from cluster.bench.rudeness import Tally
-from cluster.bench.streams import Prompt
+from cluster.bench.streams import Prompt, Stream
 from cluster.bench.wire import Reply, read_reply
 
 SIZE = Size(seconds=20.0, settle_s=0.0, max_wait_s=5.0)
@@ -73,7 +73,7 @@ def test_answers_off_the_wire() -> None:
     assert (plain.status, plain.is_json) == (500, False)
     head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n\r\n"
     stream = reply_of(head.encode() + b'data: {"text": "error"}\n\ndata: {"b": 1}\n\ndata: [DONE]\n\n')
-    assert (stream.events, stream.whole, stream.failure) == (2, True, "")
+    assert (stream.first_s is not None, stream.whole, stream.failure) == (True, True, "")
     cut = reply_of(head.encode() + b'data: {"error": {}}\n\n')
     assert (cut.whole, bool(cut.failure)) == (False, True)
 
@@ -90,7 +90,7 @@ def test_the_longest_pause_is_between_events_of_one_stream(monkeypatch: pytest.M
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     listener = Listener(1, "m", Prompt("x"), 8)
-    stream = _Watched(Prompt("x"), listener)
+    stream = Stream(Prompt("x"), heard=listener.heard)
     for at in (1.0, 1.5, 3.5, 3.6):
         now[0] = at
         stream.take({"choices": [{"token_ids": [1]}]})

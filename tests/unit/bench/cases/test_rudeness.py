@@ -2,13 +2,14 @@
 
 import asyncio
 import random
-import time
+from types import SimpleNamespace
 
 import pytest
 
-from cluster.bench import rudeness
+from cluster.bench import fault, rudeness
 from cluster.bench.cases import crowd
 from cluster.bench.cases.crowd import Counter
+from cluster.bench.streams import Prompt, Stream
 
 
 def test_a_slow_body_that_is_given_up_leaves_no_task_and_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +36,10 @@ def test_a_slow_body_that_is_given_up_leaves_no_task_and_no_connection(monkeypat
 
 
 @pytest.fixture
-def flaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many streams were resumed, by a page that is there again and again not."""
+def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Of a server whose page of resumed streams is again and again not there, and which is healthy when asked again."""
     answers: list[float | OSError] = [2.0, OSError("no"), 5.0, OSError("no")]
+    health = [False, True]
 
     def page(port: int) -> float:
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -46,17 +48,39 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> None:
         return answer
 
     monkeypatch.setattr(crowd, "resumed_streams", page)
+    monkeypatch.setattr(crowd, "POLL_S", 0.0)
+    monkeypatch.setattr(
+        fault, "server_info", lambda port: {"ranks": [{"rank": 0, "pid": 7}], "restarts": [{"rank": 1}]}
+    )
+    monkeypatch.setattr(fault, "is_healthy", lambda port: health.pop(0))
+    monkeypatch.setattr(fault, "hurt", lambda verb, pid: hurt.append((verb, pid)))
+    hurt.clear()
+    server = SimpleNamespace(port=1)
+    return Counter(1, fault.Fault(server, "kill rank 0", lambda streams: all(s.token_ids for s in streams)))  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("flaky")
-def test_a_crowd_that_never_began_has_nothing_to_settle() -> None:
-    assert Counter(1, 1, 0).settle() == (None, None, 0)
+hurt: list[tuple[str, int]] = []
 
 
-@pytest.mark.usefixtures("flaky")
-def test_a_page_that_fails_does_not_end_the_watch() -> None:
-    counter = Counter(1, 1, 0)
-    counter._thread.start()
+def test_a_crowd_that_never_began_has_nothing_to_settle(counter: Counter) -> None:
+    counter.look([Stream(Prompt("x"))])
+    assert (counter.settle(), counter.fault.healthy_s, hurt) == ((None, 0), None, [])
+
+
+def test_a_page_that_fails_does_not_end_the_watch(counter: Counter) -> None:
+    streams = [Stream(Prompt("x"), token_ids=[1]), Stream(Prompt("y"), token_ids=[1], ended=1.0)]
     while not counter._times:
-        time.sleep(0.01)
-    assert counter.settle()[2] == 3
+        counter.look(streams)
+    assert counter.settle()[1] == 3
+
+
+def test_a_fault_is_caused_once_and_health_is_watched_from_then_on(counter: Counter) -> None:
+    streams = [Stream(Prompt("x"), token_ids=[1]), Stream(Prompt("y"), token_ids=[1], ended=1.0)]
+    for _ in range(3):
+        counter.look(streams)
+    resumed_s, _ = counter.settle()
+    done = counter.fault
+    assert (hurt, done.open) == ([("kill", 7)], 1)
+    assert done.unhealthy_s is not None and done.healthy_s is not None and resumed_s is not None
+    assert 0.0 < done.unhealthy_s < done.healthy_s
+    assert done.losses({"restarts": [{"rank": 1}, {"rank": 0}]}) == [{"rank": 0}], "the earlier one is not its doing"
