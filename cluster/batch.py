@@ -12,7 +12,7 @@ from torch import Tensor
 class PromptChunk(NamedTuple):
     """Prompt rows `start` to `stop - 1` of the request in table row `row`.
 
-    `tokens` are theirs and, unless the prompt is `final` with them, the one after.
+    `tokens` are the tokens of these rows and, unless they end the prompt (`final`), the one after them.
     """
 
     row: int
@@ -23,7 +23,7 @@ class PromptChunk(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How the request in table row `row` wants its tokens, see `SamplingParams`."""
+    """How to sample for the request in table row `row`; see `SamplingParams`."""
 
     row: int
     temperature: float
@@ -42,7 +42,7 @@ class SlotWrite(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """The first `tokens` cells of page `source`, in every pool, are to be those of page `target` as well."""
+    """Copy the first `tokens` cells of page `source` to page `target`, in every pool."""
 
     source: int
     target: int
@@ -52,8 +52,8 @@ class PageCopy(NamedTuple):
 class Order(NamedTuple):
     """What a rank is to run in one step: `decodes` are (table row, committed tokens), `chunks` in order of length.
 
-    `samplings` and `writes` bring the tables up to date first, then `copies` the pools; `noisy`, `filtered`, `logprobs`
-    as in `Batch`.
+    Before the step, `samplings` and `writes` are applied to the tables, then `copies` to the pools. `noisy` and
+    `filtered` are those of `SamplingBatch`, `logprobs` that of `Batch`.
     """
 
     decodes: tuple[tuple[int, int], ...] = ()
@@ -87,7 +87,8 @@ class Group:
 class Reach:
     """What R requests can see and write: slots of their committed tokens, then of the window after them.
 
-    `prefix` `[R, P]` (beyond a request's own count its first window slot) with `bias` `[R, 1, P]`; `window` `[R, w]`.
+    `prefix` is `[R, P]`, padded with a request's first window slot; `bias` `[R, 1, P]` masks the padding; `window` is
+    `[R, w]`.
     """
 
     prefix: Tensor

@@ -14,7 +14,7 @@ DEMO_TARGET, DEMO_DRAFT = "models/demo/target", "models/demo/draft"
 def homes() -> tuple[Path, ...]:
     """Where relative paths of a config are looked for, in this order: AERIE_HOME, the working directory, the checkout.
 
-    What lies beside an installed package is no checkout.
+    The folder of an installed package is not a checkout: it holds no pyproject.toml.
     """
     home = (Path(os.environ[HOME]),) if HOME in os.environ else ()
     own = (CHECKOUT,) if (CHECKOUT / "pyproject.toml").is_file() else ()
@@ -22,10 +22,10 @@ def homes() -> tuple[Path, ...]:
 
 
 def demo_path(name: str, instead: str) -> str:
-    """A file or folder of the demo, which only the source repository holds.
+    """The absolute path of a file or folder of the demo, which only the source repository holds.
 
     Raises:
-        ConfigError: this installation has none; `instead` says what to pass without it.
+        ConfigError: it is found nowhere; the message says with `instead` what to pass in its place.
     """
     for home in homes():
         if (home / name).exists():

@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from cluster import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "generate": ("cluster.engine.command", "generate text with the engine alone, without Ray"),
-    "serve": ("cluster.api.serve", "serve a model over REST on a local or running Ray cluster"),
-    "inspect": ("cluster.tools.inspect", "say what a checkpoint is and whether it would serve, from its headers"),
-    "export-draft": ("cluster.engine.export", "write a draft in another dialect"),
-    "probe-draft": ("cluster.engine.probe", "find out which reading of a draft is accepted most"),
-    "sample-draft": ("cluster.engine.record", "note what a draft gives, for later loads to check"),
+    "generate": ("cluster.tools.generate", "generate text with the engine alone, without Ray"),
+    "serve": ("cluster.api.launch.serve", "serve a model over REST on a local or running Ray cluster"),
+    "inspect": ("cluster.tools.inspect", "say what a checkpoint is and whether it can be served, from its headers"),
+    "export-draft": ("cluster.tools.export_draft", "write an EAGLE-3 draft in another tool's format"),
+    "probe-draft": ("cluster.tools.probe_draft", "measure which interpretation of a draft is accepted most"),
+    "sample-draft": ("cluster.tools.sample_draft", "record the output of a good draft, for later loads to check"),
     "train": ("cluster.train.command", "train the demo target and its draft"),
     "bench": ("cluster.bench.command", "measure speed and acceptance"),
-    "demo": ("cluster.bench.demo", "serve the demo pair, stream eight prompts, print what speculation gave"),
+    "demo": ("cluster.bench.cases.demo", "serve the demo pair, stream eight prompts, show what speculation gained"),
 }
 BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; a setting or value that cannot be honoured is one line on stderr and exit code 2."""
+    """Run one subcommand; a setting or value that cannot be honoured is reported on stderr, with exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(prog="aerie", description="LLM serving on Ray with EAGLE tree speculation.")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(sub)
             run = module.run
     args = parser.parse_args(words)
-    assert run is not None, "argparse lets no unknown command through"
+    assert run is not None, "argparse refuses unknown commands"
     try:
         return int(run(args))
     except ValueError as error:

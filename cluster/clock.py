@@ -1,4 +1,4 @@
-"""What a rank does, counted as it does it. Collectives are numbers and times here, whatever they do."""
+"""Progress counters of one rank: its collectives, the time it waits in them, the parts of layers it comes to."""
 
 import time
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Clock:
-    """What this rank does, counted as it does it; another thread may read along.
+    """Counts what this rank does; other threads may read it meanwhile.
 
-    `seconds` were spent waiting in collectives, `begun` of them were entered and `calls` are over; `parts` counts the
-    parts of layers that a rank without peers has come to, where others have a collective.
+    `seconds` is the time spent in collectives, `begun` the number entered and `calls` the number that returned; `parts`
+    counts the parts of layers that a rank without peers has come to, where ranks with peers enter a collective.
     """
 
     seconds: float = 0.0
@@ -19,7 +19,7 @@ class Clock:
 
     @property
     def marks(self) -> int:
-        """A number that grows with everything that is done."""
+        """The sum of the counters, which grows with every sign of progress."""
         return self.calls + self.begun + self.parts
 
     @property
@@ -28,16 +28,20 @@ class Clock:
         return self.begun > self.calls
 
     def begin(self) -> float:
-        """A collective is entered; the time now, for `end`."""
+        """Note that a collective is entered; returns the time now, to be given to `end`."""
         self.begun += 1
         return time.perf_counter()
 
     def end(self, began: float) -> None:
-        """The collective entered at `began` is over."""
+        """Note that the collective entered at `began` has returned."""
         self.seconds += time.perf_counter() - began
         self.calls += 1
 
+    def part(self) -> None:
+        """Note that a part of a layer is reached."""
+        self.parts += 1
+
     def take(self) -> float:
-        """The seconds so far, which start again from zero."""
+        """Return `seconds`, and set it back to zero."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds

@@ -49,12 +49,13 @@ DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
     "norm_before_residual": (False, True),
     "rope_layout": ("neox", "interleaved"),
 }
-"""Values of `speculative_draft_overrides`: how aux layer ids count, whether the next level reads the output before or
-after the final norm, whether layer 0's residual is the normed hidden, and how rotary pairs lie."""
+"""Values of `speculative_draft_overrides`: whether aux layer ids count outputs (0: of layer 0) or boundaries (0: before
+layer 0), whether the next level reads the hidden state before or after the final norm, whether layer 0's residual is
+the normed hidden state, and whether rotary pairs are half-split (neox) or neighbours (interleaved)."""
 
 
 def spelled(sub: str, value: Any) -> Any:
-    """A value of `speculative_config` as our setting spells it: methods in upper case, vLLM's `*mtp` as NEXTN."""
+    """A value of `speculative_config` as `EngineConfig` spells it: methods in upper case, vLLM's `*mtp` as NEXTN."""
     if sub != "method" or not isinstance(value, str):
         return value
     return "NEXTN" if value.lower().endswith("mtp") else value.upper()
@@ -71,7 +72,7 @@ def nearest(key: str, known: list[str]) -> str:
 
 
 def as_config_error(error: ValidationError) -> ConfigError:
-    """All that pydantic found wrong, one line each, every line naming its setting."""
+    """All mistakes that pydantic found, one line each; every line names its setting."""
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
         where = ".".join(str(part) for part in detail["loc"])
@@ -119,17 +120,17 @@ class EngineConfig(Settings):
         "unset: 0.85 and 0.3",
     )
     max_running_requests: int = Field(default=64, ge=1, le=4096)
-    chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1 is no limit")
+    chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1: no limit")
     mixed_prefill_size: int | None = Field(
         default=None,
         ge=1,
-        description="a fixed number of them while a request of any rank decodes, in place of prefill_share",
+        description="prompt rows per step and rank while a request of any rank decodes; replaces prefill_share",
     )
     prefill_share: float = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="part of a step that prompt rows may take while a request of any rank decodes; 0.5 is half",
+        description="part of a step's time that prompt rows may take while a request of any rank decodes",
     )
     max_queued_tokens: int = Field(default=65536, ge=1)
     max_queued_requests: int = Field(default=1024, ge=1, description="requests that may wait for their first token")
@@ -138,7 +139,7 @@ class EngineConfig(Settings):
     )
     disable_radix_cache: bool = False
     speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = Field(
-        default=None, description="unset: what the draft's folder holds"
+        default=None, description="unset: recognised from the draft's folder"
     )
     speculative_draft_model_path: str | None = Field(default=None, description="folder of the draft; unset: none")
     speculative_num_steps: int | None = Field(default=None, ge=1, le=16)
@@ -146,15 +147,15 @@ class EngineConfig(Settings):
     speculative_num_draft_tokens: int | None = Field(default=None, ge=2, le=512)
     speculative_batch_tiers: dict[int, int] = Field(
         default_factory=dict,
-        description="from this many decoding requests of a rank on, at most so many levels; {4: 3, 8: 2}",
+        description="{4: 3, 8: 2}: at most 3 tree levels from 4 decoding requests of a rank on, 2 from 8",
     )
     speculative_draft_parallel: Literal["sharded", "replicated"] = "sharded"
     speculative_draft_overrides: dict[str, Any] = Field(
-        default_factory=dict, description="facts that a draft's tensors do not tell; {aux_numbering: boundaries}"
+        default_factory=dict, description="facts that a draft's tensors do not show, as {aux_numbering: boundaries}"
     )
     speculative_token_map: str | None = Field(
         default=None,
-        description="file of the token ids that the draft ranks with the target's head; .json, .safetensors",
+        description="file (.json or .safetensors) of the only token ids that the draft proposes; FR-Spec",
     )
     tp_size: int = Field(default=1, ge=1, le=1024)
     attn_dp_size: int = Field(default=1, ge=1)
@@ -165,12 +166,12 @@ class EngineConfig(Settings):
     num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")
     routing_policy: Literal["expected_load", "round_robin", "total_tokens", "total_requests"] = "expected_load"
     watchdog_timeout_s: float = Field(
-        default=3.0, gt=0, description="a rank that answers nothing or, while busy, does nothing for so long is frozen"
+        default=3.0, gt=0, description="a rank that does not answer, or is busy without progress, for so long is frozen"
     )
     restart_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="how long open streams wait for a lost gang; unset: 4 times its first start, at least 60 s",
+        description="how long open streams wait for a gang to restart; unset: 4 times its first start, at least 60 s",
     )
 
     @classmethod
@@ -208,7 +209,7 @@ class EngineConfig(Settings):
             raise as_config_error(error) from None
 
     def levels_at(self, decodes: int, deepest: int) -> int:
-        """The levels, at most `deepest`, that `speculative_batch_tiers` allow with so many decoding requests."""
+        """The levels, at most `deepest`, that `speculative_batch_tiers` allows with `decodes` decoding requests."""
         return min([deepest, *(most for count, most in self.speculative_batch_tiers.items() if decodes >= count)])
 
     @model_validator(mode="after")
@@ -248,7 +249,7 @@ class EngineConfig(Settings):
 
 
 class TreeShape(BaseModel):
-    """S, K and N of one step: depth, children per node, nodes (root included). N = 1 is plain decoding."""
+    """S, K and N of one step: depth, children per node, nodes (root included). N = 1: no speculation."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -272,7 +273,7 @@ def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:
 
 
 def _most_nodes(steps: int, topk: int) -> int:
-    """Nodes that so many levels can propose, root included."""
+    """The most nodes that `steps` levels can propose, root included."""
     return 1 if steps == 0 else topk + (steps - 1) * topk * topk + 1
 
 

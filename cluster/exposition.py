@@ -1,7 +1,7 @@
 """Registries as JSON, and the sum of many as one Prometheus page.
 
-A rank and a replica each serialise their registry; `merge` adds the samples of all of them. Series that other tools
-look for by name (`vllm:...`) are not filled a second time: `merge` writes them as second names of ours.
+A rank and a replica each serialise their registry; `merge` adds the samples of all of them. For tools that look for
+vLLM's series (`vllm:...`), `merge` exports ours a second time under those names.
 """
 
 import json
@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 SCHEMA = 1
 
-# Facts, not amounts: where two processes say them with the same labels, the greatest stands for both. Of start times
-# that is the latest, so that the restart of any process shows.
+# Facts, which are not added: of several samples with the same labels, the greatest is kept. Of start times that is the
+# latest, so that the restart of any process shows.
 LATEST = frozenset({"aerie_build_info", "process_start_time_seconds"})
 
 # Our family -> the second names it is exported under. `engine` is vLLM's word for a data-parallel rank.
@@ -42,8 +42,8 @@ KV_USAGE = "vllm:kv_cache_usage_perc"
 def merge(samples: Iterable[bytes]) -> bytes:
     """The Prometheus text page of the sum over serialised samples, with the second names that tools read.
 
-    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label. A rank knows its model
-    by the folder it was loaded from; where the replicas agree on the name it is served as, all series carry that name.
+    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label. A rank knows only
+    the model's folder; where all replicas serve it under one name, that name replaces the folder in every series.
 
     Raises:
         ValueError: a sample of another schema, or a family that two samples declare with different types.
@@ -72,7 +72,7 @@ def merge(samples: Iterable[bytes]) -> bytes:
 
 
 class ProcessFacts(Collector):
-    """This process's CPU, memory and files, under the names of prometheus_client's collector and with labels of ours.
+    """This process's CPU, memory and files, as prometheus_client's collector names them, with our labels added.
 
     They are read from /proc when a page is made; where there is none (not on Linux) there are no such series.
     """
@@ -122,7 +122,7 @@ def serialize(registry: CollectorRegistry, served_as: str | None = None) -> byte
 
 
 def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
-    """The families of `TOOL_NAMES` that are present, and KV usage worked out from the summed pages."""
+    """The families of `TOOL_NAMES` that are present, and KV usage computed from the summed pages."""
     made = []
     for ours, others in TOOL_NAMES.items():
         if source := families.get(ours):
@@ -148,6 +148,6 @@ def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
 
 
 def _tool_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Our labels in vLLM's words: `rank` is `engine`, and `depth` counted from 1 is `position` counted from 0."""
+    """Our labels as vLLM names them: `rank` is `engine`, and `depth` counted from 1 is `position` counted from 0."""
     words = {"rank": "engine", "depth": "position"}
     return {words.get(k, k): str(int(v) - 1) if k == "depth" else v for k, v in labels.items()}

@@ -1,8 +1,8 @@
 """One log for a whole server: each of its processes appends whole lines to the same file, one file per machine.
 
 A line has its time (UTC), level, logger and, where there are such, the rank of the process and the id of the request
-that it is about; as `json` it is one object with the same. Our own loggers say what is INFO and above, those of other
-libraries what is WARNING and above. The file outlives the server. Not known here: Ray.
+that it is about; as `json` it is one object with the same. Aerie's own loggers write INFO and above, those of other
+libraries WARNING and above. The file outlives the server. Ray is not imported here.
 """
 
 import fcntl
@@ -24,10 +24,10 @@ from cluster.config import ConfigError
 LogFormat = Literal["text", "json"]
 
 FOLDER = Path(".cache") / "aerie" / "logs"  # in the home of the user who serves
-LIMIT_BYTES = 64 << 20  # of one file; then it becomes FILE.1, and the FILE.1 before it is gone
-KEPT_LOGS = 20  # of earlier servers, in the default folder
+LIMIT_BYTES = 64 << 20  # of one file; then it is renamed to FILE.1, replacing an older FILE.1
+KEPT_LOGS = 20  # of the latest servers, in the default folder
 OURS = "cluster"
-SERVE = "ray.serve"  # Serve's logger; in a replica it passes nothing on to the root, nor does Ray's above it
+SERVE = "ray.serve"  # Serve's logger; in a replica neither it nor Ray's above it propagates to the root
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the present task serves; empty outside of one."""
@@ -38,7 +38,7 @@ _installed: list[tuple[logging.Logger, logging.Handler]] = []
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Where the log is (an absolute path), and in which form."""
+    """Where the log is (an absolute path), and in which format."""
 
     path: str
     format: LogFormat = "text"
@@ -50,7 +50,7 @@ def default_path(name: str) -> Path:
 
 
 def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
-    """Remove all but the latest logs of servers in a folder; those of other names stay."""
+    """Remove all but the latest logs of `aerie serve` in a folder; files with other names stay."""
     logs: list[tuple[float, Path]] = []
     for path in folder.glob("serve-*.log*"):
         with suppress(OSError):  # another server that starts may remove it
@@ -61,9 +61,9 @@ def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
 
 
 def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool = True) -> None:
-    """Let this process write to the log. Calling it again replaces what the call before has set.
+    """Let this process write to the log. A second call replaces what the first has set.
 
-    With `to_stderr` warnings are repeated there, which in Ray's processes is a file of Ray's own for each.
+    With `to_stderr`, warnings are also written to stderr; of Ray's processes that is a file of Ray's, one per process.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -92,7 +92,7 @@ def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool
 
 
 def _last_logger(name: str) -> logging.Logger:
-    """The logger at which what is logged under a name ends: the root, unless one on the way passes nothing on."""
+    """The last logger that a record logged under `name` reaches: the root, unless one on the way does not propagate."""
     logger = logging.getLogger(name)
     while logger.propagate and logger.parent is not None:
         logger = logger.parent
@@ -104,9 +104,9 @@ def _wanted(record: logging.LogRecord) -> bool:
 
 
 class SharedFile(logging.Handler):
-    """Appends each line with one write, so that the lines of several processes do not mix; begins anew at a limit.
+    """Appends each line with one write, so that lines of several processes do not mix; rotates at a size limit.
 
-    A log is what its owner alone may read: prompts are not in it, but the ids and sizes of requests are.
+    Only the owner may read the file: it does not hold prompts, but the ids and sizes of requests.
     """
 
     def __init__(self, path: str, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -118,7 +118,7 @@ class SharedFile(logging.Handler):
         self._file = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record's line; a failure is for `logging` to report, on stderr. Nothing once it is closed."""
+        """Write the record's line, or nothing once closed; `logging` reports a failure on stderr."""
         if self._file < 0:
             return
         try:
@@ -132,7 +132,7 @@ class SharedFile(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file. Safe to call twice: the number of the file may be somebody else's by then."""
+        """Close the file, once: at a second call its descriptor may already belong to another file."""
         self.acquire()
         try:
             old, self._file = self._file, -1
@@ -157,7 +157,7 @@ class SharedFile(logging.Handler):
         facts = os.fstat(self._file)
         if facts.st_size < self._limit or not stat.S_ISREG(facts.st_mode):
             return
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # two that see the limit at once would put the new file away too
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # or two that see the limit at once would rename the new file too
         try:
             if self._is_current():
                 Path(self._path).replace(f"{self._path}.1")
@@ -173,7 +173,7 @@ class TextLines(logging.Formatter):
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record; control characters that came from outside are shown, not written."""
+        """One record, with its control characters escaped: they may come from outside."""
         words = [_time(record), record.levelname, record.name]
         if self._rank is not None:
             words.append(f"[rank {self._rank}]")
@@ -191,7 +191,7 @@ class TextLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object a line: time, level, logger, message and, where they are known, rank, request_id, exception.
 
-    What a record carries as `fields` stands beside them.
+    The `fields` of a record are added as keys of their own.
     """
 
     def __init__(self, rank: int | None = None) -> None:
@@ -222,7 +222,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def level_and_logger(line: str) -> tuple[int, str]:
-    """The level and the logger of a line of a log, of either form; 0 and nothing for what is no first line."""
+    """The level and the logger of a log line in either format; 0 and an empty string for a continuation line."""
     if line.startswith("{"):
         try:
             data = json.loads(line)
@@ -236,7 +236,7 @@ def level_and_logger(line: str) -> tuple[int, str]:
 
 
 class Follower:
-    """Reads what is appended to a log, from where it ended when this was made."""
+    """Reads what is appended to a log after this object was made."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -251,7 +251,7 @@ class Follower:
         return facts.st_ino, facts.st_size
 
     def lines(self) -> list[str]:
-        """The whole lines that came since the call before; what a file got just before it was put away is passed by."""
+        """The whole lines since the call before; what was written just before a rotation is missed."""
         try:
             with self._path.open("rb") as file:
                 facts = os.fstat(file.fileno())
@@ -259,7 +259,7 @@ class Follower:
                     self._inode, self._at, self._rest = facts.st_ino, 0, ""
                 file.seek(self._at)
                 data = file.read(max(0, facts.st_size - self._at))
-        except FileNotFoundError:  # it was put away, and nobody has begun the next one
+        except FileNotFoundError:  # it was rotated, and no process has begun the next one
             self._inode, self._at, self._rest = 0, 0, ""
             return []
         except OSError:
@@ -267,3 +267,9 @@ class Follower:
         self._at += len(data)
         *whole, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
         return whole
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 300 characters of it, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

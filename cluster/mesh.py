@@ -1,8 +1,8 @@
-"""The ranks of a gang, their axes, and the spelling of every collective. A world of one needs no process group.
+"""The ranks of a gang, the axes (groups) that they form, and every collective. One rank alone needs no process group.
 
 World: `tp_size` ranks in `attn_dp` groups of `attn_tp` ranks each; rank = dp_rank * attn_tp + attn_tp_rank. Facts
-travel over gloo, tensors over NCCL on GPUs and gloo on CPUs. Who calls what with which sizes is decided above: a wrong
-size ends a gloo process without a Python exception, so sizes are compared before they get here.
+(rows of integers) travel over gloo, tensors over NCCL on GPUs and gloo on CPUs. A wrong size ends a gloo process
+without a Python exception, so callers (`cluster.dp_attention`) compare sizes before they enter a collective.
 """
 
 import os
@@ -19,18 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.clock import Clock
+from cluster.logs import first_line
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # of last resort: whoever supervises the gang acts long before
+COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # a last resort: the supervisor of the gang acts long before
 JOIN_TIMEOUT = timedelta(seconds=120)
 NAP = timedelta(seconds=60)
-FAREWELL_S = 0.5  # how long a rank whose peer is gone waits to hear why
+FAREWELL_S = 0.5  # how long a rank that lost a peer waits for the reasons of the others
 
 
 class GangError(RuntimeError):
-    """The gang cannot go on. `rank` is the guilty one as far as known, `step` and `phase` where it was noticed."""
+    """The gang cannot go on. `rank` is the one to blame as far as known, `step` and `phase` where it was noticed."""
 
     def __init__(self, message: str, rank: int | None, step: int, phase: str) -> None:
         super().__init__(message)
@@ -42,7 +43,7 @@ class PeerLostError(GangError):
 
 
 class OutOfStepError(GangError):
-    """Ranks disagree on what comes next; said before any tensor moves."""
+    """Ranks disagree on what comes next; raised before any tensor moves."""
 
 
 class Part(NamedTuple):
@@ -52,12 +53,12 @@ class Part(NamedTuple):
     size: int = 1
 
     def span(self, total: int) -> tuple[int, int]:
-        """This part's `[start, stop)` of `total` things, as equal as can be."""
+        """This shard's `[start, stop)` of `total` items; shards differ by at most one item."""
         return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of a gang meet. `epoch` counts the lives of the gang."""
+    """Where the ranks of a gang meet. `epoch` counts the starts of the gang."""
 
     host: str
     port: int
@@ -72,23 +73,23 @@ class Store:
 
 
 def open_store(host: str) -> Store:
-    """Listen on `host`; the system chooses the port."""
+    """Open a store that listens on `host`, at a port that the system chooses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen(128)
     port: int = listener.getsockname()[1]
-    # The store would listen on all addresses, whatever it is told, if it opened the socket itself.
+    # A socket that TCPStore opens itself listens on all addresses, whatever the host given.
     tcp = TCPStore(host, port, None, True, JOIN_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
     return Store(tcp, port)
 
 
 @dataclass(slots=True)
 class Axis:
-    """Ranks that work on something together. `group` is None when this rank is alone; then all is the identity.
+    """Ranks that share work. `group` is None when this rank is alone; then every collective is the identity.
 
-    `direct`: parts of equal size go through the backend's own all-gather and reduce-scatter. gloo is twice as fast at
-    an all-to-all, which takes any sizes, and adding up in rank order gives every rank the same bits.
+    `direct` (NCCL): parts of equal size go through the backend's own all-gather and reduce-scatter. Else an all-to-all
+    is used, which takes any sizes and is twice as fast on gloo; sums in rank order have the same bits on every rank.
     """
 
     rank: int = 0
@@ -103,7 +104,7 @@ class Axis:
         return Part(self.rank, self.size)
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Own rows `[counts[rank], ..]` -> everybody's `[sum(counts), ..]`, in rank order."""
+        """Own rows `[counts[rank], ..]` -> all ranks' rows `[sum(counts), ..]`, in rank order."""
         if self.size == 1:
             return rows
         every = rows.new_empty(sum(counts), *rows.shape[1:])
@@ -117,7 +118,7 @@ class Axis:
         return every
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Partial sums of everybody's rows `[sum(counts), ..]` -> own rows `[counts[rank], ..]`, summed."""
+        """Partial sums of all ranks' rows `[sum(counts), ..]` -> own rows `[counts[rank], ..]`, summed."""
         if self.size == 1:
             return rows
         own = counts[self.rank]
@@ -144,7 +145,7 @@ class Axis:
         return rows
 
     def swap(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Everybody's rows `[sum(counts), v]` of own columns -> own rows of everybody's columns, `[n, size * v]`."""
+        """Own columns of all ranks' rows `[sum(counts), v]` -> all columns of own rows `[counts[rank], size * v]`."""
         if self.size == 1:
             return rows
         own, width = counts[self.rank], rows.shape[1]
@@ -155,7 +156,7 @@ class Axis:
         return parts.view(self.size, own, width).transpose(0, 1).reshape(own, self.size * width)
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """The first rank's `values`, over those of all others, in place."""
+        """Overwrite `values` on all ranks with the first rank's, in place."""
         if self.size > 1:
             began = self.clock.begin()
             dist.broadcast(values, group=self.group, group_src=0)
@@ -163,12 +164,12 @@ class Axis:
         return values
 
     def leave(self) -> None:
-        """Let go of the group: gloo closes its connections only when nobody holds them, whatever is called abort."""
+        """Drop the group: gloo closes its connections only when nothing refers to them, even after an abort."""
         self.group = None
 
 
 def _added(parts: Tensor) -> Tensor:
-    """`[n, ..]` added up in order."""
+    """The sum over the first dimension, added in order."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -177,10 +178,11 @@ def _added(parts: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Mesh:
-    """This rank's place: the world's axis, the attention-TP group's, and the doorbell of a gang that sleeps.
+    """This rank's place: the axes of the world and of its attention group, and the store of the gang.
 
-    `facts` are the world over gloo, `attn_facts` the group over gloo; on a CPU these are the same as `world`, `attn`.
-    `position` is where this rank is: (step, phase), for whoever asks from another thread.
+    `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
+    `position` is the (step, phase) of this rank, for other threads to read. `bell` is a second connection to the store,
+    since `sleep` blocks the first, `store`.
     """
 
     rank: int = 0
@@ -196,7 +198,7 @@ class Mesh:
 
     @property
     def attn_dp(self) -> int:
-        """How many attention groups."""
+        """The number of attention groups."""
         return self.world.size // self.attn.size
 
     @property
@@ -209,9 +211,9 @@ class Mesh:
         """Whether this rank schedules for its attention group."""
         return self.attn.rank == 0
 
-    def enter(self, phase: str) -> None:
-        """This rank comes to a phase of the step that it is in."""
-        self.position = (self.position[0], phase)
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Note that this rank enters a phase, of its current step or of `step`."""
+        self.position = (self.position[0] if step is None else step, phase)
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
         """One row of plain integers from every rank, in rank order."""
@@ -221,14 +223,14 @@ class Mesh:
         return [tuple(line) for line in every.tolist()]
 
     def everyones(self, name: str, text: str) -> list[str]:
-        """What every rank says under `name`, in rank order; waits for all."""
+        """Publish `text` under `name`, wait for all ranks, and return their texts in rank order."""
         if self.store is None:
             return [text]
         self.store.set(f"{name}/{self.rank}", text)
         return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world.size)]
 
     def sleep(self, step: int) -> None:
-        """Wait, without using the CPU, until a rank rings for this step; a ring before the call counts.
+        """Wait, without using the CPU, until a rank calls `ring` for this step; an earlier `ring` counts.
 
         Raises:
             PeerLostError: the gang is gone.
@@ -241,28 +243,28 @@ class Mesh:
             except dist.DistStoreError:
                 continue
             except RuntimeError as error:
-                raise PeerLostError(f"rank 0 is gone: {_first_line(error)}", 0, step, "asleep") from error
+                raise PeerLostError(f"rank 0 is gone: {first_line(error)}", 0, step, "asleep") from error
 
     def ring(self, step: int) -> None:
-        """Wake every rank that sleeps at `step`; any thread."""
+        """Wake every rank that sleeps at `step`; any thread may call this."""
         if self.bell is not None and not self._closed:
             try:
                 self.bell.set(f"ring/{step}", "1")
             except RuntimeError:
-                return  # rank 0 is gone: those asleep notice as well
+                return  # rank 0 is gone; sleeping ranks notice it themselves
 
     def forget(self, step: int) -> None:
-        """Drop the ring of an earlier step, from which every rank has long woken."""
+        """Delete the key of `ring` for an earlier step, from which every rank has long woken."""
         if self.rank == 0 and step >= 0 and self.bell is not None:
             self.bell.delete_key(f"ring/{step}")
 
     def explain(self, error: RuntimeError) -> PeerLostError:
-        """A collective failed because a peer left: wait a moment for those who know to say why, and name the guilty.
+        """The error to raise for a collective that failed because a peer left; waits a moment for the others' reasons.
 
-        Every rank that notices leaves its own reason; who says nothing is dead.
+        A rank that only noticed the failure leaves a reason that begins with "messenger"; one that leaves none is dead.
         """
         step, phase = self.position
-        self.leave_reason(f"messenger {_first_line(error)}")
+        self.leave_reason(f"messenger {first_line(error)}")
         silent: list[int] = list(range(self.world.size))
         until = time.monotonic() + FAREWELL_S
         try:
@@ -276,12 +278,12 @@ class Mesh:
         except RuntimeError:
             silent = [0]  # the store went with rank 0
         if not silent:
-            return PeerLostError(f"a peer closed its connection: {_first_line(error)}", None, step, phase)
+            return PeerLostError(f"a peer closed its connection: {first_line(error)}", None, step, phase)
         names = " and ".join(str(rank) for rank in silent)
         return PeerLostError(f"rank {names} is gone (step {step}, phase {phase})", silent[0], step, phase)
 
     def leave_reason(self, reason: str) -> None:
-        """Say why this rank leaves, for its peers; the first reason stays."""
+        """Tell the peers why this rank leaves; the first reason given stays."""
         if self.bell is not None:
             try:
                 self.bell.compare_set(f"left/{self.rank}", "", reason)
@@ -305,23 +307,19 @@ class Mesh:
         if reason:
             self.leave_reason(reason)
         if self.world.size > 1 and dist.is_initialized():
-            # Aborting, unlike destroying, also frees a thread of this rank that waits in a collective.
+            # Aborting, unlike destroying, also releases a thread of this rank that waits in a collective.
             dist.distributed_c10d._abort_process_group()
             for axis in (self.world, self.attn, self.facts, self.attn_facts):
                 axis.leave()
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-
-
 def join(
     rank: int, world: int, attn_dp: int, rendezvous: Rendezvous, device: torch.device, store: Store | None
 ) -> Mesh:
-    """Meet the other ranks; returns when all are there. Rank 0 passes the `store` that it opened.
+    """Meet the other ranks; returns once all have joined. Rank 0 passes the `store` that it opened.
 
     Raises:
-        PeerLostError: somebody did not come.
+        PeerLostError: a rank did not join.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "0")
     try:
@@ -338,16 +336,16 @@ def join(
         if device.type == "cuda":
             axes = _axes(rank, world, groups, "nccl", facts.clock)
     except RuntimeError as error:
-        raise PeerLostError(f"the ranks did not meet: {_first_line(error)}", None, 0, "join") from error
+        raise PeerLostError(f"the ranks did not meet: {first_line(error)}", None, 0, "join") from error
     return Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), _client(rendezvous), _client(rendezvous))
 
 
 @contextmanager
 def threads_run_first() -> Iterator[None]:
-    """Threads that this one starts meanwhile run as soon as they have something to do, where the system allows it.
+    """Give the threads that are started in this block real-time priority, where the system allows it (CAP_SYS_NICE).
 
-    gloo's hardly compute, but what they carry is what another rank waits for. On a host with as many ranks as cores
-    they would wait for a computing thread's time slice, up to 4 ms, several times a step. It takes CAP_SYS_NICE.
+    gloo's threads hardly compute, but other ranks wait for what they carry. On a host with as many ranks as cores, each
+    would wait for a computing thread's time slice to end: up to 4 ms, several times a step.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -365,7 +363,7 @@ def _client(rendezvous: Rendezvous) -> Any:
 
 
 def _axes(rank: int, world: int, groups: list[list[int]], backend: str, clock: Clock) -> tuple[Axis, Axis]:
-    """The world's axis and this rank's attention group's; every rank makes all groups, in the same order."""
+    """The axes of the world and of this rank's attention group; every rank makes all groups, in the same order."""
     direct = backend == "nccl"
     whole = Axis(rank, world, dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT), direct, clock)
     attn_tp = len(groups[0])

@@ -1,9 +1,9 @@
-"""Every instrument, declared once, and how a process fills them; `cluster.exposition` makes a page of them.
+"""Every metric, declared once, and how a process fills them; `cluster.exposition` makes a page of them.
 
 A rank fills `EngineMetrics` once per step, a REST replica fills `ServingMetrics` once per chunk. Each serialises its
-registry to JSON, and `merge` adds the samples of all ranks and replicas, so whichever replica answers `/metrics` says
-the same. Only sums are exported, never ratios: a reader divides after adding. A series exists, at 0, before its first
-event wherever its labels are known, because Prometheus sees no increase in a series that is born at 1.
+registry to JSON, and `merge` adds the samples of all ranks and replicas, so `/metrics` is the same on every replica.
+Only sums are exported, never ratios: a reader divides after adding. Where its labels are known in advance, a series is
+exported at 0 before its first event, because Prometheus sees no increase in a series whose first sample is 1.
 """
 
 import importlib.metadata
@@ -19,18 +19,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from cluster import __version__
 from cluster.exposition import ProcessFacts, serialize
 from cluster.exposition import merge as merge
+from cluster.status import EngineStatus
 
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
 PHASES = ("schedule", "agree", "draft", "target", "extend", "commit")
 PAGE_STATES = ("free", "used", "cached")
 LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
-# what routes answer; others get their series when they first come
+# the usual statuses of routes; a series for any other appears with its first response
 STATUSES = (200, 400, 404, 408, 413, 415, 499, 500, 503)
 
 
 def _version(package: str) -> str:
-    """Of an installed package, without importing it; empty where it is not installed, as Ray may be."""
+    """The version of a package, without importing it; empty where it is not installed, as Ray may not be."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -59,7 +60,8 @@ ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # a tree has at most
 class StepStats:
     """What one step of one rank did, in plain values; the engine fills one per step.
 
-    The first block is about this step and is added up; the second is the state after it and replaces the last one.
+    Counts and seconds are of this step and are added up; `forward_seconds` is time inside model forwards, waiting for
+    peers included. `status` is the state after it and replaces the last one.
     `accept_lens` has one entry per request that verified a tree, bonus included; `accepted_by_depth[i]` counts those
     whose accepted path reached depth i + 1, so its sum is the number of accepted draft tokens.
     """
@@ -67,6 +69,7 @@ class StepStats:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     waited_seconds: float = 0.0
     own_seconds: float = 0.0
+    forward_seconds: float = 0.0
     decode_requests: int = 0
     prompt_rows: int = 0
     padded_rows: int = 0
@@ -81,14 +84,8 @@ class StepStats:
     admitted: int = 0
     retracted: int = 0
     nonfinite: int = 0
-
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    pages_free: int = 0
-    pages_used: int = 0
-    pages_cached: int = 0
     rank: int = 0
+    status: EngineStatus = field(default_factory=EngineStatus)
 
 
 class BulkHistogram(Histogram):
@@ -138,18 +135,18 @@ class EngineMetrics:
         self._accept = accept.labels(**own)
         self._steps = counter("aerie_steps", "Steps taken").labels(**own)
         sums = {
-            "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; per step, it names a slow rank"),
+            "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; greatest on a slow rank"),
             "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
             "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
-            "prompt_rows": ("aerie_prompt_rows", "Prompt rows that rode in a step"),
-            "padded_rows": ("aerie_padded_rows", "Rows computed only to fill the plan"),
+            "prompt_rows": ("aerie_prompt_rows", "Prompt rows computed"),
+            "padded_rows": ("aerie_padded_rows", "Padding rows, computed to reach the planned size"),
             "target_rows": ("aerie_target_rows", "Rows of the target phase that belong to requests"),
             "drafts": ("aerie_drafts", "Trees verified"),
             "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
             "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
-            "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in pages, cached or of running requests"),
+            "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in KV pages, cached or of running requests"),
             "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
-            "admitted": ("aerie_admitted_requests", "Requests that began, each once"),
+            "admitted": ("aerie_admitted_requests", "Requests admitted, each counted once"),
             "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
             "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
         }
@@ -160,14 +157,14 @@ class EngineMetrics:
         }
         self._sums = [(name, counter(*spec).labels(**own)) for name, spec in sums.items()]
         self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
-        self._latest = StepStats(rank=rank)
+        self._latest = EngineStatus()
         for name, spec in states.items():
             self._follow(gauge(*spec).labels(**own), name)
         for state in PAGE_STATES:
             self._follow(pages.labels(**own, state=state), f"pages_{state}")
 
     def _follow(self, gauge: Gauge, name: str) -> None:
-        """Let a gauge read its value from the latest stats, so that a step pays nothing for it."""
+        """Let a gauge read its value from the latest status, so that a step pays nothing for it."""
         gauge.set_function(lambda: float(getattr(self._latest, name)))
 
     def observe_step(self, stats: StepStats) -> None:
@@ -193,7 +190,7 @@ class EngineMetrics:
                 self._depths.append(self._depth.labels(**self._own, depth=str(depth + 1)))
             if count:
                 self._depths[depth].inc(count)
-        self._latest = stats
+        self._latest = stats.status
 
     def serialize(self) -> bytes:
         """All series of this rank as JSON, for `merge`."""
@@ -229,13 +226,13 @@ class ServingMetrics:
         self.generation_tokens = histogram("aerie_request_generation_tokens", "Tokens sent", TOKEN_BUCKETS)
         self._losses = Counter(
             "aerie_rank_losses",
-            "Lives of a gang that ended, by the rank to blame",
+            "Times that a gang was lost, by the rank to blame",
             (*names, "rank", "kind"),
             registry=self.registry,
         )
         self._responses = Counter(
             "aerie_http_responses",
-            "Answers begun, by route and HTTP status; 499 is a client that left before",
+            "Responses begun, by route and HTTP status; 499: the client left before",
             (*names, "route", "status"),
             registry=self.registry,
         )
@@ -253,49 +250,49 @@ class ServingMetrics:
         self._resumed = resumed.labels(model_name=model_name)
 
     def expect_ranks(self, world: int) -> None:
-        """A gang of so many ranks may be lost from now on: every series of that is there, at 0."""
+        """Create the series of losses for a gang of `world` ranks, at 0."""
         for rank in range(world):
             for kind in LOSS_KINDS:
                 self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind)
 
     def on_loss(self, rank: int, kind: str) -> None:
-        """A gang lost a rank, and with it this life."""
+        """Count the loss of the gang, with the rank to blame."""
         self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind).inc()
 
     def expect_routes(self, routes: Iterable[str]) -> None:
-        """These are the routes that may be asked for: the series of the usual answers are there, at 0."""
+        """Create the series of responses for these routes and the usual statuses, at 0."""
         for route in routes:
             for status in STATUSES:
                 self._responses.labels(model_name=self._served_as, route=route, status=str(status))
 
     def on_response(self, route: str, status: int, times: int = 1) -> None:
-        """An answer began; `route` is the path as it was declared, never the one that was asked for."""
+        """Count a response that began; `route` is the path as declared, never the one in the request."""
         self._responses.labels(model_name=self._served_as, route=route, status=str(status)).inc(times)
 
     def on_restart(self, seconds: float) -> None:
-        """A gang serves again, `seconds` after the loss was noticed."""
+        """Count a gang that serves again, `seconds` after the loss was noticed."""
         self._restarts.inc()
         self._restart_seconds.add(seconds)
 
     def on_resumed(self) -> None:
-        """A stream was submitted again with the tokens that its client has."""
+        """Count a stream that was submitted again, with the tokens that its client already has."""
         self._resumed.inc()
 
     def on_start(self, now: float | None = None) -> "RequestTimer":
-        """A request was admitted; its timer is told about every chunk and about the end."""
+        """The timer of an admitted request, to be told about every chunk and about the end."""
         return RequestTimer(self, time.perf_counter() if now is None else now)
 
     def on_refused(self, outcome: Literal["overloaded", "invalid"], times: int = 1) -> None:
-        """A request was turned away before it started: the queue is full (503), or it cannot be served (4xx)."""
+        """Count requests refused before they started: the queue is full (503), or they cannot be served (4xx)."""
         self.outcomes[outcome].inc(times)
 
     def serialize(self) -> bytes:
-        """All series of this replica as JSON, for `merge`, with the name that clients call the model by."""
+        """All series of this replica as JSON, for `merge`, with the model's served name."""
         return serialize(self.registry, self._served_as)
 
 
 class RequestTimer:
-    """The clock of one request, read with `time.perf_counter`; `now` is for tests and for one reading per batch."""
+    """Measures one request with `time.perf_counter`; a caller may give the time as `now` instead."""
 
     __slots__ = ("_arrived", "_last", "_metrics", "first_token_s", "outcome", "tokens")
 
@@ -309,7 +306,7 @@ class RequestTimer:
         metrics.waiting.inc()
 
     def on_tokens(self, count: int, now: float | None = None) -> None:
-        """A chunk of `count` tokens arrived. Tokens after the first share the time since the chunk before equally."""
+        """A chunk of `count` tokens arrived; all but those of the first share the time since the one before equally."""
         if count <= 0 or self.outcome is not None:
             return
         now = time.perf_counter() if now is None else now
@@ -333,7 +330,7 @@ class RequestTimer:
         metrics = self._metrics
         (metrics.waiting if self._last is None else metrics.streaming).dec()
         metrics.outcomes[outcome].inc()
-        if outcome in ("overloaded", "invalid"):  # refused at once: as a latency it would flatter the others
+        if outcome in ("overloaded", "invalid"):  # refused at once: its short time is no latency of the service
             return
         metrics.e2e.add((time.perf_counter() if now is None else now) - self._arrived)
         metrics.prompt_tokens.add(prompt_tokens)

@@ -1,10 +1,11 @@
-"""The nouns that travel: a request goes in, request outputs come out.
+"""The types of a request and its outputs.
 
-These types cross process borders (REST replica -> shard and back), so they hold plain Python values only:
+They travel between processes (REST replica -> shard and back), so they hold plain Python values only:
 no tensors, no tokenizers, no Ray.
 """
 
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -110,7 +111,7 @@ class RequestOutput:
     The final output of a request has `finish_reason` set and `speculation` filled in; `stop_reason` is the stop string
     or the stop/EOS token id that ended it. When a stop string ended it, `token_ids` includes the token that completed
     the string (the text layer cuts the text at the string). `error` explains finish_reason "error";
-    `error_code` is set where the request's own numbers are to blame, and then `error` is fit for its client.
+    `error_code` is set where the request itself caused the error, and then `error` may be shown to its client.
     """
 
     request_id: str
@@ -122,3 +123,16 @@ class RequestOutput:
     speculation: SpeculationCounts | None = None
     error: str | None = None
     error_code: ErrorCode | None = None
+
+
+class Seeds:
+    """Draws seeds for requests without one; the same `source` gives the same seeds in the same order."""
+
+    def __init__(self, source: int | str) -> None:
+        self._random = random.Random(source)
+
+    def fill(self, request: Request) -> Request:
+        """The request, with a seed if it had none, so that any of its tokens can be drawn again."""
+        if request.params.seed is not None:
+            return request
+        return replace(request, params=replace(request.params, seed=self._random.getrandbits(62)))

@@ -2,7 +2,7 @@
 
 The engine ends a request at the token that completes a stop string, the REST layer cuts the text there; both read this
 file, so they agree to the character, however the tokens were split into steps. No transformers here: chat templates
-live in `cluster.api.tokenizer`.
+live in `cluster.api.openai.tokenizer`.
 """
 
 import codecs
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from cluster.config import ConfigError
 
 CONTEXT_TOKENS = 8  # tokens before the new ones that a decode starts from
-WINDOW_TOKENS = 64  # a window that never ends on a whole character is cut at this length all the same
+WINDOW_TOKENS = 64  # a window is cut at this length even if it does not end on a whole character
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -77,14 +77,9 @@ class TextTokenizer:
         """The tokenizer itself."""
         return self._tokenizer
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around a text (often a BOS)."""
-        # A batch of one: unlike `encode`, it leaves the interpreter's lock to other threads meanwhile.
+        # A batch of one: unlike `encode`, it releases the GIL meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -93,7 +88,7 @@ class TextTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def decode_freely(self, ids: Sequence[int]) -> str:
-        """The same, leaving the interpreter's lock to other threads meanwhile: for many ids, at a higher price."""
+        """Like `decode`, but it releases the GIL meanwhile and costs more: for many ids."""
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
         return str(text)
 
@@ -186,14 +181,14 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for a character that was never finished, mostly nothing."""
+        """What is left at the end: usually nothing, or U+FFFD for a character that was never finished."""
         text = self._tokenizer.decode(self._window)
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece
 
     def _cut(self) -> None:
-        """Keep the last few tokens, from the start of a character; what they settle counts as sent."""
+        """Keep the last few tokens, from the start of a character; their finished text counts as sent."""
         most = len(self._window) - CONTEXT_TOKENS
         if most > 0:
             starts = range(most, max(0, most - 4), -1)
@@ -225,7 +220,7 @@ class StopFinder:
         self._fed = 0
 
     def find(self, piece: str) -> StopHit | None:
-        """Feed the next piece; the hit if one of its characters completes a stop string, after which feed no more."""
+        """Feed the next piece; returns the hit if it completes a stop string. Nothing may be fed after a hit."""
         if not self._stops:
             self._fed += len(piece)
             return None
@@ -276,7 +271,7 @@ class StoppedText:
         self._include_stop = include_stop
         self._waiting = ""
         self.hit: StopHit | None = None
-        self.sent = 0  # characters given out
+        self.sent = 0  # characters returned so far
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens make safe to show; empty after a stop string."""

@@ -1,1 +1,1 @@
-"""The engine-side Ray files: shards, placement, gang, router."""
+"""The Ray side of an engine: shard actors, their placement, the gang that they form, and its request router."""

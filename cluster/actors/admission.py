@@ -1,14 +1,14 @@
-"""Who is let into the queue of a gang, and how long whoever is not should stay away.
+"""Admission to the queue of a gang: which requests may enter, and how long a refused client should stay away.
 
-A request waits for one of two things. While slots are free it waits for the prompts before its own; else for streams to
+While slots are free, a request waits for the prompts queued before its own; otherwise it waits for running streams to
 end. Both rates are measured, as means over the last seconds: prompt tokens that left the queue while slots were free,
-and new tokens per slot that was taken. The wait of a newcomer is what it would be if everything went on at these rates:
-running streams end after the tokens they still expect, those who wait take their slots in turn, and from a slot to the
-first token it takes as long as it took others. How many tokens to expect is learnt too: every token is the last with
-the same chance, so many of all tokens as were, or it reaches `max_tokens`. Before every slot in use gave
-`KNOWN_TOKENS`, a slot is taken to give `GUESSED_PER_S` tokens a second.
+and new tokens per occupied slot. The estimated wait of a newcomer assumes that these rates continue: running streams
+end after their expected remaining tokens, waiting requests take the freed slots in turn, and from slot to first token
+takes the mean time measured so far. Lengths are learnt as a geometric distribution: every token has the same chance to
+be the last one, namely the share of last tokens among all tokens so far, up to `max_tokens`. Until the gang has given
+`KNOWN_TOKENS` for each running request, `GUESSED_PER_S` tokens a second per slot are assumed.
 
-No Ray and no event loop here: plain bookkeeping over a clock that is given.
+No Ray and no event loop here: plain bookkeeping over an injected clock.
 """
 
 import heapq
@@ -21,43 +21,43 @@ from cluster.actors.messages import Overloaded
 from cluster.config import EngineConfig
 from cluster.request import Request
 
-FIRST_GUESS = 128.0  # tokens per stop before any request has ended
-LONG = 4096.0  # the same for whoever waits for them to end: most limits are shorter, and are what counts then
-MEMORY = 0.02  # weight of the latest ended request in what is learnt of lengths
-TAU_S = 10.0  # how far back the rates look
-FRESH_S = 0.1  # how old an estimate may be: one costs a millisecond, and refusals may come by the hundred
-HEADROOM = 0.7  # of max_queue_wait_s: estimates err, and 99 of 100 of those let in are to stay within the bound
-KNOWN_S = 1.0  # of work, after which the rate of prompts is taken to be known
-KNOWN_TOKENS = 8  # of each slot that is taken, after which the pace is; their prompts made the first of them late
-GUESSED_PER_S = 10.0  # what the pace is taken for before, in tokens of one slot: slow, as a start is
-GOLDEN = 0.6180339887498949  # its multiples, without whole parts, are spread evenly over [0, 1)
-SHORTEST = 1.0  # tokens: of what `full` speaks
+FIRST_GUESS = 128.0  # tokens per stop that are assumed before any request has ended
+LONG = 4096.0  # the same in `quantile`; long on purpose, so that max_tokens, which is mostly smaller, decides
+MEMORY = 0.02  # weight of the latest request in the learnt lengths and in the mean time to the first token
+TAU_S = 10.0  # time constant of the rates
+FRESH_S = 0.1  # how long an estimate is used again: one costs a millisecond, and refusals may come by the hundred
+HEADROOM = 0.7  # share of max_queue_wait_s: estimates err, and 99 of 100 admitted requests are to stay within it
+KNOWN_S = 1.0  # seconds of measured work after which the prompt rate is used
+KNOWN_TOKENS = 8  # for each running request, after which the token rate is used: prompts delayed the first ones
+GUESSED_PER_S = 10.0  # tokens a second of one slot, assumed until then: low, because a start is slow
+GOLDEN = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
+SHORTEST = 1.0  # tokens of the request that `full` asks about
 
 
 class Rate:
-    """Something per second, as an exponential mean over the time in which it could happen."""
+    """A rate per second, as an exponential mean over the time in which the counted thing could happen."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
 
     def happened(self, amount: float) -> None:
-        """So much happened."""
+        """Count `amount`."""
         self._amount += amount
 
     def passed(self, seconds: float, times: float = 1.0) -> None:
-        """So much time passed, for so many at once."""
+        """Count elapsed time, for `times` slots at once."""
         kept = math.exp(-seconds / TAU_S)
         self._amount *= kept
         self._seconds = self._seconds * kept + seconds * times
 
     @property
     def known(self) -> bool:
-        """Whether enough was seen to tell."""
+        """Whether enough was measured to use `per_s`."""
         return self._amount > 0 and self._seconds >= KNOWN_S
 
     @property
     def per_s(self) -> float:
-        """0.0 while nothing was seen."""
+        """The rate; 0.0 before anything was measured."""
         return self._amount / self._seconds if self._seconds > 0 else 0.0
 
 
@@ -68,20 +68,20 @@ class Lengths:
         self._tokens = self._stops = 0.0
 
     def ended(self, tokens: int, stopped: bool) -> None:
-        """A request is over after so many tokens; `stopped` by itself, not by its limit or because its client left."""
+        """A request ended after `tokens`; `stopped`: by itself, not at its limit or because its client left."""
         self._tokens = (1.0 - MEMORY) * self._tokens + tokens
         self._stops = (1.0 - MEMORY) * self._stops + stopped
 
     def expected(self, most: int) -> float:
-        """The expected number of tokens before a stop or the limit; one stop in `FIRST_GUESS` tokens is assumed."""
+        """The expected number of tokens until a stop or the limit `most`; prior: one stop per `FIRST_GUESS` tokens."""
         chance = min((self._stops + 1.0) / (self._tokens + FIRST_GUESS), 0.5)
         return -math.expm1(most * math.log1p(-chance)) / chance
 
     def quantile(self, share: float, most: int, lived: int) -> float:
-        """The number of tokens that this share of requests stays under; until one has stopped, one stop in `LONG`
-        tokens or more is assumed.
+        """The number of tokens that `share` of the requests do not exceed.
 
-        `lived` are the tokens of those that still run: to leave them out would favour the short.
+        `lived` counts the tokens of requests still running: without them the estimate would be biased towards short
+        ones. Until a request has stopped, one stop in `LONG` tokens, or in those seen if more, is assumed.
         """
         seen = max(self._tokens + lived, 1.0)
         chance = min(max(self._stops / seen, 1.0 / max(seen, LONG)), 0.5)
@@ -90,9 +90,9 @@ class Lengths:
 
 @dataclass(slots=True)
 class Guest:
-    """One open request: tokens of its prompt, all its tokens as far as expected, its new ones at most and by now.
+    """One open request: `prompt` tokens, `tokens` expected in all, `most` new ones allowed, `dealt` of them so far.
 
-    `came` is when it entered, None when it had to wait for a slot or for the gang.
+    `came` is the time at which it entered, None if it had to wait for a slot or for the gang.
     """
 
     prompt: int
@@ -103,19 +103,19 @@ class Guest:
 
 
 class Admission:
-    """The queue of one gang as its router sees it. Waiting: no token yet. Running: has had one."""
+    """The queue of one gang as its router sees it. Waiting: has no token yet. Running: has at least one."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._slots = config.max_running_requests * config.attn_dp_size
-        self._kv_tokens: int | None = None
+        self._kv_tokens = 0
         self._clock = clock
         self._waiting: dict[str, Guest] = {}
         self._running: dict[str, Guest] = {}
         self._tokens = 0.0  # of all guests, expected ones included
         self.queued_tokens = 0.0  # of those waiting
         self._lengths = Lengths()
-        self._first_s = 0.0  # mean time to the first token of those who found a slot
+        self._first_s = 0.0  # mean time to the first token of requests that found a free slot
         self._pace, self._prompts = Rate(), Rate()
         self._given = 0  # tokens, ever
         self._at = clock()
@@ -127,10 +127,10 @@ class Admission:
         return self._lengths.expected(request.params.max_tokens)
 
     def check(self, request: Request) -> None:
-        """Whether there is room for a request.
+        """Refuse a request that there is no room for.
 
         Raises:
-            Overloaded: with the time after which there is likely to be.
+            Overloaded: with the time after which there is likely to be room.
         """
         if (why := self._why(len(request.prompt_token_ids) + self.new_tokens(request))) is not None:
             raise why
@@ -153,7 +153,7 @@ class Admission:
         return None
 
     def entered(self, request: Request) -> None:
-        """A request was let in, and waits."""
+        """A request was admitted, and waits for its first token."""
         prompt = len(request.prompt_token_ids)
         self._pass()
         came = self._at if self._serving and self._free() else None
@@ -164,7 +164,7 @@ class Admission:
         self._known = None
 
     def progressed(self, name: str, tokens: int) -> None:
-        """A request was given tokens; with its first it stops waiting."""
+        """A request was given tokens; with the first of them it changes from waiting to running."""
         self._pass()
         guest = self._running.get(name)
         if guest is None:
@@ -192,20 +192,20 @@ class Admission:
             self._leave(guest)
         self._tokens -= guest.tokens
         self._lengths.ended(guest.dealt, stopped)
-        if not self._running and not self._waiting:  # sums of floats drift; an empty gang is a good moment to say so
+        if not self._running and not self._waiting:  # float sums drift: reset them while the gang is empty
             self._tokens = self.queued_tokens = 0.0
             self._known = None
 
     def stopped(self) -> None:
-        """The gang is down: its time does not count, and no wait can be told."""
+        """The gang is down: until `started`, time does not count and no wait can be estimated."""
         self._pass()
         self._serving = False
         for guest in self._waiting.values():
             guest.came = None
 
-    def started(self, kv_tokens: int | None) -> None:
-        """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank, None when it is not known."""
-        self._kv_tokens = None if kv_tokens is None else kv_tokens * self._config.attn_dp_size
+    def started(self, kv_tokens: int) -> None:
+        """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank."""
+        self._kv_tokens = kv_tokens * self._config.attn_dp_size
         self._at = self._clock()
         self._serving, self._known = True, None
 
@@ -224,7 +224,7 @@ class Admission:
             return sum(guest.prompt for guest in self._waiting.values()) / rate if rate else 0.0
         known = self._given >= KNOWN_TOKENS * max(1, len(self._running))
         each = self._pace.per_s if known else GUESSED_PER_S
-        # Lengths are spread as those learnt are: were all taken for the mean, all slots would seem to end at once.
+        # Spread the lengths over the learnt distribution: with the mean for each, all slots would seem to end at once.
         shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._running) + len(self._waiting)))
         lived = sum(guest.dealt for guest in self._running.values())
 
@@ -240,14 +240,14 @@ class Admission:
         return self._first_s + (ends[0] if len(ends) >= slots else 0.0)
 
     def _free(self) -> bool:
-        """Whether a newcomer would find a slot. While nobody waits, the cache has room, whatever `_room` says of it."""
+        """Whether a newcomer would find a slot. While nobody waits the KV cache has room, so `_room` is not asked."""
         guests = len(self._running) + len(self._waiting)
         return guests < (self._room() if self._waiting else self._slots)
 
     def _room(self) -> int:
-        """How many requests of the present kind can run at once; prefixes that they share are not known here."""
+        """How many requests of the present mean size can run at once; prefixes that they share are not known here."""
         guests = len(self._running) + len(self._waiting)
-        if self._kv_tokens is None or not guests or not self._tokens:
+        if not guests or not self._tokens:
             return self._slots
         return max(1, min(self._slots, int(self._kv_tokens * guests / self._tokens)))
 
@@ -255,7 +255,7 @@ class Admission:
         self.queued_tokens = max(0.0, self.queued_tokens - guest.tokens)
 
     def _pass(self) -> None:
-        """Time passed: it counts for what could have happened in it."""
+        """Count the time since the last call in each rate that could have grown during it."""
         now = self._clock()
         seconds, self._at = now - self._at, now
         if not self._serving:

@@ -1,27 +1,27 @@
-"""Which data-parallel rank takes a request. Plain bookkeeping: no clock, no Ray, the same answers in the same order.
+"""The choice of a data-parallel rank for each request. Plain bookkeeping: no clock, no Ray, deterministic.
 
-All ranks of a gang step together, so a step lasts as long as its slowest rank's. `expected_load` sends a request where
-it adds least to the sum, over the steps to come, of the slowest rank's work. Work is counted in rows of the model: a
-prompt token not yet computed is one row; a running request is `step_rows` rows in every step it still needs, and it
-needs its expected tokens divided by its accept length; a KV token is read once per step, for `KV_READ` of a row. A rank
-that holds pages of the prompt is spared their rows, which is all there is to prefix affinity. Steps to come are split
-at `HORIZON`, so that many short requests and one long one are not taken for the same load. The slowest rank is a
-4-norm over the ranks, a soft maximum: the second slowest counts a little, for it may yet become the slowest.
+All ranks of a gang step together, so a step lasts as long as its slowest rank. `expected_load` chooses the rank where a
+request adds least to the slowest rank's work, summed over the steps to come. Work is counted in rows of the model: a
+prompt token not yet computed is one row; a running request is `step_rows` rows in each step that it still needs, namely
+its expected tokens divided by its accept length; reading one KV token in one step is `KV_READ` of a row. A rank that
+holds pages of the prompt need not compute their rows; there is no other prefix affinity. The steps to come are split at
+`HORIZON`, so that many short requests and one long one do not look like the same load. The slowest rank is taken as a
+4-norm over the ranks, a soft maximum: the second slowest counts a little, because it may yet become the slowest.
 
 The other policies are SGLang's: `round_robin`, `total_requests`, and `total_tokens` (ties go to fewer requests).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from cluster.actors.prefixes import PrefixIndex, chain_of
 from cluster.config import EngineConfig, tree_shape
 from cluster.request import Request
 
 POLICIES = ("expected_load", "round_robin", "total_tokens", "total_requests")
-UNIT = 1024  # work is kept in whole parts of a row, so that what is added and taken away cancels exactly
+UNIT = 1024  # work is an integer count of 1/UNIT rows, so that additions and subtractions cancel exactly
 KV_READ = 1 / 1024  # reading one KV token in one step, in rows
 HORIZON = (8, 32, 128, 512)  # steps ahead at which the future is split; the last part has no end
 PARTS = len(HORIZON) + 1
@@ -35,10 +35,10 @@ Work = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What one rank has been sent and has not ended, by the router's books.
+    """The open requests of one rank, by the router's books.
 
-    `tokens` are prompt and generated tokens, `queued_tokens` those of prompts not yet computed, `work` the expected
-    work of running requests in `UNIT` parts of a row for each part of `HORIZON`, `pages` the indexed prefix pages.
+    `tokens` are prompt and generated tokens, `queued_tokens` prompt tokens not yet computed, `work` the expected
+    decoding work in 1 / `UNIT` rows for each part of `HORIZON`, `pages` the indexed prefix pages.
     """
 
     requests: int = 0
@@ -50,9 +50,9 @@ class RankLoad:
 
 @dataclass(slots=True)
 class _Open:
-    """One request on its rank. `queued` counts prompt tokens to compute, `expected` the new tokens it may give and
-    `most` those it is allowed; `steps` had been taken when `work` was estimated, `since` were taken after. `arrived` is
-    its prompt when it first came, `tokens` since its last move.
+    """One request on its rank. `queued` counts prompt tokens still to compute, `new` the tokens generated, `expected`
+    how many are likely and `most` how many are allowed; `work` was estimated after `steps` steps, and `since` more were
+    taken. `arrived` is the prompt as it first came, `tokens` as it was submitted to this rank.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class _Rank:
 
 
 class Balancer:
-    """Chooses ranks and keeps the books: choose -> started -> progressed ... -> ended; `restarted` when a gang was.
+    """Chooses ranks and keeps the books: choose -> started -> progressed ... -> ended; `restarted` with the gang.
 
     Calls about requests that are not open change nothing, so late outputs and double ends are harmless.
     """
@@ -95,12 +95,12 @@ class Balancer:
         chunk_rows: int = 512,
         index_pages: int = 32768,
     ) -> None:
-        """`step_rows` is N, the rows of one decoding request in a step; `chunk_rows` the prompt rows of a rank in one.
+        """`step_rows` is N, the rows of one decoding request in a step; `chunk_rows` a rank's most prompt rows in one.
 
-        `index_pages` bounds the prefix index of each rank (about 150 bytes a page); best its KV pages. 0 forgets all.
+        `index_pages` bounds each rank's prefix index (about 150 bytes a page); best is its KV pages, 0 disables it.
 
         Raises:
-            ValueError: a policy that does not exist.
+            ValueError: the policy does not exist.
         """
         if policy not in POLICIES:
             raise ValueError(f"routing_policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
@@ -110,7 +110,6 @@ class Balancer:
         self._open: dict[str, _Open] = {}
         self._turn = 0
         self._accept = 0.0  # the gang's mean accept length; 0.0 before the first step
-        self._reported: dict[int, float] = {}
 
     @classmethod
     def of(cls, config: EngineConfig, index_pages: int | None = None) -> Self:
@@ -122,12 +121,12 @@ class Balancer:
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=chunk, index_pages=pages)
 
     def choose(self, request: Request, expected_new: float) -> int:
-        """The dp rank for `request`, which is counted as queued there; it may give `expected_new` more tokens.
+        """The dp rank for `request`, which then counts as queued there; it is expected to get `expected_new` tokens.
 
-        A request id that is open is moved: its old place is forgotten.
+        A request id that is already open is moved from its old rank.
 
         Raises:
-            ValueError: `routed_dp_rank` is no rank; nothing is changed then.
+            ValueError: `routed_dp_rank` is out of range; nothing is changed then.
         """
         pinned = request.routed_dp_rank
         if pinned is not None and not 0 <= pinned < self.dp_size:
@@ -148,8 +147,8 @@ class Balancer:
         return opened.rank
 
     def started(self, request_id: str, cached_tokens: int | None = None) -> None:
-        """Its prompt is computed (its first output came). `cached_tokens` of it were found in the rank's cache: what
-        the index believed beyond them is forgotten.
+        """The prompt of a request is computed: its first output came. `cached_tokens` of the prompt were found in the
+        rank's cache; pages that the index assumed beyond them are dropped.
         """
         opened = self._open.get(request_id)
         if opened is None or not opened.queued:
@@ -161,7 +160,7 @@ class Balancer:
             rank.index.drop(opened.chain[cached_tokens // self.page_size :])
 
     def progressed(self, request_id: str, tokens: int, steps: int) -> None:
-        """It was given `tokens` in `steps` trees of its own (0 for the token that ends a prompt)."""
+        """A request was given `tokens` by `steps` verified trees (0 for the token that ends its prompt)."""
         opened = self._open.get(request_id)
         if opened is None:
             return
@@ -181,8 +180,8 @@ class Balancer:
             held[part] += work - old[part]
 
     def ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
-        """It is over, however it ended. A rank keeps what it computed: its prompt is indexed and, where the caller
-        knows them, `token_ids`: all that the request was given since it first came, on whatever rank.
+        """A request is over, for whatever reason. Its rank keeps the KV, so the prompt is indexed, and with it
+        `token_ids` if the caller knows them: all tokens that the request was given since it first came, on any rank.
         """
         opened = self._open.pop(request_id, None)
         if opened is None:
@@ -192,31 +191,23 @@ class Balancer:
             chain = chain_of((*opened.arrived, *token_ids), self.page_size) if token_ids else opened.chain
             self._ranks[opened.rank].index.add(chain)
 
-    def restarted(self, index_pages: int | None = None) -> None:
-        """A gang begins with empty caches, of `index_pages` where that is known. Open requests count as queued with
-        their whole prompt until `choose` moves them.
+    def restarted(self, kv_pages: int) -> None:
+        """The gang starts with empty caches of `kv_pages` per rank. Open requests count as queued with their whole
+        prompt until `choose` moves them.
         """
         for rank in self._ranks:
-            rank.index.clear()
-            if rank.index.capacity and index_pages is not None:  # 0 forgets all
-                rank.index.capacity = index_pages
+            rank.index.restarted(kv_pages)
         for opened in self._open.values():
             self._ranks[opened.rank].queued += len(opened.tokens) - opened.queued
             opened.queued = len(opened.tokens)
 
-    def observe(self, dp_rank: int, status: Mapping[str, Any]) -> None:
-        """Counters of a rank's engine. Their `accept_length` stands in until requests of our own have stepped."""
-        reported = status.get("accept_length")
-        if isinstance(reported, int | float) and reported > 0:
-            self._reported[dp_rank] = float(reported)
-
     def load(self, dp_rank: int) -> RankLoad:
-        """The books of one rank."""
+        """The present load of one rank."""
         rank = self._ranks[dp_rank]
         return RankLoad(rank.requests, rank.tokens, rank.queued, tuple(rank.work), len(rank.index))
 
     def _count(self, opened: _Open, sign: int) -> None:
-        """Add a request to its rank's sums, or take away what was added."""
+        """Add a request to its rank's sums (`sign` 1), or subtract it again (-1)."""
         rank = self._ranks[opened.rank]
         rank.requests += sign
         rank.tokens += sign * (len(opened.tokens) + opened.new)
@@ -224,15 +215,11 @@ class Balancer:
         for part, work in enumerate(opened.work):
             rank.work[part] += sign * work
 
-    def _mean_accept(self) -> float:
-        reported = self._reported.values()
-        return self._accept or (sum(reported) / len(reported) if reported else 1.0)
-
     def _work_of(self, opened: _Open) -> Work:
-        """Expected work of the steps it still needs, for each part of the horizon."""
-        # A request that outlives its estimate is of the long kind: expect half of what it has given once more.
+        """The expected work of the steps that a request still needs, for each part of the horizon."""
+        # A request that exceeds its estimate is a long one: expect half as many tokens again as it has given.
         left = min(opened.most - opened.new, max(opened.expected - opened.new, opened.new / 2))
-        accept = (PRIOR_STEPS * self._mean_accept() + opened.new) / (PRIOR_STEPS + opened.steps)
+        accept = (PRIOR_STEPS * (self._accept or 1.0) + opened.new) / (PRIOR_STEPS + opened.steps)
         steps = max(1.0, left / max(1.0, accept))
         per_step = UNIT * (self._step_rows + KV_READ * (len(opened.tokens) + opened.new + left / 2))
         work, start = [], 0
@@ -242,7 +229,7 @@ class Balancer:
         return tuple(work)
 
     def _best(self, opened: _Open, queued: Sequence[int]) -> int:
-        """The rank that the policy prefers; `queued` are the prompt rows left to compute on each."""
+        """The rank that the policy prefers; `queued` are the prompt rows that the request needs on each."""
         ranks = range(self.dp_size)
         if self.policy == "round_robin":
             self._turn += 1
@@ -258,7 +245,7 @@ class Balancer:
             after = self._future(self._ranks[at], queued[at], opened.work)
             parts = zip(sums, before[at], after, strict=True)
             powers = (total - _power(old) + _power(new) for total, old, new in parts)
-            # Where the load makes no difference, the emptier cache takes it.
+            # At equal load the rank with the emptier cache takes it.
             return sum(math.sqrt(math.sqrt(max(0.0, power))) for power in powers), len(self._ranks[at].index)
 
         return min(ranks, key=slowest)

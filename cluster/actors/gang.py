@@ -1,7 +1,7 @@
 """A gang: the ranks of one engine, started together, watched together, restarted as one, ended together.
 
-The replica that made a gang owns it. Should the replica die without a word, Ray ends the shards (their owner is gone)
-and the placement group (its creator is gone), so nothing is left behind either way.
+A life is one run of the gang, from the creation of its shards to their end; a restart is a new life. The replica that
+made a gang owns it: if it is killed, Ray ends the shards (their owner died) and the placement group (its creator died).
 """
 
 import asyncio
@@ -15,35 +15,36 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangError, GangSpec, Life
+from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Life
 from cluster.actors.messages import Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
 from cluster.actors.verdict import Verdict, judge
 from cluster.config import KV_SIZES, ConfigError
+from cluster.status import RankInfo
 
-__all__ = ["NAMESPACE", "Gang", "GangError", "GangSpec", "Owner"]
+__all__ = ["NAMESPACE", "Gang", "GangSpec", "GangStartError", "Owner"]
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 1.0  # after the first sign of a loss: how long to wait for the sign that names the guilty rank
-FRUITLESS = 6  # lives in a row that ended young and gave nothing: a further one would not either
-RETRY_S = 0.5  # between two attempts to begin a life
-PATIENCE_SHARE = 4.0  # unless restart_timeout_s is set: of what the first start took, for a restart as a whole
+GRACE_S = 1.0  # after the first sign of a loss: how long to wait for a sign that names the rank at fault
+FRUITLESS = 6  # so many lives in a row that ended early and gave no token: the gang is given up
+RETRY_S = 0.5  # between two attempts to restart
+PATIENCE_SHARE = 4.0  # times what the first start took: limit of a whole restart, unless restart_timeout_s is set
 PATIENCE_FLOOR_S = 60.0
-STILL_SHARE = 2.0  # of what the first start took: an attempt in which no rank does anything for so long is given up
+STILL_SHARE = 2.0  # times what the first start took: an attempt without progress of any rank for so long is given up
 STILL_FLOOR_S = 30.0
 LOSSES_SHOWN = 32
 
 
 class Owner(Protocol):
-    """Who is told how a gang fares; called on the event loop that watches it."""
+    """Who is told of the losses and restarts of a gang; called on the event loop that watches it."""
 
     async def on_down(self, loss: Loss) -> None:
-        """A life is over and its shards are ended; what they still said may be read, but soon no item of it counts."""
+        """A life is over and its shards are killed; items that they had sent may be read until this returns."""
         ...
 
     def on_up(self) -> None:
-        """The gang serves again, and knows of no request."""
+        """The gang serves again, and its new life has no requests yet."""
         ...
 
     def on_lost(self, reason: str) -> None:
@@ -55,15 +56,15 @@ class Gang:
     """The present life of the gang, and the losses that ended those before it."""
 
     def __init__(self, spec: GangSpec, on_loss: Callable[[Loss], None] | None = None) -> None:
-        """`on_loss` hears of every loss twice: when it is noticed and, if the gang comes back, when it serves again."""
+        """`on_loss` is called twice per loss: when it is noticed and, if the gang comes back, when it serves again."""
         self.spec = spec
         self.losses: list[Loss] = []
         self.lost = ""  # why the gang will not come back
         self.epoch = 0
-        self.sample: bytes | None = None  # what the replica last left at rank 0; a new rank 0 is given it as well
+        self._sample: bytes | None = None  # the replica's latest registry sample, held by rank 0 of each life
         self._on_loss = on_loss
         self._life: Life | None = None
-        self._infos: list[dict[str, Any]] = []
+        self._infos: list[RankInfo] = []
         self._placement: Placement | None = None
         self._restarting = ""
         self._start_s = 0.0
@@ -84,8 +85,8 @@ class Gang:
         return self.life.shards if self.life else []
 
     @property
-    def infos(self) -> list[dict[str, Any]]:
-        """What the ranks of the latest life said about their config."""
+    def infos(self) -> list[RankInfo]:
+        """What the ranks of the latest life run with."""
         return self._infos
 
     @property
@@ -97,9 +98,9 @@ class Gang:
         """Reserve the bundles, create the shards and load them side by side.
 
         Raises:
-            PlacementError: no room.
+            PlacementError: the cluster has no room.
             ConfigError: the engine refused its config or a checkpoint, or there is not one bundle per rank.
-            GangError: a shard died or failed while loading.
+            GangStartError: a shard died or failed while loading.
         """
         if self.world != self.spec.config.tp_size:
             raise ConfigError(
@@ -116,7 +117,7 @@ class Gang:
 
     @property
     def patience_s(self) -> float:
-        """How long streams wait for a gang that was lost: `restart_timeout_s`, or by what the first start took."""
+        """How long streams wait for a restart: `restart_timeout_s`, or a multiple of what the first start took."""
         given = self.spec.config.restart_timeout_s
         return max(PATIENCE_FLOOR_S, PATIENCE_SHARE * self._start_s) if given is None else given
 
@@ -126,33 +127,37 @@ class Gang:
         return self._start_s
 
     async def _begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """A life from its creation to its first heartbeats; see `Life.begin`. A later life has as much KV as the one
-        before it, however much memory is free by then: the open streams were let in by that.
+        """Start a life; see `Life.begin`. Every later life has as much KV cache as the first, however much memory is
+        free by then: the open streams were admitted on that size.
         """
         assert self._placement is not None
-        held: dict[str, Any] = self._infos[0] if self._infos else {}
-        life = self._life = Life(_with_kv(self.spec, held.get("kv_tokens")), self._placement, self.epoch)
+        held = self._infos[0] if self._infos else None
+        spec = self.spec if held is None else _with_kv(self.spec, held.kv_tokens)
+        life = self._life = Life(spec, self._placement, self.epoch)
         await life.begin(timeout_s, still_s)
-        kept = {"kv_sized_by": held["kv_sized_by"]} if "kv_sized_by" in held else {}
-        self._infos = [info | kept for info in life.infos]
-        if self.sample is not None:
+        self._infos = [replace(info, kv_sized_by=(held or info).kv_sized_by) for info in life.infos]
+        if self._sample is not None:
             with suppress(RayError):
-                await life.shards[0].keep_serving_sample.remote(self.sample)
+                await life.shards[0].keep_serving_sample.remote(self._sample)
+
+    def keep(self, sample: bytes) -> None:
+        """Have rank 0 of each later life hold the replica's latest registry sample."""
+        self._sample = sample
 
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Ask every rank for its heartbeat; those that answer within the time are brought up to date."""
+        """Ask every rank for its heartbeat, and wait for the answers for at most `timeout_s`."""
         if self.life:
             await self.life.pulse(timeout_s)
 
     def trouble(self) -> str:
-        """Why the gang is unhealthy now, naming the rank; empty when it is well. A rank that stalls may come back."""
+        """Why the gang is unhealthy now, naming the rank; empty when it is healthy. A rank that stalls may recover."""
         if self.lost or self._restarting:
             return self.lost or self._restarting
         verdict = self._verdict(self.life) if self.life else None
         return "" if verdict is None else str(verdict)
 
     def facts(self) -> dict[str, Any]:
-        """The lives so far, JSON-ready."""
+        """What was decided before the start, and the lives and losses since; JSON-ready."""
         return {
             **self.spec.decided,
             "start_seconds": round(self._start_s, 1),
@@ -197,7 +202,7 @@ class Gang:
             self.kill()
 
     async def _loss(self, life: Life) -> tuple[Loss, float]:
-        """Wait for the end of a life; who is to blame for it, and when, on our clock, that it is over was noticed."""
+        """Wait for the end of a life; returns the loss, naming the rank at fault, and when it was noticed."""
         limit = self.spec.config.watchdog_timeout_s
         period, said = min(1.0, limit / 4), ""
         while True:
@@ -212,7 +217,7 @@ class Gang:
                 break
             if (verdict is None) == bool(said):
                 said = "" if verdict is None else str(verdict)
-                logger.warning("gang %s: %s", self.spec.name, said or "well again")
+                logger.warning("gang %s: %s", self.spec.name, said or "healthy again")
         noticed = time.monotonic()
         while not verdict.certain and (left := noticed + GRACE_S - time.monotonic()) > 0:
             life.alarm.clear()
@@ -223,7 +228,7 @@ class Gang:
         return Loss(*where, epoch=life.epoch, at=time.time(), noticed_s=max(0.0, silence)), noticed
 
     async def _restart(self, loss: Loss, noticed: float) -> None:
-        """Begin new lives in the same placement group until one serves; `lost` is set when the time is up."""
+        """Start new lives in the same placement group until one serves; sets `lost` when `patience_s` is over."""
         until = noticed + self.patience_s
         still_s = max(STILL_FLOOR_S, STILL_SHARE * self._start_s)
         attempts, why = 0, ""
@@ -238,7 +243,7 @@ class Gang:
                 left = until - time.monotonic()
                 await asyncio.wait_for(self._begin(left, still_s), left)
             except Exception as error:
-                why = str(error) or why or type(error).__name__  # that the time is up is no cause
+                why = str(error) or why or type(error).__name__  # a timeout has no message, and is not the cause
                 self._restarting = f"{loss} (restarting; attempt {attempts} failed: {why})"
                 logger.error("gang %s: attempt %d to restart failed: %s", self.spec.name, attempts, why)
                 await asyncio.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
@@ -259,7 +264,7 @@ class Gang:
         try:
             self._on_loss(loss)
         except Exception:
-            logger.exception("gang %s: a loss could not be passed on", self.spec.name)
+            logger.exception("gang %s: on_loss failed", self.spec.name)
 
     async def stop(self, timeout_s: float = 3.0) -> None:
         """End the loops after their step, then the shards and the placement group."""
@@ -277,15 +282,12 @@ class Gang:
             self._placement = None
 
 
-def _with_kv(spec: GangSpec, tokens: int | None) -> GangSpec:
-    """The same gang with so much KV per rank, where that is known."""
-    if tokens is None:
-        return spec
+def _with_kv(spec: GangSpec, tokens: int) -> GangSpec:
+    """The spec with a KV cache of `tokens` per rank."""
     sizes = {**dict.fromkeys(KV_SIZES), "max_total_tokens": tokens}
     return replace(spec, config=spec.config.model_copy(update=sizes))
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:
-    """Wait for an event, but not longer than that."""
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)

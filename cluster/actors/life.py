@@ -17,18 +17,19 @@ from cluster.actors.placement import Layout, Placement
 from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
 from cluster.actors.verdict import Signs
 from cluster.config import ConfigError, EngineConfig
-from cluster.logs import LogSettings
+from cluster.logs import LogSettings, first_line
+from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "aerie"
 CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
-LOOK_S = 1.0  # between two looks at shards that load
-REASON_TIMEOUT_S = 0.5  # after the first shard that could not load: how long to wait for one that knows better why
-OUTPUTS_AHEAD = 4  # stream items that may lie unread at the replica before a shard collects several steps in one
+LOOK_S = 1.0  # between two checks of shards that are loading
+REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for one that says more about the cause
+OUTPUTS_AHEAD = 4  # unread stream items at the replica; beyond that, a shard puts several steps into one item
 
 
-class GangError(RuntimeError):
+class GangStartError(RuntimeError):
     """A shard could not be started; the message names the rank."""
 
 
@@ -41,7 +42,7 @@ class GangSpec:
     name: str
     factory: str = FACTORY
     load_timeout_s: float = 3600.0
-    decided: Mapping[str, Any] = field(default_factory=dict)  # before the start; shown by /server_info
+    decided: Mapping[str, Any] = field(default_factory=dict)  # facts settled before the start, for /server_info
     log: LogSettings | None = None
 
     @property
@@ -56,13 +57,13 @@ class GangSpec:
 
 
 class Life:
-    """The handles of the shards, by rank, and every sign of how they are."""
+    """The handles of the shards, by rank, and what is known of the health of each."""
 
     def __init__(self, spec: GangSpec, placement: Placement, epoch: int) -> None:
         self.spec = spec
         self.epoch = epoch
         self.shards: list[Any] = []
-        self.infos: list[dict[str, Any]] = []
+        self.infos: list[RankInfo] = []
         self.beats: list[Heartbeat | None] = [None] * spec.world
         self.alarm = asyncio.Event()  # set by every sign that this life is over
         self.last_item = 0.0  # when a step item last came from any rank; 0.0 before the first
@@ -75,12 +76,12 @@ class Life:
         self._context = contextvars.Context()
 
     async def begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """Create the shards and load them side by side; what was created is left to `kill`.
+        """Create the shards and load them in parallel; after an error the caller has to `kill` those created.
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
-            GangError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed progress
-                for `still_s`.
+            GangStartError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed
+                progress for `still_s`.
         """
         until = time.monotonic() + timeout_s
         self._context = contextvars.copy_context()
@@ -91,16 +92,16 @@ class Life:
             meeting = (await self._loaded([_named(0, self.shards[0].open_store.remote())], until, still_s))[0]
         loads = [_named(rank, shard.load.remote(self.spec.config, meeting)) for rank, shard in enumerate(self.shards)]
         self.infos = await self._loaded(loads, until, still_s)
-        self._unask()  # what is still to come is about the loading
+        self._unask()  # heartbeats still under way are about the loading
         self.beats = [None] * self.spec.world
         self._answered = [time.monotonic()] * self.spec.world
         self._following = [asyncio.create_task(self._follow(rank)) for rank in range(self.spec.world)]
 
     async def _loaded(self, loads: Sequence[Any], until: float, still_s: float) -> list[Any]:
-        """What all ranks answered.
+        """The answers of all ranks.
 
         Raises:
-            ConfigError, GangError: the error that says most about why they could not, soon after the first one did.
+            ConfigError, GangStartError: of the first errors, the one that says most about the cause.
         """
         tasks = [asyncio.ensure_future(load) for load in loads]
         try:
@@ -110,7 +111,7 @@ class Life:
                 task.cancel()
 
     async def _all_of(self, tasks: Sequence[asyncio.Task[Any]], until: float, still_s: float) -> list[Any]:
-        """The results of loads, as `_loaded` says; those that are late are the caller's to cancel."""
+        """The results of `_loaded`; the caller cancels the tasks that have not ended."""
         began = time.monotonic()
         late, why = set(tasks), ""
         while late and not why and not any(task.exception() for task in tasks if task.done()):
@@ -122,25 +123,25 @@ class Life:
             elif late and (still := time.monotonic() - self._last_progress()) > still_s:
                 why = f"did not load: no rank has done anything for {still:.0f} s"
         errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-        if errors and late:  # peers may notice sooner than the one to blame has said why
+        if errors and late:  # peers may fail before the rank at fault has reported its error
             more, late = await asyncio.wait(late, timeout=REASON_TIMEOUT_S)
             errors += [error for task in more if (error := task.exception()) is not None]
         if errors:
             raise min(errors, key=_says_little)
         if late:
             ranks = ", ".join(str(rank) for rank, task in enumerate(tasks) if task in late)
-            raise GangError(f"rank {ranks} {why}")
+            raise GangStartError(f"rank {ranks} {why}")
         return [task.result() for task in tasks]
 
     def _last_progress(self) -> float:
-        """When any rank last did something that we heard of, on our clock."""
+        """When any rank last made progress, as far as its heartbeats told, on our clock."""
         heard = zip(self._answered, self.beats, strict=True)
         return max(at - (0.0 if beat is None else beat.age_s) for at, beat in heard)
 
     def _create(self, rank: int) -> Any:
         options = self._placement.options(rank)
         neighbours = self._placement.nodes.count(self._placement.nodes[rank])
-        remote: Any = ray.remote  # its overloads know no concurrency groups
+        remote: Any = ray.remote  # its type overloads lack concurrency groups
         actor = remote(**ACTOR_OPTIONS)(ShardActor)
         name = f"{self.spec.name}#{rank}.{self.epoch}"
         return actor.options(name=name, namespace=NAMESPACE, **options).remote(
@@ -153,17 +154,17 @@ class Life:
         return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
 
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Ask every rank for its heartbeat; those that answer within the time are brought up to date."""
+        """Ask every rank for its heartbeat, and wait for the answers for at most `timeout_s`."""
         if waiting := self.ask():
             await asyncio.wait(waiting, timeout=timeout_s)
 
     def ask(self) -> list[asyncio.Task[None]]:
-        """Ask the ranks that no question is open to; the open questions, however old."""
+        """Ask each rank for its heartbeat unless it still owes one; returns all unanswered calls, however old."""
         if not self.shards:
             return []
         for rank, task in enumerate(self._asking):
             if task is None or task.done():
-                # in the owner's context, not the caller's: Serve cancels what the task of a request has called
+                # in the owner's context, not the caller's: Serve cancels the calls that a request's task has made
                 self._asking[rank] = asyncio.create_task(self._ask(rank), context=self._context)
         return [task for task in self._asking if task is not None]
 
@@ -177,13 +178,13 @@ class Life:
             self.mark_failed(rank, f"its heartbeat failed: {first_line(error)}")
 
     async def _follow(self, rank: int) -> None:
-        """Learn of a rank's end when it happens: its process's from Ray, its loop's from itself."""
+        """Wait for the end of a rank: Ray reports that of its process, the rank itself that of its loop."""
         try:
             failure: Failure | None = await self.shards[rank].end.remote()
         except RayActorError as error:
             self.mark_dead(rank, error)
         except Exception as error:
-            self.mark_failed(rank, f"it could not be followed: {first_line(error)}")
+            self.mark_failed(rank, f"waiting for its end failed: {first_line(error)}")
         else:
             if failure is None:
                 self.mark_failed(rank, "its loop ended")
@@ -192,12 +193,12 @@ class Life:
                 self.alarm.set()
 
     def mark_dead(self, rank: int, error: Exception) -> None:
-        """Ray says that a shard is gone."""
+        """Ray has reported that a shard is dead."""
         self._deaths[rank] = self._deaths[rank] or f"the process died ({first_line(error)})"
         self.alarm.set()
 
     def mark_failed(self, rank: int, reason: str) -> None:
-        """A shard no longer does its work, unless it has said why itself."""
+        """A shard no longer works; the reason that it gave itself, if any, stays."""
         if self._failures[rank] is None:
             beat = self.beats[rank]
             where = (0, "start") if beat is None else (beat.step, beat.phase)
@@ -209,7 +210,7 @@ class Life:
         self.last_item = time.monotonic()
 
     def forgive(self, seconds: float) -> None:
-        """This process itself stood still for so long: no rank could have been heard meanwhile."""
+        """Do not count `seconds` as silence: this process itself stood still and could hear no rank."""
         self._answered = [at + seconds for at in self._answered]
 
     def last_sign(self, rank: int) -> float:
@@ -226,7 +227,7 @@ class Life:
         return found
 
     async def stop(self, timeout_s: float) -> None:
-        """End the loops together after their step."""
+        """End all loops together, after their present step."""
         self._unfollow()
         if stops := [asyncio.ensure_future(_settled(shard.stop.remote())) for shard in self.shards]:
             _, late = await asyncio.wait(stops, timeout=timeout_s)
@@ -258,7 +259,7 @@ def _says_little(error: BaseException) -> int:
 
 
 async def _named(rank: int, ref: Any) -> Any:
-    """Await a load; a refusal of the config comes through as itself, everything else names the rank."""
+    """Await a load; a ConfigError is raised as it is, every other error as one that names the rank."""
     try:
         return await ref
     except RayTaskError as error:
@@ -266,21 +267,15 @@ async def _named(rank: int, ref: Any) -> Any:
         if isinstance(cause, ConfigError):
             raise ConfigError(str(cause)) from None
         if isinstance(cause, LoadError) and cause.kind != "failed":
-            raise GangError(f"rank {rank} could not load: {cause}") from cause
-        raise GangError(f"rank {rank} could not load: {cause}") from None
+            raise GangStartError(f"rank {rank} could not load: {cause}") from cause
+        raise GangStartError(f"rank {rank} could not load: {cause}") from None
     except RayActorError as error:
-        raise GangError(f"rank {rank} died while loading: {first_line(error)}") from None
+        raise GangStartError(f"rank {rank} died while loading: {first_line(error)}") from None
 
 
 async def _settled(ref: Any) -> None:
-    """Await an answer, whatever it is."""
+    """Await an answer and ignore Ray's errors."""
     try:
         await ref
     except RayError:
         return
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -1,7 +1,7 @@
-"""A Ray of one's own, on this machine, for as long as this process lives: loopback only, with a token, nothing left.
+"""A private Ray cluster on this machine, for as long as this process lives: loopback only, with a token, cleaned up.
 
-`aerie serve` and the tests use it. It shares nothing with a Ray that `ray start` may have put on the machine: its
-ports, its folder and its life are its own.
+`aerie serve` and the tests use it. It shares nothing with a Ray that `ray start` may have started on the machine: it
+has its own ports, folder and lifetime.
 """
 
 import functools
@@ -22,7 +22,7 @@ import ray._private.parameter
 import ray._private.ray_constants as ray_constants
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
-from cluster.actors.folder import OwnedFolder, remove_orphans
+from cluster.actors.ray_folder import OwnedFolder, remove_orphans
 
 import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
 
@@ -33,7 +33,7 @@ KILL_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class LocalRay:
-    """How large the cluster is; `start` and `stop` may each be called once."""
+    """A local cluster of the given size; `start` and `stop` may each be called once."""
 
     num_cpus: int | None = None
     num_gpus: int | None = None
@@ -94,7 +94,7 @@ class LocalRay:
 
 
 def _kill(processes: list[psutil.Process], timeout_s: float) -> None:
-    """End processes and wait for that; some may end by themselves meanwhile."""
+    """Kill processes and wait until they are gone; some may have ended by themselves."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -103,11 +103,11 @@ def _kill(processes: list[psutil.Process], timeout_s: float) -> None:
 
 @contextmanager
 def _lean_head(with_logs: bool) -> Iterator[None]:
-    """Have `ray.init` leave out three helpers that nobody needs here: 4 s of a start on two cores, and 280 MB.
+    """Make `ray.init` skip three helper processes that are not needed here; saves 4 s on two cores, and 280 MB.
 
-    They are the autoscaler's monitor, the dashboard's server (it starts even with include_dashboard=False, and the
-    start waits for it) and, unless logs are wanted here, the log monitor. `ray.init` has no argument for them; where a
-    version of Ray has other inner names, it starts with all its helpers, which costs only time.
+    They are the autoscaler's monitor, the dashboard's server (it starts even with include_dashboard=False, and
+    `ray.init` waits for it) and, without `with_logs`, the log monitor. `ray.init` has no argument for them; a version
+    of Ray with other internal names starts with all its helpers, which costs only time and memory.
     """
     parameter: Any = ray._private.parameter
     node: Any = ray._private.node.Node
@@ -128,13 +128,13 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
 
 
 def prepare_environment(folder: Path) -> None:
-    """Settings that Ray reads from the environment, for this process and all it starts; those already set stay.
+    """Set Ray's environment variables for this process and all that it starts; those already set are kept.
 
     `ray.init` of a new cluster turns token authentication on by itself unless RAY_AUTH_MODE says otherwise.
     """
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray runs workers 15 steps nicer than other programs, which then leave a rank one CPU second of thirty.
+        # Ray runs workers at niceness 15: beside other busy programs, a rank gets one CPU second of thirty.
         "RAY_worker_niceness": "0",
         # Serve replaces a dead proxy after three failed checks; its defaults are 10 s for each.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
@@ -148,15 +148,15 @@ def prepare_environment(folder: Path) -> None:
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(place / "metrics.sock"),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(place),
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(place / "server-state"),
-            # HAProxy wants its two own ports by number, and the defaults may be those of another Ray on this machine.
+            # HAProxy's own two ports need fixed numbers, and another Ray on this machine may use the defaults.
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(_unused_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(_unused_port()),
-            # How long a replica that leaves waits for load balancers to notice; the only one here is Serve's own.
+            # How long a stopping replica waits for load balancers to notice; the only one here is Serve's own.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # Ray's name for "this node is reached by 127.0.0.1 only": all its servers then bind to loopback.
+    # False means in Ray that this node is reached by 127.0.0.1 only: all its servers then bind to loopback.
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
@@ -170,7 +170,7 @@ def gpus_here() -> int:
 
 
 def uses_haproxy() -> bool:
-    """Whether Serve is asked to put HAProxy in front instead of its own proxy."""
+    """Whether Serve is configured to use HAProxy instead of its own proxy."""
     return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
 
 

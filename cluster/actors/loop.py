@@ -1,7 +1,7 @@
-"""The step loop of one rank: one thread owns the engine, everyone else leaves notes in its inbox.
+"""The step loop of one rank: one thread owns the engine, all others leave commands in its inbox.
 
-Knows no Ray and no tensors. The ranks of a gang step together, with work of their own or without; when none has any
-they all sleep, and a submit to one of them wakes them all.
+No Ray and no tensors here. The ranks of a gang step together, with work of their own or without; when none has any they
+all sleep, and a submit to one of them wakes them all.
 """
 
 import logging
@@ -9,22 +9,22 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, is_dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from cluster.actors.effort import Effort, Pulse
+from cluster.actors.cpu_progress import Effort, Pulse
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
 from cluster.request import Request, RequestOutput
+from cluster.status import EngineStatus, RankInfo
 
 logger = logging.getLogger(__name__)
 
 STEP_THREADS = "aerie-step"  # the name of the thread that steps, and of those that it starts
-# What the engine's own errors mean. By name: the module that defines them loads torch, and a replica reads this one.
+# Kinds of the engine's own errors, by class name: their module imports torch, and replicas import this one.
 KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
 
 
 class Samples(Protocol):
-    """Anything that serialises a registry; any thread may ask."""
+    """Anything that serialises a metrics registry; usable from any thread."""
 
     def serialize(self) -> bytes:
         """One registry sample, see `cluster.metrics`."""
@@ -41,7 +41,7 @@ class StepOutputs(Protocol):
 
 
 class StepEngine(Protocol):
-    """What the loop needs of `cluster.engine.Engine`. Only the loop thread calls it, except where it says otherwise."""
+    """What the loop needs of `cluster.engine.Engine`. Members not marked "Any thread" are for the loop thread only."""
 
     @property
     def metrics(self) -> Samples:
@@ -55,12 +55,12 @@ class StepEngine(Protocol):
 
     @property
     def quiet(self) -> bool:
-        """After a step: no rank of the gang has work. Alone: not `has_work`."""
+        """Whether no rank of the gang had work in the last step; for a single rank, not `has_work`."""
         ...
 
     @property
     def left(self) -> bool:
-        """After a step: the gang has ended, because some rank called `leave`."""
+        """Whether the last step ended the gang, because some rank had called `leave`."""
         ...
 
     @property
@@ -70,11 +70,12 @@ class StepEngine(Protocol):
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """(a number that grows with what is done inside a step, whether this rank waits for its peers). Any thread."""
+        """(a number that grows as a step makes progress, whether this rank waits for its peers). Any thread."""
         ...
 
-    on_begun: Callable[[tuple[str, ...]], None]
-    """Called before a step runs, with the ids of the requests that it takes in."""
+    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
+        """Have `call` called before each step runs, with the ids of the requests that it admits."""
+        ...
 
     def submit(self, request: Request) -> None:
         """Queue a request; ValueError if it can never be served."""
@@ -85,11 +86,11 @@ class StepEngine(Protocol):
         ...
 
     def step(self) -> StepOutputs:
-        """Run one step with the other ranks; a peer that is gone or out of step is an error with rank, step, phase."""
+        """Run one step with the other ranks; raises, with rank, step and phase, if a peer is gone or out of step."""
         ...
 
     def sleep(self) -> None:
-        """When quiet: wait without using the CPU until a rank rings. A ring just before counts."""
+        """When quiet: wait without using the CPU until a rank rings. A ring just before the call counts."""
         ...
 
     def ring(self) -> None:
@@ -101,23 +102,23 @@ class StepEngine(Protocol):
         ...
 
     def close(self, reason: str = "") -> None:
-        """Cut this rank off, so that its peers' steps raise, and tell them why. Any thread."""
+        """Disconnect this rank, so that its peers' steps raise, and tell them why. Any thread."""
         ...
 
-    def status(self) -> Any:
-        """Counters after the last step, a dataclass."""
+    def status(self) -> EngineStatus:
+        """Counters after the last step."""
         ...
 
-    def info(self) -> dict[str, Any]:
-        """The resolved config, JSON-ready."""
+    def info(self) -> RankInfo:
+        """What the rank runs with."""
         ...
 
 
 class EngineLoop:
-    """Runs an engine in its own thread and keeps its pulse.
+    """Runs an engine in its own thread and tracks its progress.
 
-    A step that raises ends the loop for good and cuts the engine off, so that the other ranks end as well; `failure`
-    tells why. Requests are not told: whoever owns their streams submits them again elsewhere or gives them up.
+    A step that raises ends the loop for good and disconnects the engine, so that the other ranks end as well; `failure`
+    says why. Requests get no error here: the owner of their streams resubmits them elsewhere or gives them up.
     """
 
     def __init__(self, engine: StepEngine, rank: int = 0, world: int = 1) -> None:
@@ -136,8 +137,8 @@ class EngineLoop:
         self._steps = self._turns = 0
         self._effort = Effort(STEP_THREADS)
         self._pulse = Pulse(self._effort)
-        engine.on_begun = self._begin
-        self._status = _plain(engine.status())
+        engine.on_begun(self._begin)
+        self._status = engine.status()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
 
     def start(self) -> None:
@@ -161,7 +162,7 @@ class EngineLoop:
         return self._over.is_set()
 
     def wait(self) -> Failure | None:
-        """Block until the loop has ended; why, unless it was asked to."""
+        """Block until the loop has ended; returns the failure that ended it, None if it was stopped."""
         self._over.wait()
         return self.failure
 
@@ -169,7 +170,7 @@ class EngineLoop:
         """Leave submits and aborts for the next step, and wake the gang for submits. A loop that is over drops them."""
         with self._wake:
             self._inbox.append(commands)
-            if commands.submits and not self._busy:  # the pulse of a sleeping rank starts to count now
+            if commands.submits and not self._busy:  # from now on a sleeping rank has to make progress
                 self._busy = True
                 self._pulse.beat()
             ring = bool(commands.submits) and self._must_ring()
@@ -189,7 +190,7 @@ class EngineLoop:
         return items
 
     def heartbeat(self) -> Heartbeat:
-        """The pulse now; never waits for a step. Progress is noticed here, so ask often."""
+        """The heartbeat now; never waits for a step. Only this call notices progress, so call it often."""
         position, (marks, waits) = self.engine.position, self.engine.progress
         self._pulse.look((self._turns, position, marks), waits)
         with self._wake:
@@ -205,7 +206,7 @@ class EngineLoop:
             )
 
     def _must_ring(self) -> bool:
-        """Whether the caller, who holds the lock, has to ring for a loop that sleeps; true once per sleep."""
+        """Whether the caller, which holds `_wake`, has to ring because the loop sleeps; true once per sleep."""
         ring = self._asleep and not self._rung
         self._rung |= ring
         return ring
@@ -224,7 +225,7 @@ class EngineLoop:
                 self._filled.notify_all()
 
     def _turn(self) -> None:
-        """Sleep while there is nothing to do anywhere, take what came, and step."""
+        """Sleep while no rank has work, pass the inbox to the engine, and step."""
         self._note()
         if self.engine.quiet:
             self._sleep()
@@ -242,14 +243,14 @@ class EngineLoop:
         self._publish(outputs, refused)
 
     def _note(self) -> None:
-        """A turn is over: that is progress, and the counters are new."""
-        status = _plain(self.engine.status())
+        """A turn of the loop is over: count it as progress, and note the engine's new counters."""
+        status = self.engine.status()
         with self._wake:
             self._status = status
             self._turns += 1
 
     def _sleep(self) -> None:
-        """Sleep until a rank rings. Every rank passes here after a quiet step; who has something to do rings first."""
+        """Sleep until a rank rings. All ranks come here after a quiet step; one that has work by then rings first."""
         with self._wake:
             self._asleep = True
             self._busy = self._rung = self._stopping or any(commands.submits for commands in self._inbox)
@@ -264,7 +265,7 @@ class EngineLoop:
                 self._pulse.beat()
 
     def _apply(self, batch: list[Commands]) -> tuple[tuple[str, str], ...]:
-        """Hand the inbox to the engine; what it would not take comes back as (request id, message)."""
+        """Pass the inbox to the engine; returns the refused requests as (request id, message)."""
         refused = []
         for commands in batch:
             for request in commands.submits:
@@ -281,7 +282,7 @@ class EngineLoop:
             self._put_out(StepItem(self.rank, self._steps, outputs, refused))
 
     def _begin(self, ids: tuple[str, ...]) -> None:
-        """Say which requests the step takes in before it runs: should it end the process, they are the suspects."""
+        """Before a step runs, report the requests that it admits: if it kills the process, they are the suspects."""
         self._put_out(StepItem(self.rank, self._steps, begun=ids))
 
     def _put_out(self, item: StepItem) -> None:
@@ -290,12 +291,12 @@ class EngineLoop:
             self._filled.notify()
 
     def _fail(self, error: Exception) -> None:
-        """Note why, and let the peers know."""
+        """Note the failure, and disconnect from the peers, telling them why."""
         self.failure = failure_of(error, self.rank, self.engine.position)
         try:
             self.engine.close(self.failure.reason)
         except Exception:
-            logger.exception("rank %d: could not cut the engine off", self.rank)
+            logger.exception("rank %d: could not disconnect the engine", self.rank)
 
 
 def kind_of(error: BaseException) -> FailureKind:
@@ -304,7 +305,7 @@ def kind_of(error: BaseException) -> FailureKind:
 
 
 def failure_of(error: Exception, by: int, position: tuple[int, str]) -> Failure:
-    """The failure that an error of rank `by` amounts to; its own position stands in for what the error does not say."""
+    """The failure that an error of rank `by` means; its own `position` is used where the error names none."""
     kind = kind_of(error)
     step, phase = position
     if kind != "failed":
@@ -313,10 +314,3 @@ def failure_of(error: Exception, by: int, position: tuple[int, str]) -> Failure:
     where = traceback.extract_tb(error.__traceback__)[-1]
     reason = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
     return Failure(by, kind, by, step, phase, reason)
-
-
-def _plain(status: Any) -> dict[str, Any]:
-    """Counters as a dict that crosses processes."""
-    if is_dataclass(status) and not isinstance(status, type):
-        return asdict(status)
-    return dict(status)

@@ -1,10 +1,11 @@
-"""What crosses between a Serve replica and the shards of its gang, and the seam the REST layer is written against."""
+"""Messages between a Serve replica and the shards of its gang, and the interface that the REST layer uses."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from cluster.request import Request, RequestOutput
+from cluster.status import EngineStatus
 
 FailureKind = Literal["lost", "out_of_step", "failed"]
 LossKind = Literal["died", "frozen", "failed", "out_of_step"]
@@ -12,11 +13,11 @@ LossKind = Literal["died", "frozen", "failed", "out_of_step"]
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """What a shard streams: one per step with what every request of that rank got in it, and one before a step that
-    takes requests in.
+    """One item of a shard's stream: one per step with the outputs of the rank's requests, and one before each step that
+    admits requests.
 
-    `refused` holds (request id, message) of requests that the engine would not take, in the step that they would have
-    joined; `begun` the ids of those that the step about to run takes in.
+    `refused` holds (request id, message) of requests that the engine refused, in the step that they would have joined;
+    `begun` the ids of those that the step about to run admits.
     """
 
     rank: int
@@ -28,7 +29,7 @@ class StepItem:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What a replica tells one shard in one actor call: requests that begin and ids of requests that end."""
+    """What a replica sends one shard in one actor call: requests to submit and ids of requests to abort."""
 
     submits: tuple[Request, ...] = ()
     aborts: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class Failure:
     """Why the loop of rank `by` ended without being asked to.
 
     `kind` "lost": a peer is gone; "out_of_step": the ranks disagree; "failed": a step of this rank raised. `rank` is
-    the guilty one as far as `by` knows, `step` and `phase` are where it was noticed.
+    the rank at fault as far as `by` knows, `step` and `phase` are where it was noticed.
     """
 
     by: int
@@ -52,12 +53,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The pulse of one rank, read from its own clock.
+    """The progress of one rank, by its own clock.
 
-    `step` and `phase` are where the rank is now; `busy` says that it has something to do. `age_s` is the time since it
-    last did anything, `unmarked_s` the time since it last came to another step, phase, collective or part of a layer:
-    CPU time counts for the first, not for the second. `waits`: it is in a collective, for its peers to come to.
-    `status` holds the counters of the engine after its last step.
+    `steps` were taken; `step` and `phase` are where the rank is now; `busy`: it has work. `age_s` is the time since its
+    last progress, `unmarked_s` the time since it last reached another step, phase, collective or part of a layer: using
+    CPU time counts as progress for the first only. `waits`: it is in a collective, where it may wait for peers.
+    `status` is the engine's after its last step.
     """
 
     rank: int
@@ -68,31 +69,37 @@ class Heartbeat:
     phase: str = ""
     unmarked_s: float = 0.0
     waits: bool = False
-    status: dict[str, Any] = field(default_factory=dict)
+    status: EngineStatus = field(default_factory=EngineStatus)
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """The end of one life of a gang: which rank is to blame, how, and where it was.
-
-    `epoch` is the life that ended, `at` the Unix time when that was noticed. Seconds: `noticed_s` since the gang's last
-    sign of life with that rank in it, `restored_s` from then until the gang served again, after `attempts` starts (None
-    while it does not).
-    """
+class Blame:
+    """Which rank is at fault, how, and where it was."""
 
     rank: int
     kind: LossKind
     step: int
     phase: str
     reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.kind} at step {self.step}, phase {self.phase}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss(Blame):
+    """The end of one life of a gang, and which rank is to blame.
+
+    `epoch` is the life that ended, `at` the Unix time when that was noticed. In seconds: `noticed_s` from the rank's
+    last sign of life (a heartbeat, or any rank's step item) until then; `restored_s` from then until the gang served
+    again, after `attempts` starts (None while it does not).
+    """
+
     epoch: int
     at: float
     noticed_s: float
     restored_s: float | None = None
     attempts: int = 0
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.kind} at step {self.step}, phase {self.phase}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +121,11 @@ class GangStatus:
 class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
     """Admission refused: the queue is full or the wait too long. Answered as 503 with Retry-After at once.
 
-    `retry_after_s` is how long a request would wait that joined the queue now, as far as that is known.
+    `retry_after_s` is the estimated wait of a request that would join the queue now.
     """
 
     def __init__(self, message: str = "", retry_after_s: float = 1.0) -> None:
-        super().__init__(message, retry_after_s)  # both, so that it survives a pickle
+        super().__init__(message, retry_after_s)  # both, so that it can be unpickled
         self.message = message
         self.retry_after_s = retry_after_s
 
@@ -127,10 +134,10 @@ class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mi
 
 
 class Unavailable(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
-    """The gang is lost or ends, and takes no request. Answered as 503; trying again after `retry_after_s` may help."""
+    """The gang is lost or shutting down. Answered as 503; trying again after `retry_after_s` may help."""
 
     def __init__(self, reason: str, retry_after_s: float = 5.0) -> None:
-        super().__init__(reason, retry_after_s)  # both, so that it survives the way between processes
+        super().__init__(reason, retry_after_s)  # both, so that it can be unpickled
         self.reason, self.retry_after_s = reason, retry_after_s
 
     def __str__(self) -> str:
@@ -138,10 +145,10 @@ class Unavailable(Exception):  # noqa: N818 - it is a state of the gang, not a m
 
 
 class LoadError(RuntimeError):
-    """A shard could not load. `kind` is "lost" when a peer was the reason, else "failed"."""
+    """A shard could not load. `kind` is "failed" for an error of its own, else what was wrong with its peers."""
 
     def __init__(self, message: str, kind: FailureKind) -> None:
-        super().__init__(message, kind)  # both, so that it survives the way to the replica
+        super().__init__(message, kind)  # both, so that it can be unpickled
         self.kind = kind
 
     def __str__(self) -> str:
@@ -159,7 +166,7 @@ class EngineClient(Protocol):
 
         Raises:
             Overloaded: before the first output, when the queue is full.
-            Unavailable: before the first output, when the gang is lost or ends.
+            Unavailable: before the first output, when the gang is lost or shutting down.
             ValueError: the request cannot be served as it is (prompt too long, token id outside the vocabulary).
         """
         ...

@@ -24,10 +24,10 @@ def interface_of(address: str) -> str | None:
 
 
 def choose_interface(address: str) -> str | None:
-    """Have gloo and NCCL of this process use the interface of `address`, and return it; what the user set stays.
+    """Make gloo and NCCL of this process use the interface of `address`, and return it; what the user set is kept.
 
-    Left alone, gloo takes whatever the host's name resolves to and NCCL the first interface that is not loopback: on a
-    host with several networks these need not be the one that the other hosts can reach.
+    By default gloo uses the address that the host's name resolves to and NCCL the first interface that is not loopback:
+    on a host with several networks these need not be the one that the other hosts can reach.
     """
     name = interface_of(address)
     if name is not None:

@@ -1,6 +1,6 @@
-"""The other gangs of the same deployment, found by name, so that one replica can speak for all.
+"""The other gangs of the same deployment, found by actor name, so that one replica can report the metrics of all.
 
-A shard is a named actor `<deployment>/<gang>#<rank>` in the namespace of Aerie. Rank 0 also holds the latest registry
+A shard is a named actor `<deployment>/<gang>#<rank>.<life>` in Aerie's namespace. Rank 0 also holds the latest registry
 sample of its replica, because replicas cannot call each other.
 """
 
@@ -22,10 +22,10 @@ def gang_name(deployment: str, gang: str) -> str:
 
 
 async def deployment_samples(gang: Gang) -> list[bytes]:
-    """One sample per rank of every gang of the deployment, and those that the other replicas left at their gangs.
+    """Registry samples of all ranks of all gangs of the deployment, and those that the other replicas left there.
 
-    The own replica's sample is not among them: it is at hand, and newer, where this is called. A shard that does not
-    answer in time is left out.
+    This replica's own sample is not among them: the caller has a newer one. A shard that does not answer in time is
+    left out.
     """
     others = await asyncio.to_thread(_other_shards, gang.spec.name)
     own = [_samples(shard, own=True) for shard in gang.shards]
@@ -34,10 +34,10 @@ async def deployment_samples(gang: Gang) -> list[bytes]:
 
 
 async def publish(gang: Gang, sample: bytes) -> None:
-    """Leave the replica's own sample at its rank 0, for the other replicas to read; while the gang restarts, at the
-    next rank 0.
+    """Leave the replica's own sample at its gang's rank 0, for the other replicas to read; while the gang restarts,
+    the next life's rank 0 gets it.
     """
-    gang.sample = sample
+    gang.keep(sample)
     if not gang.shards:
         return
     try:
@@ -47,7 +47,7 @@ async def publish(gang: Gang, sample: bytes) -> None:
 
 
 def _other_shards(own: str) -> list[Any]:
-    """Handles of the shards of the same deployment's other gangs; those that end meanwhile are passed over."""
+    """Handles of the shards of the same deployment's other gangs; those that end meanwhile are skipped."""
     deployment, _, _ = own.rpartition("/")
     shards = []
     for entry in list_named_actors(all_namespaces=True):

@@ -1,4 +1,4 @@
-"""Where the ranks of a gang run: one bundle per rank in one placement group, neighbours in rank on the same node."""
+"""Where the ranks of a gang run: one bundle per rank in one placement group; the ranks of a node are consecutive."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -56,10 +56,10 @@ class Placement:
         }
 
     async def renew(self, timeout_s: float) -> "Placement":
-        """The same group as it is now: Ray moves the bundles of a node that died to another.
+        """The same group as it is now: Ray moves the bundles of a dead node to other nodes.
 
         Raises:
-            PlacementError: there is no room for them within the time.
+            PlacementError: no room for them was found within `timeout_s`.
         """
         if not await asyncio.to_thread(self.group.wait, timeout_s):
             raise PlacementError(_missing(self.layout, timeout_s))
@@ -74,7 +74,7 @@ async def reserve(layout: Layout, name: str) -> Placement:
     """Create the placement group and wait until every bundle has its resources.
 
     Raises:
-        PlacementError: not within `layout.timeout_s`.
+        PlacementError: they are not free within `layout.timeout_s`.
     """
     group = placement_group([dict(bundle) for bundle in layout.bundles], strategy=layout.strategy, name=name)
     try:
@@ -88,7 +88,7 @@ async def reserve(layout: Layout, name: str) -> Placement:
 
 
 def _placed(group: PlacementGroup, layout: Layout) -> Placement:
-    """Ranks given to the bundles of a group that is ready."""
+    """Assign ranks to the bundles of a group that is ready."""
     node_of = placement_group_table(group)["bundles_to_node_id"]
     order = rank_order(node_of, ray.get_runtime_context().get_node_id())
     return Placement(group, order, tuple(node_of[bundle] for bundle in order), layout)
@@ -120,7 +120,7 @@ def _missing(layout: Layout, waited_s: float) -> str:
     ]
     without = "GPU" in demand and not total.get("GPU")
     remedy = "set device to cpu, or add nodes with GPUs" if without else ""
-    reason = "; ".join(short) or f"each is there, but not in the shape that strategy {layout.strategy} asks for"
+    reason = "; ".join(short) or f"enough is free in total, but not as strategy {layout.strategy} needs it on the nodes"
     return f"no room for {layout.world} rank(s) after {waited_s:g} s ({reason}); " + (
         remedy or "add nodes, free resources, or change placement_group_config"
     )
@@ -137,10 +137,10 @@ def device_of(
 ) -> tuple[Literal["cpu", "cuda"], str]:
     """What every rank runs on, and why; `bundles` are those of a placement_group_config, `gpus` the cluster's.
 
-    `auto` is what was reserved by hand, else CUDA if and only if the cluster has GPUs.
+    `auto` follows the bundles where they are given; else it is CUDA if an accelerator type is given or there are GPUs.
 
     Raises:
-        ValueError: device is cuda, and the bundles given reserve no GPU.
+        ValueError: device is cuda, and not every given bundle reserves a GPU.
     """
     with_gpu = bundles is not None and all(bundle.get("GPU", 0.0) > 0 for bundle in bundles)
     if asked == "cuda":

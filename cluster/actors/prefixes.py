@@ -1,8 +1,8 @@
-"""Which prefixes a rank holds, as far as its router knows: pages by a hash of all tokens up to their end.
+"""Which prefixes a rank holds, as its router estimates: pages by a hash of all tokens up to their end.
 
-A page is keyed by its own tokens and the token after it, like a page of `cluster.kv.radix`. The index guesses: a rank
-evicts without telling, so it is bounded like the rank's cache, and corrected by what a request found there. A wrong
-guess (or two chains with one hash) costs a rank some prompt rows, never a token.
+A page is keyed by its own tokens and the token after it, like a page of `cluster.kv.radix`. The index is an estimate: a
+rank evicts without telling, so the index has the rank's capacity, and is corrected by what a request found cached. A
+wrong estimate (or two chains with the same hash) costs a rank some prompt rows; it never changes a token.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def chain_of(tokens: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """One hash per reusable page of `tokens`, each over the prefix up to it; at least one token is beyond the last."""
+    """One hash per reusable page of `tokens`, over the prefix that it ends; a token follows the last page."""
     ids, link = tuple(tokens), 0
     chain = []
     for start in range(0, len(ids) - page_size, page_size):
@@ -30,14 +30,14 @@ class PrefixIndex:
         return len(self._pages)
 
     def held(self, chain: Sequence[int]) -> int:
-        """How many pages of `chain` the rank holds, counted from its start without a gap."""
+        """How many pages at the start of `chain` the rank holds without a gap."""
         for count, link in enumerate(chain):
             if link not in self._pages:
                 return count
         return len(chain)
 
     def add(self, chain: Sequence[int]) -> None:
-        """The rank now holds `chain`; its first pages are the last to go."""
+        """The rank now holds `chain`, whose first pages are evicted last."""
         for link in reversed(chain):
             self._pages[link] = None
             self._pages.move_to_end(link)
@@ -49,6 +49,7 @@ class PrefixIndex:
         for link in chain:
             self._pages.pop(link, None)
 
-    def clear(self) -> None:
-        """The rank's cache is empty."""
+    def restarted(self, capacity: int) -> None:
+        """The rank's cache is empty and has so many pages; an index without capacity stays off."""
         self._pages.clear()
+        self.capacity = capacity if self.capacity else 0

@@ -1,17 +1,16 @@
-"""Requests in, outputs back: the client side of a gang, living on the event loop of its replica.
+"""The client side of a gang: requests in, outputs back, on the event loop of its replica.
 
-One actor call carries all the submits and aborts that gathered while the call before was on its way; one stream per
-leader brings step items back and is dealt out to a queue per request. Admission is decided here, before a shard hears
-of a request. While the gang restarts, streams and new requests wait here; then all are submitted, those that were
-already given tokens with these tokens.
+One actor call carries all the submits and aborts that gathered while the call before was under way; one stream per
+leader brings step items back, whose outputs go to one queue per request. Admission is decided here, before a shard gets
+a request. While the gang restarts, streams and new requests wait here; then all are submitted, and those that already
+had tokens continue after them.
 """
 
 import asyncio
 import logging
 import math
-import random
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -19,16 +18,17 @@ from ray.exceptions import RayActorError
 from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer
 from cluster.actors.gang import Gang
-from cluster.actors.life import Life, first_line
+from cluster.actors.life import Life
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.peers import deployment_samples
-from cluster.actors.shared import Shared
-from cluster.actors.streams import Recovery, Refusal, Stream, with_seed
-from cluster.request import Request, RequestOutput
+from cluster.actors.shared_answer import Shared
+from cluster.actors.streams import Recovery, Refusal, Stream
+from cluster.logs import first_line
+from cluster.request import Request, RequestOutput, Seeds
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 0.5  # how long to read what shards that are ended had still to say
+LAST_WORDS_S = 0.5  # how long to read what killed shards had already sent
 
 
 Work = Callable[[Life, int], Coroutine[Any, Any, None]]
@@ -36,14 +36,14 @@ Work = Callable[[Life, int], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class Line:
-    """What gathers for one leader until the next actor call."""
+    """Submits and aborts that gather for one leader until the next actor call."""
 
     submits: list[Request] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self) -> Commands:
-        """All of it; the line is empty then."""
+        """Take everything and leave the line empty."""
         commands = Commands(tuple(self.submits), tuple(self.aborts))
         self.submits.clear()
         self.aborts.clear()
@@ -55,11 +55,11 @@ class Router:
     """Implements `EngineClient` for one gang, and `Owner`: it is told when the gang goes down and comes back."""
 
     def __init__(self, gang: Gang, on_resumed: Callable[[], None] | None = None, replica_rank: int = 0) -> None:
-        """`on_resumed` is called for every stream that a new life of the gang is given.
+        """`on_resumed` is called for every stream that is submitted again to a new life of the gang.
 
-        Requests without a seed are given one in the order in which they are admitted, from a generator that begins
-        with `random_seed` and the replica's rank among its like: after a restart the same requests in the same order
-        get the same seeds, and no two requests share one.
+        Requests without a seed get one in the order in which they are admitted, from a generator seeded with
+        `random_seed` and `replica_rank`, the replica's rank in its deployment: after a restart the same requests in the
+        same order get the same seeds, and no two requests share one.
         """
         config = gang.spec.config
         self._on_resumed = on_resumed
@@ -68,7 +68,7 @@ class Router:
         self._balancer = Balancer.of(config)
         self._samples = Shared(lambda: deployment_samples(gang))
         self._admission = Admission(config)
-        self._seeds = random.Random(f"{config.random_seed}/{replica_rank}")
+        self._seeds = Seeds(f"{config.random_seed}/{replica_rank}")
         self._life: Life | None = None  # the life that requests go to; None while they wait
         self._lines: dict[int, Line] = {}  # by leader
         self._recovery = Recovery()
@@ -92,7 +92,7 @@ class Router:
         self._watch = asyncio.create_task(self._gang.watch(self), name="gang-watch")
 
     def end_streams(self) -> None:
-        """Every open stream ends as aborted, and so does every later one: the server has no more time for them."""
+        """End every open stream as aborted, and refuse later requests: the server is shutting down."""
         self._end_all("the server is shutting down")
 
     async def close(self) -> None:
@@ -104,28 +104,28 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_up(self) -> None:
-        """The gang serves, from a first life or a new one: give it every stream that is open."""
+        """The gang serves, in its first life or a new one: submit the open streams to it, as `Recovery` says."""
         life = self._gang.life
         assert life is not None
         self._life = life
         self._lines = {rank: Line() for rank in life.spec.leaders}
-        pages = self._gang.infos[0].get("kv_pages")
-        self._balancer.restarted(pages)
-        self._admission.started(None if pages is None else pages * self._gang.spec.config.page_size)
+        info = self._gang.infos[0]
+        self._balancer.restarted(info.kv_pages)
+        self._admission.started(info.kv_tokens)
         self._reading = [self._task(life, rank, "outputs", self._read) for rank in self._lines]
         self._sending = [self._task(life, rank, "commands", self._send) for rank in self._lines]
         for stream in self._recovery.begin([s for s in self._streams.values() if not s.ended]):
             self._submit(stream)
 
     async def on_down(self, loss: Loss) -> None:
-        """The life is over: what it still said is dealt out, and then the streams wait."""
+        """The life is over: distribute what its shards had already sent; then the streams wait."""
         await asyncio.wait(self._reading, timeout=LAST_WORDS_S)
         self._life = None
         self._admission.stopped()
         for task in (*self._reading, *self._sending):
             task.cancel()
         self._reading, self._sending = [], []
-        nodes = int(self._gang.infos[0].get("speculative_num_draft_tokens", 1)) - 1
+        nodes = self._gang.infos[0].speculative_num_draft_tokens - 1
         open_streams = [stream for stream in self._streams.values() if not stream.ended]
         for stream in open_streams:
             stream.lose(nodes)
@@ -160,17 +160,17 @@ class Router:
         if not self._down:
             await self._gang.pulse()
         reason = self._down or self._gang.trouble()
-        info = dict(self._gang.infos[0]) if self._gang.infos else {}
+        info = asdict(self._gang.infos[0]) if self._gang.infos else {}
         info |= self._gang.facts()
         info["ranks"] = [
             {
                 "rank": beat.rank,
-                "pid": self._gang.infos[beat.rank].get("pid"),
+                "pid": self._gang.infos[beat.rank].pid,
                 "steps": beat.steps,
                 "busy": beat.busy,
                 "step": beat.step,
                 "phase": beat.phase,
-                **beat.status,
+                **asdict(beat.status),
             }
             for beat in self._gang.beats
             if beat is not None
@@ -186,8 +186,8 @@ class Router:
         self._admission.check(request)
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
-        stream = Stream(with_seed(request, self._seeds))
-        self._choose(stream, stream.request)  # refuses a routed_dp_rank that does not exist
+        stream = Stream(self._seeds.fill(request))
+        self._choose(stream, stream.request)  # raises for a routed_dp_rank that does not exist
         self._streams[request.request_id] = stream
         self._admission.entered(request)
         if self._life is not None and self._recovery.arrived(stream):
@@ -199,10 +199,10 @@ class Router:
         stream.rank = leaders[self._balancer.choose(request, self._admission.new_tokens(request))]
 
     def _submit(self, stream: Stream) -> None:
-        """Give a stream's request to the present life."""
+        """Submit a stream's request to the present life."""
         again = stream.submissions > 0
         request = stream.submission()
-        if again:  # the caches are gone, and others may be open now
+        if again:  # the caches are empty, and the load may have changed
             self._choose(stream, request)
             if self._on_resumed is not None:
                 self._on_resumed()
@@ -211,7 +211,7 @@ class Router:
         line.filled.set()
 
     def _forget(self, stream: Stream) -> None:
-        """The stream is over for its reader; unless it had ended, the shard is told to drop it."""
+        """The reader of a stream is gone; if the stream had not ended, tell the shard to abort it."""
         if self._streams.pop(stream.name, None) is None:
             return
         self._balancer.ended(stream.name, stream.dealt)
@@ -225,13 +225,13 @@ class Router:
             self._settle(stream)
 
     def _settle(self, stream: Stream) -> None:
-        """A stream has a token of this life or is over: it may be another's turn to come back."""
+        """A stream has a token of this life or is over: submit the streams that waited for that."""
         if self._life is not None:
             for following in self._recovery.settled(stream.name):
                 self._submit(following)
 
     def _task(self, life: Life, rank: int, name: str, work: Work) -> asyncio.Task[None]:
-        """A task that serves a rank's streams. However it fails, the life is over: nobody else would serve them."""
+        """A task that serves a rank's streams. If it fails, the life is over, because nothing else serves them."""
 
         async def watched() -> None:
             try:
@@ -245,14 +245,14 @@ class Router:
         return asyncio.create_task(watched(), name=f"{name}-{rank}")
 
     async def _send(self, life: Life, rank: int) -> None:
-        """Pass on what gathered for a leader, one call at a time."""
+        """Send a leader what gathered for it, one call at a time."""
         line, shard = self._lines[rank], life.shards[rank]
         while True:
             await line.filled.wait()
             await shard.put.remote(line.take())
 
     async def _read(self, life: Life, rank: int) -> None:
-        """Deal a leader's step items out to the streams until its shard ends."""
+        """Distribute a leader's step items to the streams until its shard ends."""
         async for ref in life.open_stream(rank):
             for item in await ref:
                 life.mark_alive()
@@ -290,7 +290,7 @@ class Router:
             self._settle(stream)
 
     def _end_all(self, reason: str) -> None:
-        """Every open stream ends with the reason, and so does every later one."""
+        """End every open stream with the reason, and refuse later requests with it."""
         self._down = self._down or reason
         for stream in self._streams.values():
             stream.end(self._down, "abort")

@@ -1,7 +1,7 @@
 """The actor of one rank: target shard, draft runners and the step loop, behind a handful of calls.
 
-Importing this module is cheap on purpose: only the actor's own process loads torch and the engine. No call arrives
-inside a step; commands wait in the loop's inbox, and one streaming generator carries what the steps gave.
+Importing this module is cheap on purpose: only the actor's own process loads torch and the engine. No call interrupts
+a step: commands wait in the loop's inbox, and one streaming generator carries the items of the steps.
 """
 
 import importlib
@@ -9,35 +9,37 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ray
 
-from cluster.actors.effort import Effort, Pulse, reads
+from cluster.actors.cpu_progress import Effort, Pulse, reads
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address
 from cluster.config import ConfigError, EngineConfig
 from cluster.logs import LogSettings, configure
+from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
 FACTORY = "cluster.engine:build_rank"
-MESH = "cluster.mesh"  # where a factory's module has no `open_store` and `Rendezvous` of its own; loads torch
+MESH = "cluster.mesh"  # for a factory's module that has no `open_store` and `Rendezvous` of its own; loads torch
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
     "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1},
 }
 LOAD_THREADS = "aerie-load"
-SWITCH_INTERVAL_S = 0.001  # a thread that carries items out waits this long for the step thread's interpreter lock
+SWITCH_INTERVAL_S = 0.001  # how long a thread that sends items waits until the step thread has to release the GIL
 
 
 class ShardActor:
-    """One rank of a gang. The constructor is light; `load` does the work, so that all ranks load side by side.
+    """One rank of a gang. The constructor is light; `load` does the work, so that all ranks load in parallel.
 
-    `commands`, `outputs`, `heartbeat` and `end` have a thread each: commands keep their order, outputs and `end` stay
-    open, and nothing that a client can flood or cancel comes before a heartbeat.
+    The concurrency groups `commands`, `outputs`, `heartbeat` and `end` have a thread each: commands keep their order,
+    `outputs` and `end` are long calls, and nothing that a client can flood or cancel delays a heartbeat.
     """
 
     def __init__(
@@ -64,17 +66,17 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def open_store(self) -> tuple[str, int]:
-        """Rank 0: open the store in which the ranks meet; its host and port."""
+        """On rank 0: open the store in which the ranks meet; returns its host and port."""
         self._loading.begin()  # the store's module imports torch, which may take long
         host = node_address()
         self._store = self._beside_factory("open_store")(host)
         return host, self._store.port
 
     @ray.method(concurrency_group="control")
-    def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> dict[str, Any]:
-        """Load the models, meet the other ranks, start stepping, and return the resolved config.
+    def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> RankInfo:
+        """Load the models, meet the other ranks, start stepping, and say what this rank runs with.
 
-        `meeting` is the host and port of rank 0's store; None for a rank alone.
+        `meeting` is the host and port of rank 0's store; None for a single rank.
 
         Raises:
             ConfigError: the config or a checkpoint cannot be served; the message names the setting.
@@ -97,7 +99,7 @@ class ShardActor:
         except Exception as error:
             logger.exception("rank %d could not load", self._rank)
             raise LoadError(f"{type(error).__name__}: {error}", kind_of(error)) from None
-        info = engine.info() | {"world": self._world, "pid": os.getpid(), "interface": interface}
+        info = replace(engine.info(), world=self._world, pid=os.getpid(), interface=interface)
         self._loop = EngineLoop(engine, self._rank, self._world)
         self._loop.start()
         return info
@@ -109,7 +111,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="outputs")
     def outputs(self) -> Iterator[tuple[StepItem, ...]]:
-        """Stream what the steps gave: one entry per step, several at once when the reader was slower."""
+        """Stream the items of the steps, several at once when the reader was slower."""
         loop = self._running
         while (items := loop.drain()) or not loop.over:
             if items:
@@ -117,12 +119,12 @@ class ShardActor:
 
     @ray.method(concurrency_group="end")
     def end(self) -> Failure | None:
-        """Wait for the end of the loop; why it ended, unless it was stopped."""
+        """Wait for the end of the loop; returns the failure that ended it, None if it was stopped."""
         return self._running.wait()
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> Heartbeat:
-        """The pulse of the rank, without waiting for a step; while it loads, of the loading: it computes or reads."""
+        """The progress of the rank, without waiting for a step; while it loads, that is CPU time and disk reads."""
         if self._loop is not None:
             return self._loop.heartbeat()
         self._pulse.look(reads())
@@ -151,6 +153,6 @@ class ShardActor:
         return self._loop
 
     def _beside_factory(self, name: str) -> Any:
-        """What the factory's module calls `name`, or else `cluster.mesh`."""
+        """The object `name` of the factory's module or, if it has none, of `cluster.mesh`."""
         module = importlib.import_module(self._factory.partition(":")[0])
         return getattr(module, name) if hasattr(module, name) else getattr(importlib.import_module(MESH), name)

@@ -1,35 +1,34 @@
-"""The open streams of a replica: what each was sent, and how it goes on when the gang that fed it is gone.
+"""The open streams of a replica: what was sent on each, and how it continues when the gang that fed it is lost.
 
-By law 1 a request's tokens depend on its prompt, its settings and its seed alone. So a stream that lost its gang is
-submitted again with the tokens it was sent as part of its prompt, and its client sees a pause.
+By law 1 (docs/architecture.md) a request's tokens depend on its prompt, its settings and its seed alone. So a stream
+that lost its gang is submitted again with the tokens already sent as part of its prompt; its client sees a pause.
 """
 
 import asyncio
-import random
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.actors.messages import Loss
 from cluster.request import Request, RequestOutput, SpeculationCounts
 
-RESUMES = 3  # a stream that was resumed so often without a token in between may be what ends the gang
+RESUMES = 3  # a stream that was resumed so often without a token in between may be what kills the gang
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """In a stream's queue: the engine would not take the request."""
+    """In a stream's queue: the engine refused the request."""
 
     message: str
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request that is open here. `request` is as it arrived, with a seed; `dealt` are the tokens sent since.
+    """One open request. `request` is as it arrived, with a seed; `dealt` are the tokens sent to the client since.
 
-    `started` says that it was given a token or is over, so that it no longer counts as queued; `cached_tokens` is what
-    its prompt found cached then. `submitted`, `begun` and `fruitful` are about the gang's present life: whether the
-    request was given to it, whether a step took it in, and whether it gave tokens in return. `involved` says of the
-    life before that its last steps worked on the request and gave it no token.
+    `started`: it has had an output, so that it no longer counts as queued; `cached_tokens` of its prompt were found
+    cached then. `submitted`, `begun` and `fruitful` are about the gang's present life: whether the request was
+    submitted to it, whether a step has admitted the request, and whether it got tokens. `involved` is about the life
+    before: whether its last steps worked on the request without giving it a token.
     """
 
     request: Request
@@ -43,11 +42,11 @@ class Stream:
     fruitful: bool = False
     involved: bool = False
     submissions: int = 0
-    fruitless_resumes: int = 0  # in a row: lives that it was resumed in and that were lost over it
-    unserved: int = 0  # in a row: lives that it was given to and got no token of
+    fruitless_resumes: int = 0  # lives in a row that resumed it and were lost while it was `involved`
+    unserved: int = 0  # lives in a row that it was submitted to and got no token from
     cached_tokens: int = 0
     trees: list[int] = field(default_factory=list)  # tokens that each tree of this life committed
-    earlier: SpeculationCounts | None = None  # of the lives before
+    earlier: SpeculationCounts | None = None  # the counts of the lives before
 
     @property
     def name(self) -> str:
@@ -55,7 +54,7 @@ class Stream:
         return self.request.request_id
 
     def submission(self) -> Request:
-        """The request as the gang is to get it now; calling this submits it."""
+        """The request to submit to the present life, tokens sent so far included; marks the stream as submitted."""
         self.submissions += 1
         self.submitted = True
         return replace(
@@ -65,7 +64,7 @@ class Stream:
         )
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Note an output of the present life; what the client is to get of it."""
+        """Note an output of the present life; returns the output for the client."""
         if self.fruitful and output.token_ids:  # the first output of a life ends its prompt; each later one is a tree
             self.trees.append(len(output.token_ids))
         if output.token_ids:
@@ -73,14 +72,14 @@ class Stream:
             self.fruitful, self.fruitless_resumes, self.unserved = True, 0, 0
         self.ended = output.finish_reason is not None
         speculation = _added(self.earlier, output.speculation) if self.ended else output.speculation
-        # tokens of its own that a resumed request finds in a rank's cache are not the client's prompt
+        # of the client's prompt only: a resumed request also finds its generated tokens cached
         return replace(output, cached_tokens=self.cached_tokens, speculation=speculation)
 
     def lose(self, nodes: int) -> None:
-        """The gang is gone; `nodes` are the drafted tokens of one tree, 0 without speculation."""
+        """The present life is over; `nodes` are the drafted tokens of one tree, 0 without speculation."""
         unserved = self.submitted and not self.fruitful
         self.unserved += unserved
-        # Its beginning is announced, but a process may die with the words in its mouth: not four times in a row.
+        # A step reports `begun` first, but a process may die before it is sent; more than RESUMES times is no accident.
         self.involved = unserved and (self.begun or self.unserved > RESUMES)
         self.fruitless_resumes += self.involved and self.submissions > 1
         if nodes and self.trees:
@@ -93,7 +92,7 @@ class Stream:
         self.submitted = self.begun = self.fruitful = False
 
     def end(self, reason: str, finish_reason: Literal["abort", "error"] = "error") -> None:
-        """End it with an output that says why: "error" where it is at fault itself, "abort" where the server is."""
+        """End it with an output that says why: "error" if the request is at fault, "abort" if the server is."""
         if not self.ended:
             self.ended = True
             self.queue.put_nowait(RequestOutput(self.name, (), finish_reason=finish_reason, error=reason))
@@ -110,27 +109,28 @@ def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) ->
 
 
 class Recovery:
-    """Which streams a new life is given, and when.
+    """Which streams a new life is given, and when: bisects the streams if one of them seems to kill the gang.
 
-    All at once, at first: those that were given tokens before the others, then by age. What was lost once may not be
-    lost again. Suspects are the streams that the fatal step worked on without a token, not those that waited. Where the
-    gang is lost again with suspects in the fatal step, the cause is most likely one that was in both, and they are
-    halved: in the next life those that had tokens go first, then one half of the suspects, then half of the rest, and
-    in the end everybody else, each turn when the one before has its tokens. A life that is lost over one half clears
-    the other, which then goes before it. Who was alone in the fatal step, and resumed often enough, is ended. Requests
-    that arrive meanwhile stay behind those that wait for their turn.
+    After a first loss all are submitted at once, those that had tokens first, then by age; the loss may not recur.
+    Suspects are the streams that the fatal step worked on without giving them a token, not those that waited. If the
+    gang is lost again with suspects in the fatal step, the cause is most likely among those that were in both, and they
+    are bisected: in the next life streams that had tokens go first, then one half of the suspects, then half of the
+    rest and so on, and last all others; each turn begins when all streams of the turn before have a token or are over.
+    If the life is lost during such a turn, the suspects still held back are cleared, and go before the others in the
+    next life. A stream that was alone in the fatal step, and was resumed `RESUMES` times without a token, is ended.
+    Requests that arrive during the turns go last.
     """
 
     def __init__(self) -> None:
         self._suspects: list[Stream] = []
-        self._cleared: list[Stream] = []  # suspects that a loss over others spoke free
+        self._cleared: list[Stream] = []  # suspects that were held back during a loss
         self._held: list[Stream] = []  # suspects that have had no turn yet
-        self._last: list[Stream] | None = None  # who comes after them; None when nobody waits for a turn
+        self._last: list[Stream] | None = None  # submitted after them; None when there are no turns
         self._pending: set[str] = set()
         self._repeated = False
 
     def lost(self, streams: list[Stream], loss: Loss) -> None:
-        """A life is over, and the open `streams` know what it gave them. The cause is ended once it is known."""
+        """A life is over; `lose` was called on each of the open `streams`. Ends the stream found to be the cause."""
         involved = [stream for stream in streams if stream.involved]
         again = [stream for stream in self._suspects if stream in involved]
         self._cleared = [stream for stream in self._held if again and stream not in again]
@@ -145,7 +145,7 @@ class Recovery:
             )
 
     def begin(self, streams: list[Stream]) -> list[Stream]:
-        """A new life begins, and `streams` are open, by age; those to submit now, in this order."""
+        """A new life begins; returns those of the open `streams` (in order of age) to submit now, in this order."""
         served = sorted(streams, key=lambda stream: not stream.started)
         if not self._repeated:
             return served
@@ -158,13 +158,13 @@ class Recovery:
         return proven + cleared + self.settled("")
 
     def arrived(self, stream: Stream) -> bool:
-        """Whether a new stream may be submitted now; else `settled` gives it when it is its turn."""
+        """Whether a new stream may be submitted now; otherwise `settled` returns it when it is its turn."""
         if self._last is not None:
             self._last.append(stream)
         return self._last is None
 
     def settled(self, name: str) -> list[Stream]:
-        """A stream has its first token of this life, or is over; the streams to submit now."""
+        """A stream has its first token of this life, or is over; returns the streams to submit now."""
         self._pending.discard(name)
         if self._pending or self._last is None:
             return []
@@ -175,10 +175,3 @@ class Recovery:
             return turn
         turn, self._held, self._last = [stream for stream in self._last if not stream.ended], [], None
         return turn
-
-
-def with_seed(request: Request, seeds: random.Random) -> Request:
-    """The request with a seed, so that any of its tokens can be drawn again."""
-    if request.params.seed is not None:
-        return request
-    return replace(request, params=replace(request.params, seed=seeds.getrandbits(62)))

@@ -1,29 +1,29 @@
-"""Who is to blame: from the signs of all ranks of a gang to one verdict. Plain functions of what is known; no clock.
+"""Which rank is at fault: from the signs of all ranks of a gang to one verdict. Pure functions; no clock.
 
-When one rank is gone, all the others soon say that they lost a peer, or stand still. They are messengers. Blame goes,
-in this order, to a rank that Ray says is dead, a rank whose own step raised, a rank out of step, the rank that the
-messengers name, a rank that does not answer, a rank that answers but does nothing.
+When one rank is gone, all others soon report that they lost a peer, or stop making progress: they are only messengers.
+At fault is, in this order of precedence, a rank that Ray reports dead, a rank whose own step raised, a rank out of
+step, the rank that the messengers name, a rank that does not answer, a rank that answers but makes no progress.
 
-A step may take as long as it takes: a rank that does something, however slowly, is well, and so are those that wait in
-a collective for it. Only where all wait and nobody does anything is one that waits to blame.
+A step has no time limit: a rank that makes progress, however slowly, is healthy, and so are those that wait in a
+collective for it. A waiting rank is at fault only if all ranks wait and none makes progress.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.actors.messages import Failure, Heartbeat, LossKind
+from cluster.actors.messages import Blame, Failure, Heartbeat, LossKind
 
-SILENT_FOR_GOOD = 2.0  # a rank that has not answered for so many watchdog limits is frozen for good
-STUCK_FOR_GOOD = 3.0  # so is one that answers, but has done nothing for so many
-ENDLESS = 100.0  # so many limits of computing without coming to another part of the step are an endless loop
-SUSPICIOUS = 0.5  # part of the limit after which an unanswered rank, not one that waits for it, is blamed for a stall
+SILENT_FOR_GOOD = 2.0  # a rank that has not answered for so many watchdog limits is given up
+STUCK_FOR_GOOD = 3.0  # so is one that answers, but has made no progress for so many
+ENDLESS = 100.0  # computing for so many limits without reaching another part of the step is an endless loop
+SUSPICIOUS = 0.5  # share of the limit; a rank silent for longer is blamed for a stall, not one that answers
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What is known of one rank: its last heartbeat, for how long a question to it has been open, Ray's notice of its
-    death, its own report of why its loop ended.
+    """What is known of one rank: its last heartbeat, the time since then while the next is unanswered, Ray's report of
+    its death, its own report of why its loop ended.
     """
 
     beat: Heartbeat | None = None
@@ -33,19 +33,11 @@ class Signs:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why a gang is unhealthy. `final`: this life of it is over. `certain`: no later sign is likely to change it."""
+class Verdict(Blame):
+    """Why a gang is unhealthy. `final`: this life is over. `certain`: later signs are unlikely to change this."""
 
-    rank: int
-    kind: LossKind
-    step: int
-    phase: str
-    reason: str
     final: bool = True
     certain: bool = True
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.kind} at step {self.step}, phase {self.phase}: {self.reason}"
 
 
 def judge(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
@@ -63,7 +55,7 @@ def judge(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
 
 
 def _reported(signs: Sequence[Signs], reports: list[Failure]) -> Verdict:
-    """Ranks have said why they ended, and none is known to be dead."""
+    """The verdict when ranks reported why their loops ended, and none is known to be dead."""
     all_in = len(reports) == len(signs)
     own: tuple[LossKind, ...] = ("failed", "out_of_step")
     for kind in own:
@@ -75,13 +67,13 @@ def _reported(signs: Sequence[Signs], reports: list[Failure]) -> Verdict:
     named = Counter(r.rank for r in reports if r.rank is not None)
     quiet = [rank for rank, sign in enumerate(signs) if sign.failure is None]
     rank = named.most_common(1)[0][0] if named else (quiet or [reports[0].by])[0]
-    # A frozen process keeps its connections. Where a whole node died, Ray may take long to say so.
+    # Not frozen: a frozen process keeps its connections. If its whole node died, Ray may report that much later.
     kind = "failed" if signs[rank].failure is not None else "died"
     return Verdict(rank, kind, *_where(signs, rank), reports[0].reason, certain=all_in)
 
 
 def _still(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
-    """Nobody is dead and nobody has said anything: is somebody silent or stuck?"""
+    """The verdict when no rank is dead and none has reported: is one silent or stuck?"""
     silence, silent = max((sign.silence_s, -rank) for rank, sign in enumerate(signs))
     stuck = _stuck(signs, limit_s)
     if silence > limit_s or (stuck is not None and silence > SUSPICIOUS * limit_s):
@@ -91,18 +83,18 @@ def _still(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
 
 
 def _stuck(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
-    """All ranks answer: does one stand still that nobody else keeps waiting?"""
+    """The verdict on ranks that answer: does one make no progress although it does not wait for its peers?"""
     beats = [(sign.beat.step, rank, sign.beat) for rank, sign in enumerate(signs) if sign.beat is not None]
     busy = [entry for entry in beats if entry[2].busy]
     guilty = [entry for entry in busy if not entry[2].waits and entry[2].age_s > limit_s]
     endless = [entry for entry in busy if not entry[2].waits and entry[2].unmarked_s > ENDLESS * limit_s]
     if guilty:
-        _, rank, beat = min(guilty, key=lambda entry: entry[:2])  # who is a step behind keeps the others waiting
+        _, rank, beat = min(guilty, key=lambda entry: entry[:2])  # the one furthest behind keeps the others waiting
         reason = f"did nothing for {beat.age_s:.1f} s (the limit is {limit_s:g} s)"
         return Verdict(rank, "frozen", beat.step, beat.phase, reason, final=beat.age_s > STUCK_FOR_GOOD * limit_s)
     if endless:
         _, rank, beat = min(endless, key=lambda entry: entry[:2])
-        reason = f"computes without an end for {beat.unmarked_s:.0f} s (the limit is {ENDLESS:g} x {limit_s:g} s)"
+        reason = f"stuck in one part of the step for {beat.unmarked_s:.0f} s (the limit is {ENDLESS:g} x {limit_s:g} s)"
         return Verdict(rank, "frozen", beat.step, beat.phase, reason)
     waiting = [entry for entry in busy if entry[2].waits]
     still = min((beat.age_s for _, _, beat in beats), default=0.0)
@@ -110,12 +102,12 @@ def _stuck(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
         return None
     asleep = [entry for entry in beats if not entry[2].busy]  # its peers rang, and it did not wake
     _, rank, beat = min(asleep or waiting, key=lambda entry: entry[:2])
-    reason = f"all ranks wait for each other for {still:.1f} s (the limit is {limit_s:g} s)"
+    reason = f"all ranks have waited for each other for {still:.1f} s (the limit is {limit_s:g} s)"
     return Verdict(rank, "frozen", beat.step, beat.phase, reason, final=still > STUCK_FOR_GOOD * limit_s)
 
 
 def _where(signs: Sequence[Signs], rank: int) -> tuple[int, str]:
-    """Where a rank is that cannot say so: where its peers missed it, or else where anybody was last seen."""
+    """The position of a rank that cannot report it: where its peers missed it, else the latest of any rank."""
     for sign in signs:
         if sign.failure is not None and sign.failure.rank in (rank, None):
             return sign.failure.step, sign.failure.phase

@@ -20,19 +20,20 @@ from ray.serve import Application
 
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
-from cluster.actors.shared import Shared
-from cluster.api.door import EngineDoor
-from cluster.api.drain import Drain, when_leaving
-from cluster.api.feed import feed
-from cluster.api.host import GangHost
+from cluster.actors.shared_answer import Shared
 from cluster.api.proxy import stands_before_serve
 from cluster.api.refusals import TellsProxy
-from cluster.api.resilient import SIGN_SHARE, Item, ResilientClient, Sign
+from cluster.api.replica.drain import Drain, when_leaving
+from cluster.api.replica.engine_calls import HandleCalls
+from cluster.api.replica.feed import feed
+from cluster.api.replica.host import GangHost
+from cluster.api.replica.resilient_client import SIGN_SHARE, Item, ResilientClient, Sign
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.config import EngineConfig
 from cluster.logs import configure
 from cluster.metrics import ServingMetrics, merge
 from cluster.request import Request
+from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ PEERS_TIMEOUT_S = 0.8
 
 
 class DirectService:
-    """What the routes of a replica with a gang of its own use (`cluster.api.service.Service`)."""
+    """Implements `cluster.api.openai.service.Service` for a replica that owns a gang."""
 
     def __init__(self, host: GangHost, model: Any, tokenizer: Any) -> None:
         self.engine: EngineClient = host.router
@@ -62,7 +63,7 @@ class Replica:
     """One Serve replica: a gang, and the REST routes in front of it."""
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
-        """Start the gang and, meanwhile, load what REST needs; returns when requests can be served."""
+        """Start the gang and, meanwhile, load the REST routes; returns when requests can be served."""
         _begin_process(settings)
         self._host = GangHost(settings, factory)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config))
@@ -90,11 +91,11 @@ class Replica:
         self._service.metrics.on_response(path, 503, times)
 
     async def drain(self) -> int:
-        """Refuse new calls from now on; how many are open."""
+        """Refuse new calls from now on; returns how many are open."""
         return self._drain.begin()
 
     async def end_streams(self) -> None:
-        """End all that is open with an error that says so."""
+        """End every open stream with an error event: the server is shutting down."""
         self._host.router.end_streams()
 
     async def check_health(self) -> None:
@@ -118,13 +119,12 @@ class EngineReplica:
         info = self._host.gang.infos[0]
         self._facts = _model_facts(settings, info)
         config = self._host.config
-        model = f"{config.model_path} ({info.get('dtype', config.dtype)})"
-        self._sign = Sign(model, int(info.get("speculative_num_draft_tokens", 1)) - 1)
+        self._sign = Sign(f"{config.model_path} ({info.dtype})", info.speculative_num_draft_tokens - 1)
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
         when_leaving(self._host.leave)
 
     async def generate(self, request: Request) -> AsyncGenerator[Item, None]:
-        """What `feed` gives for a request; Serve closes it when the ingress cancels its call."""
+        """The items of `feed` for a request; Serve closes this when the ingress cancels its call."""
         items = feed(self._host.router, request, self._sign, self._period_s, self._leaving)
         try:
             async for item in items:
@@ -136,11 +136,11 @@ class EngineReplica:
         return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
 
     async def end_streams(self) -> None:
-        """End all that is open here; the ingress passes it on to the clients."""
+        """End every open stream of this replica; the ingress tells the clients."""
         self._host.router.end_streams()
 
     async def model_facts(self) -> dict[str, Any]:
-        """What a `ModelInfo` is made of, without the time of its creation."""
+        """The fields of a `ModelInfo`, except `created`."""
         return self._facts
 
     async def patience_s(self) -> float:
@@ -166,7 +166,7 @@ class EngineReplica:
 
 
 class ResilientService:
-    """What the routes of an ingress replica use (`cluster.api.service.Service`)."""
+    """Implements `cluster.api.openai.service.Service` for an ingress replica."""
 
     def __init__(self, engine: EngineClient, model: Any, tokenizer: Any, metrics: ServingMetrics, peers: Any) -> None:
         """`peers` is the handle of the ingress deployment itself."""
@@ -178,7 +178,7 @@ class ResilientService:
         self._page = Shared(self._make_page)
 
     async def metrics_page(self) -> bytes:
-        """The Prometheus text of all replicas and ranks, whichever replica is asked; those that do not answer miss."""
+        """The Prometheus text of all replicas and ranks that answer, whichever replica is asked."""
         return await self._page.get()
 
     async def _make_page(self) -> bytes:
@@ -186,10 +186,10 @@ class ResilientService:
         return await asyncio.to_thread(merge, [*ingresses, *engines])
 
     async def _ingresses(self) -> list[bytes]:
-        """One sample per ingress replica, this one's at least."""
+        """One sample per ingress replica, at least that of this one."""
         try:
             asked = self._peers.broadcast("sample")
-            # In a thread: Serve's results_async gives up all answers for one that does not come in time.
+            # In a thread: Serve's results_async drops all answers when one does not come in time.
             answers = await asyncio.to_thread(asked.results, timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
         except Exception:
             logger.exception("the metrics of the other ingress replicas cannot be read")
@@ -201,18 +201,18 @@ class IngressReplica:
     """The REST routes alone; the gangs are behind a handle."""
 
     async def __init__(self, settings: AppSettings, engine: Any) -> None:  # type: ignore[misc]
-        """Load what REST needs, and wait for an engine replica; returns when requests can be served."""
+        """Load the REST routes, and wait for an engine replica; returns when requests can be served."""
         _begin_process(settings)
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
-        door = EngineDoor(engine)
+        calls = HandleCalls(engine)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, config))
-        patience_s = await door.call("patience_s")  # answered once an engine replica is up
-        facts = await door.call("model_facts")
+        patience_s = await calls.call("patience_s")  # answered once an engine replica is up
+        facts = await calls.call("model_facts")
         self._make_app, tokenizer, model_info = await rest
         model = model_info(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id)
-        self._client = ResilientClient(door, config, context.rank.rank, self._metrics.on_resumed, patience_s)
+        self._client = ResilientClient(calls, config, context.rank.rank, self._metrics.on_resumed, patience_s)
         self._engine = engine
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
         self._service = ResilientService(self._client, model, tokenizer, self._metrics, peers)
@@ -223,11 +223,11 @@ class IngressReplica:
         return self._make_app(self._service, drain=self._drain)
 
     async def drain(self) -> int:
-        """Refuse new calls from now on; how many are open."""
+        """Refuse new calls from now on; returns how many are open."""
         return self._drain.begin()
 
     async def end_streams(self) -> None:
-        """End all that is open, here and at the engine replicas, with an error that says so."""
+        """End every open stream, here and at the engine replicas, with an error event: the server is shutting down."""
         self._client.end_streams()
         asked = self._engine.broadcast("end_streams")
         await asked.results_async(timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
@@ -238,17 +238,17 @@ class IngressReplica:
 
 
 def _begin_process(settings: AppSettings) -> None:
-    """What every replica's process does first."""
+    """Set up this replica's log, and close its gRPC server to other networks."""
     configure(settings.log(serve.get_replica_context().app_name))
     _bind_to_node_only()
 
 
 def _bind_to_node_only() -> None:
-    """Keep Serve's gRPC server of this replica off the addresses of other networks.
+    """Bind Serve's gRPC server of this replica to the node's own address only.
 
     Serve 2.60 opens one in every replica, on all addresses, without a token, and unpickles what arrives. Nothing here
-    uses it. Bound to the node's own address it is as open as the rest of Ray: not at all on a Ray of `aerie serve`,
-    whose node is loopback. A version of Serve that has another inner name is left as it is.
+    uses it. Bound to the node's address it is as reachable as the rest of Ray: from this machine only, where `aerie
+    serve` started Ray. A version of Serve without the function that is replaced here is left as it is.
     """
     replica = importlib.import_module("ray.serve._private.replica")
     add_port = getattr(replica, "add_port_to_grpc_server", None)
@@ -260,28 +260,28 @@ def _bind_to_node_only() -> None:
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", host))  # type: ignore[attr-defined]
 
 
-def _model_facts(settings: AppSettings, info: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `ModelInfo`, all but `created`, from what rank 0 says."""
+def _model_facts(settings: AppSettings, info: RankInfo) -> dict[str, Any]:
+    """The fields of a `ModelInfo`, except `created`, from what rank 0 reports."""
     return {
         "model_id": settings.llm.model_loading_config.model_id,
-        "context_length": info["context_length"],
-        "vocab_size": info["vocab_size"],
-        "kv_room": info.get("max_request_tokens"),
+        "context_length": info.context_length,
+        "vocab_size": info.vocab_size,
+        "kv_room": info.max_request_tokens,
     }
 
 
 def _load_rest(config: EngineConfig) -> tuple[Any, Any, Any]:
-    """The REST routes, the tokenizer and the model card's type. Imported here, off the loop: it takes seconds."""
-    ingress = importlib.import_module("cluster.api.ingress")
-    service = importlib.import_module("cluster.api.service")
-    tokenizer = importlib.import_module("cluster.api.tokenizer").ChatTokenizer
+    """`make_app`, the tokenizer (None without one) and `ModelInfo`; in a thread, since the imports take seconds."""
+    ingress = importlib.import_module("cluster.api.replica.ingress")
+    service = importlib.import_module("cluster.api.openai.service")
+    tokenizer = importlib.import_module("cluster.api.openai.tokenizer").ChatTokenizer
     folder = config.tokenizer_path or config.model_path
     has_tokenizer = config.tokenizer_path is not None or (Path(folder) / "tokenizer.json").is_file()
     return ingress.make_app, tokenizer.load(folder) if has_tokenizer else None, service.ModelInfo
 
 
 def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:
-    """The application of validated settings; `factory` names what builds an engine, for tests."""
+    """The application of validated settings; `factory` is the import path of what builds an engine, for tests."""
     llm = settings.llm
     name = "aerie-" + llm.model_loading_config.model_id.replace("/", "--").replace(".", "_").replace("#", "_")
     if settings.ingress == "direct":
@@ -295,7 +295,7 @@ def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:
 
 
 def _deployment(replica: Any, name: str, given: dict[str, Any], runtime_env: dict[str, Any]) -> Any:
-    """A deployment of a kind of replica: the defaults of this project with what is given laid over them."""
+    """The deployment of a replica class: `DEPLOYMENT_DEFAULTS`, overridden by the options given."""
     options = {**DEPLOYMENT_DEFAULTS, **given}
     options["ray_actor_options"] = {
         **DEPLOYMENT_DEFAULTS["ray_actor_options"],

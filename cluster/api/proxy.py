@@ -1,13 +1,13 @@
-"""What stands before Serve's HTTP proxy: requests enter it whole and one by one, and its own errors are JSON too.
+"""Middleware in front of Serve's HTTP proxy: it passes requests on whole and one by one, and makes all errors JSON.
 
-Serve answers in plain text where the application cannot: while no replica is there, when one dies with a request, when
-a request takes too long. Some request headers it reads before the application sees them, and fails on bytes that are
-no text. It passes each piece of a body on by a call of its own, some milliseconds, so that a few hundred clients that
-send a byte a second would keep it busy; and it begins requests as they come, hundreds in one turn of its event loop,
-while the streams that it carries wait.
+By itself, Serve's proxy answers in plain text where the application cannot: while there is no replica, when one dies
+with a request, when a request takes too long. It decodes some request headers before the application sees them, and
+fails on bytes that are not text. It forwards each piece of a body by a call that takes some milliseconds, so a few
+hundred clients that send a byte a second would keep it busy. And it begins requests as they come, hundreds in one turn
+of its event loop, while the streams that it carries wait.
 
-`middlewares` is what Serve's setting RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH may name; `aerie serve` sets it, and
-elsewhere it is an environment variable of the nodes. Nothing heavy is imported here: it runs in the proxy.
+Serve loads `middlewares` by the environment variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which `aerie serve`
+sets; on other clusters it has to be set on the nodes. Nothing heavy is imported here, since this runs in the proxy.
 """
 
 import asyncio
@@ -38,42 +38,42 @@ READ_BY_SERVE = frozenset(
     }
 )
 NOT_FOR_CLIENTS = b"x-request-disconnect-disabled"
-# status: (type, code, message) of what Serve says in its own words, or says nothing about
+# status: (type, code, message) in place of an error that Serve sends as plain text, or not at all
 SAID: Mapping[int, tuple[str, str, str]] = {
     404: ("invalid_request_error", "not_found", "no application serves this path"),
-    408: ("server_error", "request_timeout", "the request took longer than the proxy allows"),
+    408: ("server_error", "request_timeout", "the request took longer than this server allows; ask for fewer tokens"),
     429: ("overloaded_error", "overloaded", "the server is full; try again shortly"),
     500: ("server_error", "replica_lost", "the replica that held this request is gone; send it again"),
     503: ("server_error", "engine_unhealthy", "no replica serves requests now; try again shortly"),
 }
-GATHERED = 1 << 20  # bytes of a body that are waited for here; what is longer goes on in pieces
-GATHERED_BY_ALL = 256 << 20  # bytes; beyond that bodies go on as they come
-GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must be there within so long, and a second more for so many bytes of it
-REST, LONGEST_REST_S = 8.0, 0.1  # between two requests: so many times what the loop had to wait for a core, at most
-OURS = (b"/-/healthz", b"/-/routes")  # pages of Serve's own, for machines that know them
+GATHERED = 1 << 20  # bytes of a body that are gathered here; a longer body is passed on in pieces
+GATHERED_BY_ALL = 256 << 20  # bytes of all bodies together; beyond that, bodies are passed on as they come
+GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must arrive within GRACE_S, plus a second for each BYTES_PER_S bytes
+REST, LONGEST_REST_S = 8.0, 0.1  # pause between requests: REST times what the loop waited for a core, at most
+OURS = (b"/-/healthz", b"/-/routes")  # Serve's own pages, passed through unchanged
 
 
 def middlewares() -> list[Middleware]:
-    """For Serve's setting; the last one stands outermost."""
+    """The middleware that Serve installs; the last one is outermost."""
     return [Middleware(JsonErrors), Middleware(WholeRequests)]
 
 
 def stands_before_serve() -> bool:
-    """Whether the proxies of this cluster have these middlewares: a replica's process has their environment."""
+    """Whether this cluster's proxies use `middlewares`: the variable is set for a replica as it is for the proxies."""
     return os.environ.get(CALLBACK) == IMPORT_PATH
 
 
 def too_slow(received: int, seconds: float, grace_s: float = GRACE_S, bytes_per_s: int = BYTES_PER_S) -> str:
-    """What the client of a slow body is told."""
+    """The error message for a body that comes too slowly."""
     return (
-        f"the body came too slowly: {received} bytes in {seconds:.0f} s; it must be there within {grace_s:g} s and a "
+        f"the body came too slowly: {received} bytes in {seconds:.0f} s; it must arrive within {grace_s:g} s plus one "
         f"second for every {bytes_per_s} bytes"
     )
 
 
 class WholeRequests:
-    """ASGI middleware: a request goes on when its body is there, and each after a turn of the event loop; not where all
-    replicas have just said that they are full.
+    """ASGI middleware that passes a request on once its body has arrived, one request per turn of the event loop; while
+    all replicas are known to be full, it repeats their refusal instead.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -83,7 +83,7 @@ class WholeRequests:
         self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on. A body that comes too slowly is a 408; a client that leaves meanwhile is forgotten."""
+        """Pass one request on. A body that comes too slowly gets a 408; a client that leaves drops its request."""
         if scope["type"] != "http" or scope.get("raw_path", b"") in OURS:
             await self._app(scope, receive, send)
             return
@@ -113,8 +113,8 @@ class WholeRequests:
             rest.close()
 
     async def _take_turn(self) -> None:
-        """Until this request may begin. One does per turn of the event loop; and where the loop had to wait for a core,
-        the machine is full, and the next begins after a rest, so that the ranks of open streams get their part of it.
+        """Wait until this request may begin: one does per turn of the event loop. Where the loop had to wait for a
+        core, all are busy; then the next begins after a pause, so that the ranks of open streams get their share.
         """
         async with self._turn:
             began, worked = time.perf_counter(), time.thread_time()
@@ -123,7 +123,7 @@ class WholeRequests:
             await asyncio.sleep(min(REST * waited, LONGEST_REST_S))
 
     async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
-        """Read the body, or as much as is waited for; whether there is more of it. None when the client has left."""
+        """Read the body up to the limits; returns whether there is more of it, or None when the client has left."""
         async with asyncio.timeout_at(began + GRACE_S) as patience:
             while len(body) < GATHERED and self._held < GATHERED_BY_ALL:
                 message = await receive()
@@ -139,7 +139,7 @@ class WholeRequests:
 
 
 class _Rest:
-    """What a request still has to say: what was gathered of it, then what its client sends meanwhile."""
+    """The messages of a request for the app: first the body as gathered, then what the client sends after it."""
 
     def __init__(self, first: Message, receive: Receive) -> None:
         self._first: Message | None = first
@@ -148,7 +148,7 @@ class _Rest:
 
     @property
     def gone(self) -> bool:
-        """Whether the client has left already: nobody would read the answer."""
+        """Whether the client has already left, so that nobody would read the answer."""
         following = self._next
         return following is not None and following.done() and following.result()["type"] == "http.disconnect"
 
@@ -161,19 +161,19 @@ class _Rest:
         return await (following or self._receive())
 
     def close(self) -> None:
-        """Nobody will ask again."""
+        """Stop waiting for a message: `receive` is not called again."""
         if self._next is not None:
             self._next.cancel()
 
 
 class JsonErrors:
-    """ASGI middleware around Serve's proxy."""
+    """ASGI middleware that makes the plain-text errors of Serve's proxy JSON, and ends answers that it leaves open."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; what does not come as JSON or a stream, and is an error, becomes JSON."""
+        """Answer one request; a plain-text error becomes JSON, and a header that Serve cannot decode a 400."""
         if scope["type"] != "http" or scope.get("raw_path", b"") in OURS:
             await self._app(scope, receive, send)
             return
@@ -181,7 +181,7 @@ class JsonErrors:
             error = (
                 "invalid_request_error",
                 "invalid_value",
-                f"{wrong}: must be at most {LONGEST_ID} ASCII characters",
+                f"{wrong}: must be at most {LONGEST_ID} printable ASCII characters",
             )
             await _answer(send, 400, error, wrong, scope["method"])
             return
@@ -194,7 +194,7 @@ class JsonErrors:
 
 
 class _Answer:
-    """The answer to one request as it passes."""
+    """Watches the answer to one request as it passes."""
 
     def __init__(self, send: Send, method: str) -> None:
         self._send = send
@@ -202,7 +202,7 @@ class _Answer:
         self._started = self._ended = self._replaced = self._streams = False
 
     async def send(self, message: Message) -> None:
-        """Pass a message on, or what stands for it."""
+        """Pass a message on, or send a JSON error in place of a plain-text one."""
         if message["type"] == "http.response.start":
             self._started = True
             kind = dict(message["headers"]).get(b"content-type", b"")
@@ -219,7 +219,7 @@ class _Answer:
             await self._send(message)
 
     async def finish(self) -> None:
-        """Serve has nothing more to say: say what it left out, so that no client is left with half an answer."""
+        """Serve sends nothing more: if the answer is missing or its stream still open, end it with an error."""
         if not self._started:
             await _answer(self._send, 503, SAID[500], None, self._method)
         elif self._streams and not self._ended:
@@ -228,7 +228,7 @@ class _Answer:
 
 
 def _wrong_header(headers: list[tuple[bytes, bytes]]) -> str | None:
-    """The name of a header that Serve would read and cannot."""
+    """The name of the first header that Serve would fail to decode; None where there is none."""
     for name, value in headers:
         if name.lower().replace(b"_", b"-") in READ_BY_SERVE:
             printable = all(0x20 <= byte < 0x7F for byte in value)

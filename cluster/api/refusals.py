@@ -1,9 +1,9 @@
-"""Refusals that the proxy repeats: a full replica says for how long it stays full, and is not asked again before.
+"""Refusals that the proxy repeats: a full replica says for how long it stays full, and gets no request until then.
 
-To refuse costs a replica and the proxy some 10 ms of work together, which a crowd takes from the ranks of open streams;
-the proxy alone repeats a refusal in one. A replica that is full adds `FULL` to its 503: who it is, how many replicas
-there are, and for how many seconds this holds. While refusals of all of them hold, the proxy answers with the last one;
-how many times, the next request that it passes on says in `REPEATED`, so that the replica's metrics count them all.
+A refusal costs a replica and the proxy some 10 ms of work together, which the ranks of open streams lack under load;
+the proxy alone repeats one in 1 ms. A full replica adds the header `FULL` to its 503: its id, the number of replicas,
+and for how many seconds the refusal holds. While the refusals of all replicas hold, the proxy repeats the latest one to
+expire. The next request that it passes on carries the number of repeats in the header `REPEATED`, for the metrics.
 
 Nothing heavy is imported here: one half runs in the proxy.
 """
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 FULL = b"x-aerie-full"
 REPEATED = b"x-aerie-repeated-refusals"
-HELD_SHARE, HELD_S = 0.05, 1.0  # for how long a refusal holds: so much of the wait that it tells, at most so long
-KEPT = frozenset({b"content-type", b"content-length", b"retry-after"})  # headers that are true of every repetition
+HELD_SHARE, HELD_S = 0.05, 1.0  # a refusal holds for this share of the wait it announces, at most HELD_S
+KEPT = frozenset({b"content-type", b"content-length", b"retry-after"})  # headers that are the same in every repeat
 
 
 def held_s(wait_s: float) -> float:
-    """For how many seconds a replica stays full where a newcomer would wait so long."""
+    """For how many seconds a refusal holds where a new request would wait `wait_s`."""
     return min(HELD_SHARE * wait_s, HELD_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What one replica answered, and until when it stands."""
+    """What one replica answered, and until when that holds."""
 
     until: float
     headers: list[tuple[bytes, bytes]]
@@ -43,7 +43,7 @@ class Refusal:
 
 
 class Refusals:
-    """The proxy's half: what full replicas said, by the path that was asked for."""
+    """The proxy's half: the refusals of full replicas, by the path of the request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,7 +52,7 @@ class Refusals:
         self._repeated: dict[str, int] = {}
 
     def standing(self, scope: Scope) -> Refusal | None:
-        """The refusal to repeat, which is counted; None where a replica may have room."""
+        """The refusal to answer with, counted as a repeat; None where a replica may have room."""
         path = scope["path"]
         if scope["method"] != "POST" or path not in self._said:
             return None
@@ -64,14 +64,14 @@ class Refusals:
         return max(said.values(), key=lambda one: one.until)
 
     def passing(self, scope: Scope) -> Scope:
-        """A request that goes on; it carries the count of those that did not, and none that its client made up."""
+        """The scope of a request that is passed on, with `REPEATED` set by the proxy alone, never by the client."""
         headers = [pair for pair in scope["headers"] if pair[0].lower() != REPEATED]
         if scope["method"] == "POST" and (repeated := self._repeated.pop(scope["path"], 0)):
             headers.append((REPEATED, str(repeated).encode()))
         return {**scope, "headers": headers}
 
     def learning(self, scope: Scope, send: Send) -> Send:
-        """`send` for a request that goes on: keeps what a full replica says, and its sign from the client."""
+        """The `send` of a request that is passed on: keeps a full replica's refusal, hides `FULL` from the client."""
         sign: bytes | None = None
         headers: list[tuple[bytes, bytes]] = []
         body = b""
@@ -95,7 +95,7 @@ class Refusals:
         try:
             replica, replicas, seconds = sign.decode("ascii").split()
             until, count = self._clock() + float(seconds), int(replicas)
-        except ValueError:  # not of this version: the client gets its answer, and nothing is repeated
+        except ValueError:  # a header of another version: the client gets the answer, and it is not repeated
             return
         kept = [pair for pair in headers if pair[0].lower() in KEPT]
         self._said.setdefault(path, {})[replica] = Refusal(until, kept, body)
@@ -103,11 +103,11 @@ class Refusals:
 
 
 class TellsProxy:
-    """The replica's half, as ASGI middleware: says who is full, and counts what the proxy refused."""
+    """The replica's half, as ASGI middleware: completes the header `FULL`, and counts what the proxy repeated."""
 
     def __init__(self, app: ASGIApp, replica: str, replicas: int | None, count: Callable[[str, int], None]) -> None:
-        """`replicas` None: nobody knows how many there are, or no proxy listens, and nothing is said. `count` is given
-        the path and the number of refusals that were repeated for it.
+        """`replicas` None: their number is not fixed, or the proxy lacks the middleware; `FULL` is not sent. `count` is
+        given the path and the number of refusals that were repeated for it.
         """
         self._app = app
         self._sign = None if replicas is None else f"{replica} {replicas}".encode()

@@ -1,4 +1,4 @@
-"""The arguments of the Serve application, in Ray Serve LLM's words; what Aerie cannot honour is refused by name."""
+"""The arguments of the Serve application, named as in Ray Serve LLM; what Aerie cannot honour is refused by name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +12,13 @@ from cluster.checkout import homes
 from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, nearest
 from cluster.logs import LogFormat, LogSettings, default_path
 
-# Settings of Ray Serve LLM that are known here and not honoured: said, never dropped.
+# Settings of Ray Serve LLM that Aerie does not honour, with the reason that the refusal gives.
 FOREIGN: Mapping[str, str] = {
     "llm_engine": "the engine is Aerie's own",
     "lora_config": "LoRA adapters are not served",
     "server_cls": "the server class is fixed",
     "callback_config": "there are no initialisation hooks",
-    "experimental_configs": "there are none",
+    "experimental_configs": "Aerie has no experimental settings",
     "accelerator_config": "use accelerator_type and placement_group_config",
     "ingress_cls_config": "the ingress is Aerie's own",
 }
@@ -42,8 +42,8 @@ DEPLOYMENT_OPTIONS = (
 )
 
 
-# Admission is the router's, in tokens, so Serve's own limits stay out of the way; a stream may run for minutes, so a
-# replica that leaves gets the time to finish it; and the next one is there before it does.
+# The router admits requests, by tokens, so Serve's own limit is set beyond reach. A stream may run for minutes, so a
+# replica that is shut down gets time to finish it, and on a redeploy its successor starts first.
 DEPLOYMENT_DEFAULTS: dict[str, Any] = {
     "max_ongoing_requests": 10_000,
     "graceful_shutdown_wait_loop_s": 0.5,
@@ -54,7 +54,7 @@ DEPLOYMENT_DEFAULTS: dict[str, Any] = {
     "max_constructor_retry_count": 3,
     "ray_actor_options": {"num_cpus": 0.5},
 }
-ROOM_TIMEOUT_S = 120.0  # how long a gang waits for its bundles
+ROOM_TIMEOUT_S = 120.0  # how long a gang waits for its placement group
 
 
 class ServingSettings(Settings):
@@ -137,7 +137,7 @@ class LLMConfig(ServingSettings):
         return None if self.deployment_config.get("autoscaling_config") or not isinstance(given, int) else given
 
     def device(self, gpus: float) -> tuple[Literal["cpu", "cuda"], str]:
-        """What every rank runs on in a cluster of so many GPUs, and why.
+        """The device of every rank in a cluster with so many GPUs, and why it is this one.
 
         Raises:
             ConfigError: device is cuda, and the bundles reserve no GPU.
@@ -150,8 +150,8 @@ class LLMConfig(ServingSettings):
             raise ConfigError(str(error)) from None
 
     def layout(self, device: Device = "auto") -> Layout:
-        """The bundles of the gang, one per rank, on the `device` that was decided on. Where a redeploy has no room
-        beside the replica that leaves, the gang waits for as long as that one may take to finish its streams.
+        """The bundles of the gang, one per rank, for ranks on `device`. Where a redeploy may not start a replica beside
+        the old one (max_surge_percent 0), the gang also waits as long as that one may take to finish its streams.
         """
         config = self.engine_config()
         options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}
@@ -177,7 +177,7 @@ class AppSettings(ServingSettings):
     llm_configs: list[LLMConfig]
     ingress: Literal["direct", "resilient"] = "direct"
     ingress_deployment_config: dict[str, Any] = Field(default_factory=dict)
-    log_file: str | None = None  # of each node; None: <application>.log in the default folder
+    log_file: str | None = None  # the same path on each node; None: <application>.log in the default folder
     log_format: LogFormat = "text"
 
     @model_validator(mode="before")
@@ -195,7 +195,7 @@ class AppSettings(ServingSettings):
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
         if path is not None and not Path(path).is_absolute():
-            raise ConfigError(f"log_file {path!r} must be an absolute path: processes of other folders write to it too")
+            raise ConfigError(f"log_file {path!r} must be an absolute path: all processes of the server write to it")
         return path
 
     @model_validator(mode="after")
@@ -209,7 +209,7 @@ class AppSettings(ServingSettings):
         if self.ingress_deployment_config and self.ingress == "direct":
             raise ConfigError(
                 "ingress_deployment_config needs ingress: resilient; with ingress: direct the replica that owns the "
-                "gang is the ingress, and deployment_config is its"
+                "gang is the ingress: set its options in deployment_config"
             )
         return self
 
@@ -220,7 +220,7 @@ class AppSettings(ServingSettings):
 
     @property
     def drain_timeout_s(self) -> float:
-        """How long the replicas that hold the clients' connections wait for open calls when they end."""
+        """How long the replicas that hold the clients' connections wait for open calls when they shut down."""
         options = self.llm.deployment_config if self.ingress == "direct" else self.ingress_deployment_config
         return float({**DEPLOYMENT_DEFAULTS, **options}["graceful_shutdown_timeout_s"])
 
@@ -251,8 +251,8 @@ def parse(args: Mapping[str, Any]) -> AppSettings:
 def resolve_path(path: str) -> str:
     """A path in a config, made absolute: from AERIE_HOME, the working directory, or the source checkout, in that order.
 
-    `serve deploy` runs the application far from the directory where it was typed, so the working directory alone does
-    not do. A path that exists nowhere is returned as it is, for the engine to refuse.
+    `serve deploy` runs the application in another directory than its own, so the working directory alone is not
+    enough. A path that exists nowhere is returned as it is, for the engine to refuse.
     """
     if Path(path).is_absolute():
         return path

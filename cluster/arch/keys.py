@@ -1,4 +1,4 @@
-"""Reading a checkpoint's `config.json`: keys with errors that name file and key."""
+"""Reads a checkpoint's `config.json`, with errors that name the file and the key."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,15 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
 
 
 class Keys:
-    """A config's keys with errors that name file and key."""
+    """Typed access to a config's keys; null counts as missing, and every error names the file and the key."""
 
     def __init__(self, data: Mapping[str, Any], where: str, file: str = "config.json") -> None:
         self.data, self.where, self.file = data, where, file
+
+    def over(self, defaults: Mapping[str, Any]) -> "Keys":
+        """The same keys with `defaults` for those that are missing."""
+        given = {key: value for key, value in self.data.items() if value is not None}
+        return Keys({**defaults, **given}, self.where, self.file)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
@@ -61,14 +66,14 @@ class Keys:
         return value
 
     def section(self, key: str) -> "Keys":
-        """An object; an empty one where there is none."""
+        """A nested object; an empty one where the key is missing."""
         value = self.data.get(key) or {}
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.file} of {self.where!r}: {key} must be an object, got {value!r}")
         return Keys(value, self.where, self.file)
 
     def numbers(self, key: str) -> list[int] | None:
-        """A list of integers, or None."""
+        """A list of integers, or None where the key is missing."""
         value = self.data.get(key)
         if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
             return value
@@ -76,13 +81,13 @@ class Keys:
 
 
 def family_of(keys: Keys, known: Sequence[str], what: str) -> str:
-    """The first of `architectures` that is known."""
+    """The first entry of `architectures` that is in `known`; `what` names the role in the error."""
     names = keys.data.get("architectures") or []
     for name in names:
         if name in known:
             return str(name)
     raise ConfigError(
-        f"{keys.file} of {keys.where!r}: architectures {names} is no {what} served here; known: {', '.join(known)}"
+        f"{keys.file} of {keys.where!r}: architectures {names} names no {what} served here; known: {', '.join(known)}"
     )
 
 

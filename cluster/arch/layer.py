@@ -15,8 +15,8 @@ PLAIN = Rope(10000.0)
 class Latent:
     """Multi-head latent attention (arXiv 2405.04434): k and v of all heads come from one latent of `kv_rank`.
 
-    `q_rank` None: queries are projected at once. `nope` and `rope` are a query head's two parts, `value` a head's
-    output. `eps` is that of the norms of the latents, which do not follow the config.
+    `q_rank` None: queries are projected directly. `nope` and `rope` are the widths of a head's unrotated and rotated
+    part, `value` that of its output. `eps` belongs to the norms of the latents, which ignore the config's.
     """
 
     q_rank: int | None
@@ -31,10 +31,10 @@ class Latent:
 class Moe:
     """A mixture of `experts` MLPs of `intermediate` columns, `active` of them per token.
 
-    `scoring` softmax over all experts, or sigmoid; `renormalise` divides the chosen ones' weights by their sum;
-    `scale` multiplies them. With `groups` only the experts of the best `top_groups` groups can be chosen, and
-    `correction` is a bias that counts for the choice alone. `shared` columns belong to an MLP that every token takes,
-    with `shared_gate` times the sigmoid of a learnt projection of the token.
+    `scoring` is a softmax over all experts, or a sigmoid; `renormalise` divides the chosen ones' weights by their sum;
+    `scale` multiplies them. With `groups` only experts of the best `top_groups` groups can be chosen, and with
+    `correction` a bias on the scores affects the choice but not the weights. `shared` is the width of an MLP that every
+    token takes; `shared_gate` multiplies its output by the sigmoid of a learnt projection of the token.
     `stacked`: a checkpoint holds all experts in one tensor, gate and up interleaved, with biases. `clamp` (alpha,
     limit) is the clamped SwiGLU of gpt-oss.
     """
@@ -59,11 +59,11 @@ class Moe:
 class LayerGeometry:
     """One decoder layer: attention heads of `head_dim`, and a gated MLP of `intermediate`, or `moe`.
 
-    `attention_bias` belongs to q, k and v, `out_bias` to the output. `window` tokens are seen, itself included; None:
-    all. `scale` None is `head_dim ** -0.5`. `sinks`: one learnt logit per head joins the softmax. `qk_norm`: RMSNorm
-    per head before rope. `unit_offset`: norms scale by 1 + weight. `sandwich`: norms after attention and MLP too.
-    `interleaved`: the checkpoint's q and k are made for rope over neighbouring pairs. `gated`: `q_proj` gives each head
-    a gate beside its query, whose sigmoid multiplies what the head's attention gives (Qwen3-Next).
+    `attention_bias` belongs to q, k and v, `out_bias` to the output. A row sees `sliding_window` tokens, itself
+    included; None: all. `scale` None is `head_dim ** -0.5`. `sinks`: one learnt logit per head joins the softmax.
+    `qk_norm`: RMSNorm per head before rope. `unit_offset`: norms scale by 1 + weight. `sandwich`: norms after attention
+    and MLP too. `interleaved`: the checkpoint's q and k are made for rope over neighbouring pairs. `gated`: `q_proj`
+    also gives each head a gate, whose sigmoid multiplies the head's attention output (Qwen3-Next).
     With `latent`, `kv_heads` is 1 and `head_dim` the width of what is cached.
     """
 
@@ -77,7 +77,7 @@ class LayerGeometry:
     mlp_bias: bool = False
     out_bias: bool = False
     rope: Rope = PLAIN
-    window: int | None = None
+    sliding_window: int | None = None
     scale: float | None = None
     sinks: bool = False
     qk_norm: bool = False
@@ -96,12 +96,12 @@ class LayerGeometry:
 
     @property
     def cell(self) -> tuple[int, int, int]:
-        """What one token leaves in a pool: `[2, nkv, d]`, or one latent `[1, 1, d]`."""
+        """Shape of one token's entry in a KV pool: k and v `[2, nkv, d]`, or one latent `[1, 1, d]`."""
         return (2 if self.latent is None else 1), self.kv_heads, self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """Width of what attention gives per head."""
+        """Width of attention's output per head."""
         return self.head_dim if self.latent is None else self.latent.kv_rank
 
     @property
@@ -111,7 +111,7 @@ class LayerGeometry:
 
     @property
     def mlp_columns(self) -> int:
-        """The narrowest MLP of the layer, which has to be cut over ranks."""
+        """Width of the layer's narrowest MLP: it cannot be split over more ranks than that."""
         if self.moe is None:
             return self.intermediate
         return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
@@ -120,7 +120,7 @@ class LayerGeometry:
 def geometry_of(
     keys: Keys, activation: Activation = "silu", theta: float = 10000.0, partial: bool = False
 ) -> LayerGeometry:
-    """The sizes of one plain layer; families change what is theirs. `partial` as for `rope_of`."""
+    """A layer as the common keys describe it; a family replaces what differs. `theta` and `partial` as in `rope_of`."""
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -137,7 +137,7 @@ def geometry_of(
     if rotated % 2 or not rotated:
         raise ConfigError(
             f"{keys.file} of {keys.where!r}: partial_rotary_factor {rope.partial} of head_dim {head_dim} is {rotated} "
-            "dimensions, which must be even"
+            "dimensions, which must be even and not 0"
         )
     return LayerGeometry(
         hidden=hidden,
@@ -155,7 +155,7 @@ def geometry_of(
 
 
 def sliding(keys: Keys, count: int, default: list[bool]) -> list[bool]:
-    """Which of `count` layers look through a window: `layer_types` where the config lists them, else `default`.
+    """Which of `count` layers have a sliding window: as `layer_types` says where the config has it, else `default`.
 
     Raises:
         ConfigError: the list has another length, or a type that is neither full nor sliding attention.
@@ -174,7 +174,7 @@ def sliding(keys: Keys, count: int, default: list[bool]) -> list[bool]:
     return [known[t] for t in types]
 
 
-def windowed(layer: LayerGeometry, window: int | None, which: list[bool]) -> tuple[LayerGeometry, ...]:
-    """`layer` once per entry of `which`, looking through `window` where that says so."""
-    narrow = replace(layer, window=window)
+def with_sliding_window(layer: LayerGeometry, window: int | None, which: list[bool]) -> tuple[LayerGeometry, ...]:
+    """One copy of `layer` per entry of `which`; those whose entry is true have the sliding window `window`."""
+    narrow = replace(layer, sliding_window=window)
     return tuple(narrow if small else layer for small in which)

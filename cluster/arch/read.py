@@ -1,4 +1,4 @@
-"""Which family a checkpoint folder holds: the one table of target families, and those refused by name."""
+"""Which family a checkpoint folder holds: the one table of target families, and the families refused by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ FAMILIES: dict[str, Callable[[Keys], TargetArch]] = {
     **{name: partial(wrapped, wrapper=name) for name in WRAPPERS},
 }
 TARGET_FAMILIES = tuple(FAMILIES)
-# Parts of architecture names whose layers carry a state beside or instead of KV.
+# Parts of the names of architectures whose layers keep a recurrent state beside or instead of KV.
 STATEFUL = (
     "Mamba",
     "Qwen3Next",
@@ -58,7 +58,7 @@ STATEFUL = (
 
 
 def is_native(folder: str) -> bool:
-    """Whether the folder holds Mistral's own format and nothing else that could be read."""
+    """Whether to read Mistral's own format: the folder has params.json and no complete Hugging Face checkpoint."""
     root = Path(folder)
     if not (root / "params.json").is_file():
         return False
@@ -86,11 +86,12 @@ def read_target(folder: str) -> TargetArch:
 
 
 def outline(folder: str) -> TargetArch | None:
-    """A target that is recognised and not served, as far as its draft has to know it: width, vocabulary, how many
-    layers. None for any other folder.
+    """What a draft must know of a target whose layers keep a recurrent state (width, vocabulary, number of layers).
+
+    Such a target is recognised but not served. None for any other folder.
 
     Raises:
-        ConfigError: the config does not say these.
+        ConfigError: the config lacks one of these.
     """
     if is_native(folder):
         return None
@@ -102,13 +103,12 @@ def outline(folder: str) -> TargetArch | None:
 
 
 def _stateful(keys: Keys) -> str | None:
-    """The architecture's name, if its layers carry a state."""
     names = [str(name) for name in keys.data.get("architectures") or []]
     return next((n for n in names if n not in FAMILIES and any(part in n for part in STATEFUL)), None)
 
 
 def _quantisation(keys: Keys) -> None:
-    """Refuse packings that cannot be read; which tensors are quantised is told by their own dtypes and scales."""
+    """Refuse unknown quantisation methods; which tensors are quantised follows from their dtypes and scales."""
     method = keys.section("quantization_config").data.get("quant_method")
     if method not in (None, "fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise ConfigError(

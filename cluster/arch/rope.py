@@ -11,9 +11,10 @@ KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
 
 
 class Yarn(NamedTuple):
-    """YaRN (arXiv 2309.00071): wavelengths between the two betas are blended, the others stretched by `factor`.
+    """YaRN (arXiv 2309.00071): frequencies that turn less than `beta_slow` times over `length` are divided by `factor`.
 
-    `attention` multiplies cos and sin; `truncate` rounds the blended range to whole dimensions.
+    Those that turn more than `beta_fast` times are kept, those between are blended. `length` is the original context
+    length; `attention` multiplies cos and sin; `truncate` rounds the blended range to whole dimensions.
     """
 
     factor: float
@@ -40,12 +41,12 @@ class Rope:
 
 
 def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, partial: bool = False) -> Rope:
-    """The rotary embedding that the config asks for; `theta` where it names none.
+    """The rotary embedding that the config asks for; `theta` is the base where the config has none.
 
-    `layer_type` picks one of the embeddings that a config of several lists by type. Old and new spelling are read:
+    `layer_type` picks one entry of a config that lists several embeddings by layer type. Old and new spelling are read:
     `rope_theta` with `rope_scaling`, and `rope_parameters`. Dynamic scaling changes nothing up to
-    `max_position_embeddings`, beyond which nothing is served. `partial`: the family may rotate a part of each head,
-    `partial_rotary_factor`; the others are refused with such a key, as nobody knows what they would mean by it.
+    `max_position_embeddings`, beyond which nothing is served. `partial`: the family may rotate only a part of each head
+    (`partial_rotary_factor`); for other families that key is refused, because its meaning there is not defined.
 
     Raises:
         ConfigError: a scaling or a factor that is not served, or a key that it needs is missing.
@@ -94,7 +95,7 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's growth of the attention logits at `factor`."""
+    """YaRN's magnitude factor of q and k at a scaling of `factor`; attention logits grow by its square."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -1,25 +1,25 @@
-"""What a target is and what it takes, from its config and the headers of its files; without torch."""
+"""What a target is and how much memory it takes, from its config and the headers of its files; without torch."""
 
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from cluster.arch.header import SIZES
 from cluster.arch.read import read_target
-from cluster.arch.stored import stored_tensors
+from cluster.arch.safetensors.header import SIZES
+from cluster.arch.safetensors.stored import stored_tensors
+from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.arch.target import TargetArch
-from cluster.arch.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
 
 PLAIN = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Numbers that are stored as they are computed with: nothing beside them has to be looked at."""
+"""Dtypes that need no dequantisation: such tensors have no scales beside them."""
 BYTES = {dtype: SIZES[name] for name, dtype in PLAIN.items()}
-ASSUMED_DEVICE = "cuda"  # of what is told without an engine; whether there is one only torch can say
+ASSUMED_DEVICE = "cuda"  # for estimates made without an engine: only torch could tell whether there is a GPU
 
 
 @dataclass(slots=True)
 class Report:
-    """What was found; `problems` empty means that it would serve."""
+    """What was found about a target and its draft; they can be served if `problems` is empty."""
 
     target: dict[str, Any] = field(default_factory=dict)
     draft: dict[str, Any] | None = None
@@ -29,8 +29,9 @@ class Report:
 
 
 def computed_in(stored: str, dtype: str, device: str) -> str:
-    """The dtype that `dtype` means for weights that are `stored` so: `auto` is the same on a GPU, and float32 on a CPU,
-    where half precision is slower, or where it is none to compute in.
+    """The compute dtype that the setting `dtype` gives weights of dtype `stored`; `auto` keeps theirs on a GPU.
+
+    On a CPU, where half precision is slower, and for dtypes that nothing computes in, `auto` is float32.
     """
     if dtype != "auto":
         return dtype
@@ -60,13 +61,13 @@ def features_of(arch: TargetArch) -> dict[str, Any]:
         "speculation": None,
         "attention": "latent" if arch.layer.latent else "grouped",
         "experts": any(layer.moe for layer in arch.layers),
-        "windows": sorted({layer.window for layer in arch.layers if layer.window}),
+        "windows": sorted({layer.sliding_window for layer in arch.layers if layer.sliding_window}),
         "tied": arch.tied,
     }
 
 
 def summary(folder: str, dtype: str = "auto") -> Report | None:
-    """A good target served by one rank. None where more has to be looked at: a problem, or quantised weights."""
+    """The report on a good target, served by one rank; None for one with problems or quantised weights."""
     try:
         arch = read_target(folder)
         check_tensors(folder, arch)

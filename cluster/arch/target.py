@@ -16,8 +16,8 @@ class TargetArch:
     """A target: its layers over a vocabulary, how it ends a text, and what its tensors are called.
 
     `embed_scale` multiplies the embedding's rows, `softcap` bends logits to c * tanh(x / c). `names` turn the names
-    that layers ask for into the checkpoint's, in order, as (pattern, replacement); `ignored` are tensors that belong
-    to somebody else (a vision tower, an MTP draft).
+    that layers ask for into the checkpoint's, in order, as (pattern, replacement); `ignored` are patterns of stored
+    tensors that the target does not use (a vision tower, an MTP draft).
     """
 
     family: str
@@ -55,13 +55,13 @@ class TargetArch:
 
 
 def target_of(keys: Keys, family: str, layers: tuple[LayerGeometry, ...], **own: Any) -> TargetArch:
-    """The target of these layers; what all configs spell alike is read here, `own` is the family's.
+    """The target of these layers: keys that all configs share are read here, `own` are the family's own values.
 
     Raises:
-        ConfigError: layers that do not share a pool, or a config value of the wrong kind.
+        ConfigError: layers that cannot share a KV pool, or a config value of the wrong kind.
     """
     if len({(layer.hidden, layer.heads, layer.cell) for layer in layers}) != 1:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: layers of different heads or widths are not served")
+        raise ConfigError(f"{keys.file} of {keys.where!r}: layers that differ in heads or widths are not served")
     given: dict[str, Any] = {
         "family": family,
         "vocab_size": keys.integer("vocab_size"),

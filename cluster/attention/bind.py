@@ -10,9 +10,8 @@ from cluster.kv.pool import KVPool, slot_bytes
 
 
 def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype) -> int:
-    """Bytes that one token costs in the pool of `layers`."""
-    parts, kv_heads, head_dim = layers[0].cell
-    return slot_bytes(len(layers), kv_heads, head_dim, dtype, parts)
+    """Bytes that one token takes in the pool of `layers`."""
+    return slot_bytes(len(layers), layers[0].cell, dtype)
 
 
 def bind_attention(
@@ -20,7 +19,6 @@ def bind_attention(
 ) -> tuple[KVPool, TorchAttention]:
     """A pool of `slots` for `layers` (of one rank, all with the same cell), and the attention bound to it."""
     g = layers[0]
-    parts, kv_heads, head_dim = g.cell
-    pool = KVPool(len(layers), slots, kv_heads, head_dim, dtype, device, parts)
-    windows = tuple(layer.window for layer in layers)
-    return pool, TorchAttention(pool, g.heads, kv_heads, head_dim, windows, g.scale, g.value_dim)
+    pool = KVPool(len(layers), slots, g.cell, dtype, device)
+    windows = tuple(layer.sliding_window for layer in layers)
+    return pool, TorchAttention(pool, g.heads, windows, g.scale, g.value_dim)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.batch import Group, Reach
 
-HIDDEN = float("-inf")
+MASKED = float("-inf")
 
 
 def reach_of(
@@ -21,11 +21,11 @@ def reach_of(
     dtype: torch.dtype,
     written: Tensor | None = None,
 ) -> Reach:
-    """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots, of
-    which the first `written` `[R]` (None: all of them) are written before they are read.
+    """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots.
 
-    Where a request has fewer tokens than another, it reads its own first window slot in the place of memory that is
-    not its own: hidden by the bias or not, 0 * NaN is NaN. `longest` is the largest committed count, known on the host.
+    Of the window, the first `written` `[R]` slots (None: all) are written before they are read. `longest` is the
+    largest committed count, known on the host; beyond its own count a request reads its own first window slot, masked.
+    It never reads memory of others, for which the bias would not be enough, as 0 * NaN is NaN.
     Computed once per step, shared by its phases.
     """
     ahead = torch.arange(window, device=table.device)
@@ -35,29 +35,29 @@ def reach_of(
         slots = torch.where(ahead < written[:, None], slots, own)
     beyond = torch.arange(longest, device=table.device) >= committed[:, None]
     prefix = torch.where(beyond, own, table[:, :longest].index_select(0, rows))
-    bias = torch.zeros(beyond.shape, dtype=dtype, device=table.device).masked_fill_(beyond, HIDDEN)
+    bias = torch.zeros(beyond.shape, dtype=dtype, device=table.device).masked_fill_(beyond, MASKED)
     return Reach(prefix, bias[:, None], slots)
 
 
 def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask `[.., q, w]` of what each row sees, as the bias 0 or -inf."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, HIDDEN)
+    """The bias, 0 or -inf, of a mask `[.., q, w]` of what each row sees."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, MASKED)
 
 
-def windowed(bias: Tensor, window: int) -> Tensor:
-    """`bias` `[R, q, L]` narrowed to the last `window` slots that each row sees, its own included.
+def slid(bias: Tensor, sliding_window: int) -> Tensor:
+    """`bias` `[R, q, L]` narrowed to the last `sliding_window` slots that each row sees, its own included.
 
     What a row sees lies in order of position, one slot for each: committed tokens, then its ancestors in the window.
-    So counting visible slots from the end counts positions, in a tree as well as in a text.
+    So counting visible slots from the end counts positions, in a tree as well as in a plain sequence.
     """
     seen = bias == 0
     behind = seen.flip(-1).cumsum(-1).flip(-1)
-    return bias.masked_fill(seen & (behind > window), HIDDEN)
+    return bias.masked_fill(seen & (behind > sliding_window), MASKED)
 
 
 def causal_bias(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The bias `[1, w, w]` of rows that see themselves and the window rows before them."""
-    return torch.full((1, width, width), HIDDEN, dtype=dtype, device=device).triu_(1)
+    return torch.full((1, width, width), MASKED, dtype=dtype, device=device).triu_(1)
 
 
 def window_group(reach: Reach, bias: Tensor, rows: slice | Tensor, back: Tensor | None = None) -> Group:

@@ -1,7 +1,7 @@
-"""The attention primitive in plain torch: the twin of every other backend, and the CPU default.
+"""The attention primitive in plain torch: the reference for every other backend, and the CPU default.
 
-Nothing that a row may not see reaches it, whatever bytes lie there. What belongs to others is not read (`reach_of`);
-of its own request's rows, those that are not finite never enter the pool (`kept_out`).
+No value that a row may not see affects it, not even NaN. Memory of other requests is not read (`reach_of`), and k and v
+of its own request that are not finite never enter the pool (`kept_out`).
 """
 
 import math
@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.attention.plan import windowed
+from cluster.attention.plan import slid
 from cluster.batch import AttentionPlan, Group
 from cluster.kv.pool import KVPool
 
 
 def run_of(slots: Tensor) -> slice | Tensor:
-    """How the pool is read at `slots` `[R, L]`: by an index `[R * L]`, or as a slice, which copies nothing, where a
-    request is alone in its group and its slots follow one another. On a GPU asking would wait for the device.
+    """How the pool is read at `slots` `[R, L]`: by an index `[R * L]`, or by a slice, which copies nothing.
+
+    A slice takes one request with consecutive slots. A GPU always uses the index: testing would force a sync.
     """
     flat = slots.reshape(-1)
     if slots.shape[0] == 1 and flat.shape[0] and flat.device.type == "cpu":
@@ -29,12 +30,12 @@ def run_of(slots: Tensor) -> slice | Tensor:
 
 
 def kept_out(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """`q` and `kv` with zeros for every cell that is not finite, whose row gets NaN for its query instead.
+    """`q` and `kv` with zeros in place of every cell that is not finite, and NaN in place of its row's query.
 
-    A row that overflowed says so in its own output, while its cell, which attention multiplies by 0 for all rows that
-    do not see it, stays harmless: a node of a tree cannot spoil its siblings, nor a draft its own later steps.
+    The row that overflowed has NaN as its own output, but its cell is harmless to rows that mask it, for which
+    attention multiplies it by 0: a tree node cannot spoil its siblings, nor a draft its own later steps.
     """
-    if kv.is_cpu and math.isfinite(kv.sum().item()):  # on a GPU asking would wait for the device
+    if kv.is_cpu and math.isfinite(kv.sum().item()):  # on a GPU this test would force a sync
         return q, kv
     bad = ~kv.isfinite().flatten(1).all(1)
     return q.masked_fill(bad[:, None, None], math.nan), kv.masked_fill(bad[:, None, None, None], 0)
@@ -47,32 +48,32 @@ class TorchAttention:
         self,
         pool: KVPool,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
-        windows: Sequence[int | None] = (),
+        sliding_windows: Sequence[int | None] = (),
         scale: float | None = None,
         value_dim: int | None = None,
     ) -> None:
-        """`windows` say per layer how many tokens a row sees (None, or no entry: all); `scale` None is d ** -0.5.
+        """`sliding_windows` say per layer how many tokens a row sees (None, or no entry: all).
 
-        A pool with cells of one part holds latents, whose first `value_dim` numbers are the values.
+        `scale` None is d ** -0.5. A pool whose cells have one part holds latents; the first `value_dim` numbers of each
+        are its values.
         """
-        self._pool, self._heads, self._kv_heads, self._head_dim = pool, heads, kv_heads, head_dim
-        self._windows = {layer: window for layer, window in enumerate(windows) if window is not None}
-        self._scale, self._value_dim = scale, head_dim if value_dim is None else value_dim
+        self._pool, self._heads = pool, heads
+        self._kv_heads, self._head_dim = pool.kv.shape[-2:]
+        self._sliding_windows = {layer: width for layer, width in enumerate(sliding_windows) if width is not None}
+        self._scale, self._value_dim = scale, self._head_dim if value_dim is None else value_dim
         self._plan: AttentionPlan | None = None
         self._biases: dict[int | None, list[Tensor]] = {}
         self._reads: list[slice | Tensor] = []
 
     def bind(self, plan: AttentionPlan) -> None:
-        """Use `plan` for the calls of the next forward; what is equal in every layer is made once, here."""
+        """Use `plan` for the calls of the next forward; what all layers share is computed once, here."""
         repeat = self._heads // self._kv_heads
         self._plan = plan
         self._reads = [run_of(group.slots) for group in plan.groups]
         self._biases = {None: [group.bias.repeat(1, repeat, 1)[:, None] for group in plan.groups]}
-        for window in set(self._windows.values()):
-            narrow = [windowed(group.bias, window) for group in plan.groups]
-            self._biases[window] = [bias.repeat(1, repeat, 1)[:, None] for bias in narrow]
+        for width in set(self._sliding_windows.values()):
+            narrow = [slid(group.bias, width) for group in plan.groups]
+            self._biases[width] = [bias.repeat(1, repeat, 1)[:, None] for bias in narrow]
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
@@ -80,7 +81,7 @@ class TorchAttention:
         memory = self._pool.kv[layer]
         q, kv = kept_out(q, kv)
         memory.index_copy_(0, self._plan.write, kv)
-        biases = self._biases[self._windows.get(layer)]
+        biases = self._biases[self._sliding_windows.get(layer)]
         parts = [
             self._group(
                 memory[read] if isinstance(read, slice) else memory.index_select(0, read), q, group, bias, sinks

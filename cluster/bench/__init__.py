@@ -1,1 +1,1 @@
-"""Measurements that print ratios taken side by side in one run."""
+"""`aerie bench` and `aerie demo`: measurements that compare contenders side by side in one run."""

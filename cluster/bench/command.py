@@ -1,34 +1,45 @@
-"""`aerie bench`: a table of measurements, each a module with `Size`, `QUICK`, `measure` and `show`."""
+"""`aerie bench`: runs measurements by name, each a module of `cases/` with `Size`, `QUICK`, `measure` and `show`."""
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cluster.bench import acceptance, crowd, faults, levels, lockstep, offline, overload, radix, rude, serving, strain
+from cluster.bench.cases import (
+    acceptance,
+    crowd,
+    faults,
+    levels,
+    lockstep,
+    offline,
+    overload,
+    radix,
+    rude,
+    serving,
+    strain,
+)
 from cluster.bench.pair import Pair, named
 from cluster.bench.report import json_line, write_json
 from cluster.checkout import DEMO_TARGET, demo_path
 
-OF_A_PAIR: dict[str, ModuleType] = {
+OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "offline": offline,  # speed without Ray
-    "serving": serving,  # as served
+    "serving": serving,  # start-up, latency and memory of `aerie serve`
     "acceptance": acceptance,  # how well the draft predicts
-    "levels": levels,  # any draft, three levels, depth by depth
-    "lockstep": lockstep,  # what it costs ranks to step together
+    "levels": levels,  # acceptance by depth of any draft, three levels deep
+    "lockstep": lockstep,  # what lockstep costs data-parallel ranks
 }
-OF_A_TARGET: dict[str, ModuleType] = {
-    "strain": strain,  # steps of seconds, a busy machine, a rank that is stopped
+OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
+    "strain": strain,  # steps that take seconds, on a busy machine, and a rank that is stopped
 }
-WITH_THEIR_OWN: dict[str, ModuleType] = {
+WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo pair on loopback, or need none
     "faults": faults,  # what clients see when processes die
-    "crowd": crowd,  # the same with a queue behind them
-    "rude": rude,  # when others are rude
-    "overload": overload,  # when there are too many of them
-    "radix": radix,  # what the radix tree costs
+    "crowd": crowd,  # the same while many requests queue
+    "rude": rude,  # whether abusive clients disturb streams
+    "overload": overload,  # what clients get at five times the capacity
+    "radix": radix,  # CPU time of operations on the radix tree
 }
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
@@ -41,19 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)} (default: {' '.join(DEFAULT_PARTS)})"
     )
     parser.add_argument("--model", metavar="DIR", help="folder of the target (default: the demo's)")
-    parser.add_argument("--draft", metavar="DIR", help="folder of its draft")
+    parser.add_argument("--draft", metavar="DIR", help="folder of its draft (default: the demo's; needed with --model)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16"])
     parser.add_argument("--num-threads", type=int, metavar="N", help="torch threads (default: all cores)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="how often contenders take turns (default: 5)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="turns of each contender (default: the part's own)")
     parser.add_argument(
-        "--quick", action="store_true", help="seconds instead of minutes; shows the form, not the speed"
+        "--quick", action="store_true", help="take seconds instead of minutes: shows the output, not the speed"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per part instead of tables")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write DIR/PART.json and DIR/PART.txt")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. 1 when outputs that must be equal were not or a stream failed, else 0.
+    """Measure the parts and print; 1 when outputs that must be equal differ or a part counts failures, else 0.
 
     Raises:
         ValueError: a part that does not exist, or a model that cannot be measured.
@@ -61,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     parts = args.parts or list(DEFAULT_PARTS)
     for part in parts:
         if part not in PARTS:
-            raise ValueError(f"part {part!r} is none of {', '.join(PARTS)}")
+            raise ValueError(f"unknown part {part!r}; the parts are {', '.join(PARTS)}")
     same = True
     for part in parts:
         result, text = _measure(part, args)
@@ -74,19 +85,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """One part's figures, and the same as text."""
+    """The figures of one part, as data and as text."""
     module = PARTS[part]
     size = module.QUICK if args.quick else module.Size()
     if args.repeats and hasattr(size, "repeats"):
         size = replace(size, repeats=args.repeats)
-    say: Callable[[str], None] = _progress
     if part in OF_A_TARGET:
         target = args.model or demo_path(DEMO_TARGET, "give --model DIR")
-        result = module.measure(target, args.dtype, size, say=say)
+        result = module.measure(target, args.dtype, size, say=_progress)
     elif part in OF_A_PAIR:
-        result = module.measure(Pair(*named(args.model, args.draft), args.dtype, args.num_threads), size, say=say)
+        result = module.measure(Pair(*named(args.model, args.draft), args.dtype, args.num_threads), size, say=_progress)
     else:
-        result = module.measure(size, say=say)
+        result = module.measure(size, say=_progress)
     return result, module.show(result)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while streams run: lines that redraw themselves on a terminal, plain progress elsewhere."""
+"""Progress of running streams: lines that redraw themselves on a terminal, a plain line every 2 s elsewhere."""
 
 import shutil
 import sys
@@ -14,7 +14,7 @@ PLAIN_EVERY_S = 2.0
 
 
 class LiveView:
-    """One line per stream and one for all. Call it with the streams as often as you like."""
+    """One line per stream and one for the total; on a terminal every call redraws them."""
 
     def __init__(self, title: str, max_tokens: int, out: TextIO = sys.stdout) -> None:
         self._title, self._max_tokens, self._out = title, max_tokens, out
@@ -61,7 +61,7 @@ class LiveView:
 
 
 def short(text: str, width: int) -> str:
-    """The last line of a text that says anything, cut to `width`."""
+    """The last line of a text that is not blank, cut to `width` characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     line = lines[-1]
     return line if len(line) <= width else line[: width - 3] + "..."

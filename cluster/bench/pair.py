@@ -1,4 +1,4 @@
-"""What is measured: a target, its draft, held-out prompts, and engines over them with one setting changed at a time."""
+"""What is measured: a target, its draft, held-out prompts, and engine configs that differ in the tree alone."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ ANY_ROWS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tree to try: depth, children per node, nodes with the root; depth 0 is plain decoding."""
+    """A tree to try: depth, children per node, nodes with the root (0: a chain's). Depth 0 is plain decoding."""
 
     num_steps: int
     topk: int = 1
@@ -39,14 +39,14 @@ class Shape:
 
 
 def shipped() -> Shape:
-    """The tree of a config that names a draft and nothing else."""
+    """The default tree: that of a config which names a draft and sets nothing about the tree."""
     config = EngineConfig(model_path="-", speculative_algorithm="EAGLE3", speculative_draft_model_path="-")
     tree = tree_shape(config)
     return Shape(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 
 def named(target: str | None, draft: str | None) -> tuple[str, str]:
-    """The folders of the pair that is asked for; what is left out is the demo's.
+    """The folders of a target and its draft, each the demo's where it is not given.
 
     Raises:
         ConfigError: a target without its draft, or no demo in this installation.
@@ -55,6 +55,11 @@ def named(target: str | None, draft: str | None) -> tuple[str, str]:
         raise ConfigError("--model needs --draft as well: the demo's draft fits the demo's target only")
     instead = "give --model DIR and --draft DIR"
     return target or demo_path(DEMO_TARGET, instead), draft or demo_path(DEMO_DRAFT, instead)
+
+
+def short_path(folder: str) -> str:
+    """The last two parts of a model's folder, by which reports name it."""
+    return "/".join(folder.split("/")[-2:])
 
 
 PLAIN = Shape(0)
@@ -70,13 +75,13 @@ def _tokenizer(target: str) -> Any:
 
 @cache
 def _prompts(target: str, count: int, length: int) -> list[list[int]]:
-    """Held-out prompts, made once for all who ask: it takes a second to read the files they are cut from."""
+    """Held-out prompts, cached: reading the files that they are cut from takes a second."""
     return heldout_prompts(_tokenizer(target), count, length)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft, and how their engines compute."""
+    """A target and its draft, with the dtype and the torch threads of their engines."""
 
     target: str = str(CHECKOUT / DEMO_TARGET)
     draft: str = str(CHECKOUT / DEMO_DRAFT)
@@ -87,12 +92,12 @@ class Pair:
         """Held-out prompts: cut from files that neither model was trained on.
 
         Raises:
-            ValueError: the target has no tokenizer, or this Python has no source of its library.
+            ValueError: the target has no tokenizer, or this Python comes without its library's source.
         """
         return [list(ids) for ids in _prompts(self.target, count, length)]
 
     def texts(self, count: int, length: int) -> list[str]:
-        """The same as text, for a server.
+        """The same prompts as text, for a server.
 
         Raises:
             ValueError: as `prompts`.
@@ -100,8 +105,8 @@ class Pair:
         return [str(_tokenizer(self.target).decode(ids)) for ids in self.prompts(count, length)]
 
     def config(self, shape: Shape, requests: int) -> EngineConfig:
-        """An engine for `requests` at once, without prefix reuse, since a repeat must do all of the work again, and
-        with whole prompts in a step, so that what runs together does not follow from measured costs.
+        """The config of an engine for `requests` at once: without prefix reuse, so that a repeat does all the work
+        again, and without chunked prefill, so that the batches do not depend on step costs measured at start.
         """
         settings: dict[str, object] = {
             "model_path": self.target,
@@ -114,14 +119,12 @@ class Pair:
             "disable_radix_cache": True,
         }
         if shape.num_steps:
+            draft = read_draft(self.draft, Checkpoint(self.draft).shapes, read_target(self.target))
             settings |= {
-                "speculative_algorithm": self._algorithm(),
+                "speculative_algorithm": draft.algorithm,
                 "speculative_draft_model_path": self.draft,
                 "speculative_num_steps": shape.num_steps,
                 "speculative_eagle_topk": shape.topk,
                 "speculative_num_draft_tokens": shape.nodes,
             }
         return EngineConfig.from_kwargs(settings)
-
-    def _algorithm(self) -> str:
-        return read_draft(self.draft, Checkpoint(self.draft).shapes, read_target(self.target)).algorithm

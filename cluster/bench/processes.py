@@ -1,9 +1,10 @@
-"""The processes under one of ours, read from /proc: which there are, and what memory they hold."""
+"""A process and its descendants, read from /proc: which of them are alive, and how much memory they hold."""
 
 import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process; `started` (clock ticks since boot) tells it from a later one with the same number."""
+    """One process; `started` (clock ticks since boot) tells it from a later one with the same pid."""
 
     pid: int
     started: int
@@ -22,7 +23,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of several processes: `resident` adds up what each maps, `proportional` counts shared pages once."""
+    """Memory of several processes: `resident_mib` sums their RSS, `proportional_mib` their PSS (shared pages once)."""
 
     processes: int
     resident_mib: float
@@ -30,14 +31,11 @@ class Memory:
 
 
 def tree_of(pid: int) -> list[Process]:
-    """The process and all its descendants that are alive (zombies are not)."""
+    """The process and all its descendants, as far as they are alive (zombies are not)."""
     children: dict[int, list[Process]] = {}
     found = []
     for folder in PROC.iterdir():
-        if not folder.name.isdigit():
-            continue
-        stat = _stat(int(folder.name))
-        if stat is None:
+        if not folder.name.isdigit() or (stat := _stat(int(folder.name))) is None:
             continue
         process, parent = stat
         children.setdefault(parent, []).append(process)
@@ -49,7 +47,7 @@ def tree_of(pid: int) -> list[Process]:
 
 
 def memory_of(processes: Iterable[Process]) -> Memory:
-    """What the processes hold now; one that ended meanwhile counts nothing."""
+    """What the processes hold now; one that has ended is not counted."""
     count, resident, proportional = 0, 0, 0
     for process in processes:
         try:
@@ -64,7 +62,7 @@ def memory_of(processes: Iterable[Process]) -> Memory:
 
 
 def alive(processes: Iterable[Process]) -> list[Process]:
-    """Those of the processes that are still there."""
+    """Those of the processes that are still alive."""
     return [process for process in processes if (now := _stat(process.pid)) is not None and now[0] == process]
 
 
@@ -76,21 +74,19 @@ def end(processes: Iterable[Process], within_s: float) -> list[Process]:
         time.sleep(0.05)
         left = alive(left)
     for process in left:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     return left
 
 
 def _stat(pid: int) -> tuple[Process, int] | None:
-    """A live process and the number of its parent."""
+    """A live process and its parent's pid; None when it has ended."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except (OSError, UnicodeDecodeError):
         return None
     name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
-    if name.startswith("ray::"):  # Ray writes what a worker is over its command line; the short name is cut
+    if name.startswith("ray::"):  # Ray puts a worker's role into its command line; `stat` cuts the name
         name = _command(pid) or name
     if fields[0] in "ZX":
         return None
@@ -98,7 +94,6 @@ def _stat(pid: int) -> tuple[Process, int] | None:
 
 
 def _command(pid: int) -> str:
-    try:
+    with suppress(OSError):
         return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").split(b" ")[0].decode(errors="replace")
-    except OSError:
-        return ""
+    return ""

@@ -1,18 +1,18 @@
 """What each rank of a server has done, read from its `/metrics` page."""
 
-import http.client
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.bench.report import table
-from cluster.bench.streams import HOST, TIMEOUT_S
+from cluster.bench.streams import page
 
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """Counters of one rank; `accepted` draft tokens of `drafts` trees, `padded_rows` computed only to fill a plan."""
+    """Counters of one rank: `accepted` draft tokens of `drafts` trees; `padded_rows` were computed only as padding."""
 
     requests: int = 0
     tokens: int = 0
@@ -36,13 +36,8 @@ SERIES = {
 
 
 def read_ranks(port: int) -> dict[int, RankCounts]:
-    """The counters of every rank as they are now."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", "/metrics")
-        return counts_of(connection.getresponse().read().decode())
-    finally:
-        connection.close()
+    """The present counters of every rank."""
+    return counts_of(page(port, "/metrics"))
 
 
 def counts_of(page: str) -> dict[int, RankCounts]:
@@ -57,7 +52,7 @@ def counts_of(page: str) -> dict[int, RankCounts]:
 
 
 def since(before: Mapping[int, RankCounts], after: Mapping[int, RankCounts]) -> dict[int, RankCounts]:
-    """What was added between two readings."""
+    """By how much the counters grew between two readings."""
     nothing = RankCounts()
     return {
         rank: RankCounts(*(getattr(now, n) - getattr(before.get(rank, nothing), n) for n in RankCounts.__slots__))
@@ -65,7 +60,13 @@ def since(before: Mapping[int, RankCounts], after: Mapping[int, RankCounts]) -> 
     }
 
 
+def by_rank(ranks: Mapping[int, RankCounts]) -> list[dict[str, Any]]:
+    """What is reported of every rank; JSON-ready."""
+    names = ("requests", "tokens", "accept_length", "padded_rows")
+    return [{"rank": rank, **{name: getattr(counts, name) for name in names}} for rank, counts in ranks.items()]
+
+
 def rank_table(ranks: Mapping[int, RankCounts]) -> str:
     """One line per rank."""
-    rows = [(rank, c.requests, c.tokens, c.accept_length, c.padded_rows) for rank, c in ranks.items()]
+    rows = [list(row.values()) for row in by_rank(ranks)]
     return table(("rank", "requests", "tokens", "accept length", "padded rows"), rows)

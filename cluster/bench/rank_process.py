@@ -1,4 +1,4 @@
-"""The process of one measured rank: a case per line of input, what happened per line of output."""
+"""The process of one measured rank: reads a case per line of stdin, writes its record as a line of stdout, in JSON."""
 
 import json
 import sys
@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cluster.bench.ranks import LOOPBACK, Job, Life, StepRecord
+from cluster.bench.ranks import Job, Life, StepRecord
 from cluster.bench.runs import params_of
+from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_rank
 from cluster.mesh import Rendezvous
-from cluster.metrics import StepStats
 from cluster.request import Request
 
 
 def main(rank: int) -> None:
-    """Answer cases until the input ends."""
+    """Run cases until stdin ends."""
     for line in sys.stdin:
         message = json.loads(line)
         try:
-            answer = asdict(_live(rank, Rendezvous(LOOPBACK, message["port"], message["epoch"]), message["case"]))
-        except Exception as error:  # whatever it is, the bench is to print it
+            answer = asdict(_live(rank, Rendezvous(HOST, message["port"], message["epoch"]), message["case"]))
+        except Exception as error:  # whatever it is, the parent process reports it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
@@ -41,8 +41,8 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> Life:
 
 
 def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
-    """Step until the gang leaves, which the rank of the awaited request asks for, or every rank when all is done."""
-    waiting = [job for job in (Job(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info()["dp_rank"]]
+    """Step until the gang leaves: the rank of request `until` asks for it, or, without one, every rank out of work."""
+    waiting = [job for job in (Job(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info().dp_rank]
     running: dict[str, Job] = {}
     life, lives, over = Life(), 0, set[str]()
     while not engine.left:
@@ -59,7 +59,18 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
         began, cpu = time.perf_counter(), time.process_time()
         result = engine.step()
         ended, cpu = time.perf_counter(), time.process_time() - cpu
-        life.steps.append(record(began, ended - began, cpu, result.stats))
+        life.steps.append(
+            StepRecord(
+                began=began,
+                seconds=ended - began,
+                cpu=cpu,
+                phases=result.stats.phase_seconds,
+                decodes=result.stats.decode_requests,
+                prompt_rows=result.stats.prompt_rows,
+                target_rows=result.stats.target_rows,
+                padded_rows=result.stats.padded_rows,
+            )
+        )
         for output in result.outputs:
             name = output.request_id
             life.times.setdefault(name, []).append(ended)
@@ -74,22 +85,7 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
                 engine.leave()
         if not case["until"] and not waiting and engine.quiet:
             engine.leave()
-    life.accept_length = engine.status().accept_length
     return life
-
-
-def record(began: float, seconds: float, cpu: float, stats: StepStats) -> StepRecord:
-    """A step as it is kept."""
-    return StepRecord(
-        began=began,
-        seconds=seconds,
-        cpu=cpu,
-        phases=stats.phase_seconds,
-        decodes=stats.decode_requests,
-        prompt_rows=stats.prompt_rows,
-        target_rows=stats.target_rows,
-        padded_rows=stats.padded_rows,
-    )
 
 
 if __name__ == "__main__":

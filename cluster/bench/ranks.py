@@ -1,6 +1,6 @@
-"""The ranks of a gang as processes of their own, without Ray, for measurements: one life of a gang per case.
+"""The ranks of a gang as plain processes, without Ray, for measurements: every case builds a gang and ends it.
 
-The processes stay between cases, so that comparisons can take turns in one run without starting Python each time.
+The processes outlive a case, so that contenders can take turns in one run without starting Python each time.
 """
 
 import json
@@ -11,21 +11,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from cluster.bench.pair import DEFAULT, Pair
+from cluster.bench.streams import HOST
 from cluster.checkout import CHECKOUT
 from cluster.mesh import open_store
 
-LOOPBACK = "127.0.0.1"
 CASE_TIMEOUT_S = 300.0
 CHUNK_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured: `requests` per rank, and the prompt that a rank takes while others decode."""
+    """How much is measured: `requests` per rank; stalls: a prompt of `long_tokens` beside `steady_tokens`."""
 
     requests: int = 4
     prompt_tokens: int = 64
@@ -39,7 +38,7 @@ QUICK = Size(new_tokens=32, long_tokens=1024, steady_tokens=96, repeats=1)
 
 
 def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:
-    """The settings of a gang of `world` data-parallel ranks."""
+    """The settings of a gang of `world` data-parallel ranks, and `more` in place of theirs."""
     settings = pair.config(DEFAULT, requests).model_dump(exclude_none=True)
     return {
         **settings,
@@ -53,10 +52,10 @@ def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A greedy request of a data-parallel rank; EOS is ignored.
+    """A greedy request to one data-parallel rank; EOS is ignored.
 
-    `again`: when it has ended it starts anew, as `name#1`, `name#2` and so on. `alone`: it waits until the rank has no
-    other request, and those behind it wait for it. `after`: it waits until the request of that name has ended.
+    `again`: it is submitted anew whenever it has ended, as `name#N` with a new number. `alone`: it waits until its rank
+    runs nothing, and the jobs behind it wait for it. `after`: it waits until the request of that name has ended.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One life of a gang. It ends when request `until` has ended, or when all have where it is empty."""
+    """One run of a gang. It ends when request `until` has ended, or, where that is empty, when all have."""
 
     settings: Mapping[str, Any]
     jobs: Sequence[Job]
@@ -79,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one rank: when it began (the machine's clock), wall and CPU seconds, what was in it."""
+    """One step of one rank: when it began (a clock that all processes share), wall and CPU seconds, its contents."""
 
     began: float
     seconds: float
@@ -93,22 +92,21 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Life:
-    """What one rank saw: its steps, and per request when it was submitted, when its outputs came, its tokens."""
+    """What one rank recorded: its steps; by request, the times of its submission and of its outputs, and its tokens."""
 
     steps: list[StepRecord] = field(default_factory=list)
     submitted: dict[str, float] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    accept_length: float = 0.0
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
-        """From what a rank's process wrote."""
+        """The record that a rank's process wrote."""
         return cls(**{**answer, "steps": [StepRecord(**step) for step in answer["steps"]]})
 
 
 class RankProcesses:
-    """Up to `world` processes; `run` gives a case to the first `tp_size` of them."""
+    """The processes of `world` ranks; `run` gives a case to the first `tp_size` of them."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -126,7 +124,7 @@ class RankProcesses:
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "cluster.bench.rank_process", str(rank)],
-                    cwd=CHECKOUT,  # where the package is found, installed or not
+                    cwd=CHECKOUT,  # so that the package is found, installed or not
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -135,22 +133,20 @@ class RankProcesses:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
             process.wait()
 
     def run(self, case: Case) -> list[Life]:
-        """What every rank of the case saw, in rank order.
+        """Run a case; the records of its ranks, in rank order.
 
         Raises:
             RuntimeError: a rank failed, ended or did not answer; the message names it.
         """
         world = int(case.settings.get("tp_size", 1))
         self._epoch += 1
-        store = open_store(LOOPBACK)
+        store = open_store(HOST)
         line = json.dumps({"port": store.port, "epoch": self._epoch, "case": asdict(case)})
         for process in self._processes[:world]:
             assert process.stdin is not None
@@ -168,11 +164,11 @@ class RankProcesses:
             while len(answers) < world:
                 ready = selector.select(max(0.0, until - time.monotonic()))
                 if not ready:
-                    raise RuntimeError(f"ranks {sorted(set(range(world)) - set(answers))} do not answer")
+                    raise RuntimeError(f"no answer from ranks {sorted(set(range(world)) - set(answers))}")
                 for key, _ in ready:
                     text = key.fileobj.readline()  # type: ignore[union-attr]
                     if not text:
-                        raise RuntimeError(f"rank {key.data} ended with {self._processes[key.data].wait()}")
+                        raise RuntimeError(f"rank {key.data} ended, exit code {self._processes[key.data].wait()}")
                     answer = json.loads(text)
                     if "error" in answer:
                         raise RuntimeError(f"rank {key.data} failed: {answer['error']}")

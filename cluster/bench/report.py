@@ -1,16 +1,19 @@
-"""Tables for people, JSON for programs, and the few numbers that both are made of."""
+"""Results as tables for people and as JSON for programs, and the small arithmetic behind both."""
 
 import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+Say = Callable[[str], None]  # who is told of the progress
+
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under headers; columns whose cells are all numbers stand on the right."""
+    """Rows under headers; columns that hold only numbers are right-aligned."""
     cells = [[_shown(cell) for cell in row] for row in rows]
     right = [all(_is_number(row[at]) for row in rows) for at in range(len(headers))]
     widths = [max(len(line[at]) for line in [list(headers), *cells]) for at in range(len(headers))]
@@ -22,13 +25,33 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, cells)])
 
 
+def records(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table of rows with the same keys, which are the headers."""
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
 def median(values: Sequence[float]) -> float:
-    """The middle value; 0.0 of none."""
+    """The median; 0.0 of no values."""
     return statistics.median(values) if values else 0.0
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0.0 of no values."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def medians(items: Sequence[Any]) -> dict[str, float]:
+    """The median of each field over items of one dataclass."""
+    return {own.name: median([float(getattr(item, own.name)) for item in items]) for own in fields(items[0])}
+
+
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile, by nearest rank; 0.0 of no values."""
+    return sorted(values)[-(-99 * len(values) // 100) - 1] if values else 0.0
+
+
 def ratio(part: float, whole: float) -> float:
-    """`part / whole`, 0.0 when there is no whole."""
+    """`part / whole`; 0.0 when `whole` is 0."""
     return part / whole if whole else 0.0
 
 
@@ -41,7 +64,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """Where figures were taken, without naming anybody's machine."""
+    """The hardware and load that figures were taken under, without a host's name."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

@@ -1,10 +1,10 @@
 """Routing policies under a skewed load, simulated: ranks in lockstep, where a step takes as long as its slowest rank.
 
-What is simulated: arrivals, routing, first-come-first-served admission, chunked prompts that ride beside decoding
-requests, a radix cache per rank, tokens by each request's own accept length. What a step costs is stated, not
-measured: `STEP_S + max over ranks of (ROW_S * rows + KV_S * KV tokens read)`. The requests, their lengths and their
-accept lengths are drawn once per seed, so every policy serves the very same load; the policies see what a router sees
-(no output length, no accept length before it shows).
+Simulated are arrivals, routing, first-come-first-served admission, chunked prefill in the steps of decoding requests,
+a radix cache per rank, and an accept length of each request's own. The cost of a step is a formula, not a measurement:
+`STEP_S + max over ranks of (ROW_S * rows + KV_S * KV tokens read)`. The requests, their lengths and their accept
+lengths are drawn once per seed, so every policy serves the very same load; a policy sees what a router sees (output
+and accept lengths only as they come about).
 """
 
 import random
@@ -13,22 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.actors.balance import POLICIES, Balancer
-from cluster.bench.report import ratio, table
+from cluster.bench.report import mean, p99, ratio, records
 from cluster.kv.radix import RadixTree
 from cluster.request import Request, SamplingParams
 
-STEP_S = 6e-3  # what a step costs whatever is in it
-ROW_S = 25e-6  # one row of the model
-KV_S = 20e-9  # one KV token read by one request in one step
+STEP_S = 6e-3  # fixed cost of a step
+ROW_S = 25e-6  # cost of one row (a token in a forward)
+KV_S = 20e-9  # cost of one KV token that one request reads in one step
 BASELINE = "round_robin"
 VOCABULARY = 50_000
-MEMORY = 0.05  # weight of the latest ended request in the expected number of new tokens, as the router has it
-FIRST_GUESS = 128.0
+MEMORY = 0.05  # weight of the latest request in the moving average of new tokens, as in the router
+FIRST_GUESS = 128.0  # where that average begins
 
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """The load and the gang. Sizes are in tokens; the shares are of requests."""
+    """The load and the gang. Lengths and sizes are in tokens, shares are of requests, odds are per drafted level."""
 
     ranks: int = 4
     requests: int = 800
@@ -54,7 +54,7 @@ class Skew:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request of the load: when it comes, what it says, how long it goes on, the odds that a level is accepted."""
+    """One request of the load: its prompt, arrival, output length, and the probability that a level is accepted."""
 
     request: Request
     arrives: float
@@ -65,8 +65,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one policy served the load. Times in seconds from arrival; `imbalance` is the slowest rank's rows over the
-    mean rank's, over all steps; `prefix_hits` the share of prompt tokens found in a cache.
+    """How one policy served the load: seconds from arrival to the end and to the first token, the busiest rank's rows
+    over the mean rank's in all steps (`imbalance`), and the share of prompt tokens found in a cache (`prefix_hits`).
     """
 
     policy: str
@@ -86,43 +86,30 @@ def compare(seed: int, skew: Skew = Skew(), policies: Sequence[str] = POLICIES) 
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """The rows for people: times in seconds, and mean completion as a ratio to round robin's where it is among them."""
+    """The rows as text: times in seconds, and the mean time relative to round robin's where that is among them."""
     base = next((row.mean_s for row in rows if row.policy == BASELINE), 0.0)
-    headers = (
-        "policy",
-        "mean s",
-        "p99 s",
-        "of round robin",
-        "mean first s",
-        "p99 first s",
-        "slowest / mean rows",
-        "prefix hits",
-    )
     cells = [
-        (
-            row.policy,
-            row.mean_s,
-            row.p99_s,
-            ratio(row.mean_s, base) or None,
-            f"{row.mean_first_s:.3f}",
-            f"{row.p99_first_s:.3f}",
-            row.imbalance,
-            f"{row.prefix_hits:.0%}",
-        )
+        {
+            "policy": row.policy,
+            "mean s": row.mean_s,
+            "p99 s": row.p99_s,
+            "of round robin": ratio(row.mean_s, base) or None,
+            "mean first s": f"{row.mean_first_s:.3f}",
+            "p99 first s": f"{row.p99_first_s:.3f}",
+            "slowest / mean rows": row.imbalance,
+            "prefix hits": f"{row.prefix_hits:.0%}",
+        }
         for row in rows
     ]
-    return "\n".join(
-        [
-            f"routing, simulated: a step costs {STEP_S * 1e3:.0f} ms + {ROW_S * 1e6:.0f} us a row + "
-            f"{KV_S * 1e9:.0f} ns a KV token, of the slowest rank",
-            table(headers, cells),
-        ]
+    return (
+        f"routing, simulated: a step costs {STEP_S * 1e3:.0f} ms + {ROW_S * 1e6:.0f} us a row + "
+        f"{KV_S * 1e9:.0f} ns a KV token, of the slowest rank\n{records(cells)}"
     )
 
 
 def load_of(seed: int, skew: Skew) -> list[Job]:
-    """The requests in order of arrival: shared prefixes of uneven popularity, a few long prompts, outputs and accept
-    lengths of two kinds.
+    """The requests in order of arrival: shared prefixes of uneven popularity, a few long prompts; outputs are short or
+    long, accept lengths low or high.
     """
     draw = random.Random(seed)
     prefixes = [_text(draw, draw.randint(*skew.prefix_tokens)) for _ in range(skew.prefixes)]
@@ -149,13 +136,13 @@ def _text(draw: random.Random, length: int) -> tuple[int, ...]:
 @dataclass(slots=True)
 class _Running:
     job: Job
-    left: int  # prompt rows to compute
+    left: int  # prompt rows still to compute
     cached: int
     levels: random.Random
     new: int = 0
 
     def accept_len(self, num_steps: int) -> int:
-        """Tokens of the next step, the same whoever asks: a level counts while all before it were accepted."""
+        """Tokens that the next step commits, bonus included; drawn from the job's seed, so equal under every policy."""
         depth = 0
         while depth < num_steps and self.levels.random() < self.job.odds:
             depth += 1
@@ -203,17 +190,17 @@ class _Gang:
             clock = self._step(clock)
         return Row(
             self._balancer.policy,
-            _mean(self._whole),
-            _p99(self._whole),
-            _mean(self._first),
-            _p99(self._first),
+            mean(self._whole),
+            p99(self._whole),
+            mean(self._first),
+            p99(self._first),
             ratio(self._slowest, self._mean),
             ratio(self._cached_tokens, self._prompt_tokens),
             clock,
         )
 
     def _step(self, clock: float) -> float:
-        """One step of every rank; returns when it ends."""
+        """One step of every rank; returns the time at which it ends."""
         rows, cost, ridden = [], [], []
         for rank in self._ranks:
             self._admit(rank)
@@ -269,12 +256,3 @@ class _Gang:
         cache.insert(prompt, range(self._pages, self._pages + count))
         self._pages += count
         cache.evict(cache.pages - self._skew.cached_pages)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return ratio(sum(values), len(values))
-
-
-def _p99(values: Sequence[float]) -> float:
-    """The least value that 99% do not exceed."""
-    return sorted(values)[max(0, -(-99 * len(values) // 100) - 1)]

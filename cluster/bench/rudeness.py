@@ -1,33 +1,31 @@
-"""Rude things to do to a server, each a number of times; run in a process of its own, beside polite streams."""
+"""What abusive clients do to a server, each act a number of times; runs in a process of its own beside the streams."""
 
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from cluster.bench.streams import HOST
-from cluster.bench.wire import Reply, call, head_of, read_reply
+from cluster.bench.wire import Reply, connect, head_of, post, read_reply
 
 CHAT_BYTES = 900_000
 KEYS = 50_000
-SLOW_BODY = 4096  # bytes that a slow body announces
-DRIP_S = 1.0  # between two of its bytes
+SLOW_BODY = 4096  # Content-Length of a slow body
+DRIP_S = 1.0  # seconds between two of its bytes
 SLOW_LIMIT_S = 60.0
-ABORT_S = (0.004, 0.029)
+ABORT_S = (0.004, 0.029)  # a scrape is closed after a time in this range
 
 
 @dataclass(slots=True)
 class Tally:
-    """How often each status came; what was no JSON though it should have been; how many got no answer at all."""
+    """Answers by status, answers that should be JSON and are not, requests without one, connections that we closed."""
 
     statuses: dict[int, int] = field(default_factory=dict)
     not_json: int = 0
     unanswered: int = 0
     left: int = 0
-    seconds: float = 0.0
     examples: list[str] = field(default_factory=list)
 
     def note(self, reply: Reply) -> None:
@@ -42,14 +40,9 @@ class Tally:
             self.examples.append(f"{reply.status}: {reply.body[:80]!r}")
 
 
-def act(name: str, port: int, model: str, count: int) -> Tally:
-    """Do one thing `count` times. In a new process: nothing of it disturbs who measures."""
-    return asyncio.run(_act(name, port, model, count))
-
-
-async def _act(name: str, port: int, model: str, count: int) -> Tally:
+async def act(name: str, port: int, model: str, count: int) -> Tally:
+    """Do the act `name` `count` times."""
     tally = Tally()
-    began = time.perf_counter()
     once, at_once = ACTS[name]
     turn = asyncio.Semaphore(at_once or count)
     rng = random.Random(count)
@@ -59,13 +52,12 @@ async def _act(name: str, port: int, model: str, count: int) -> Tally:
             await once(tally, port, model, number, rng)
 
     await asyncio.gather(*(one(number) for number in range(count)))
-    tally.seconds = time.perf_counter() - began
     tally.examples = [text for text, _ in Counter(tally.examples).most_common(3)]
     return tally
 
 
 async def _leave(tally: Tally, port: int, request: bytes, after_s: float) -> None:
-    """Send a request and close the connection after a while, whatever came."""
+    """Send a request and abort the connection after `after_s`, whatever has come back."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
         writer.write(request)
@@ -90,36 +82,31 @@ async def _disconnect(tally: Tally, port: int, model: str, number: int, rng: ran
 async def _chat(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
     text = f"{number} " + "the quick brown fox " * (CHAT_BYTES // 20)
     body = {"model": model, "messages": [{"role": "user", "content": text[:CHAT_BYTES]}]}
-    tally.note(await call(port, "POST", "/v1/chat/completions", body))
+    tally.note(await post(port, "/v1/chat/completions", body))
 
 
 async def _keys(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
     body = {"model": model, "prompt": "x", **{f"k{i}": i for i in range(KEYS)}}
-    tally.note(await call(port, "POST", "/v1/completions", body))
+    tally.note(await post(port, "/v1/completions", body))
 
 
 async def _slow(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
-    reply = Reply(began=time.perf_counter())
-    try:
-        async with asyncio.timeout(SLOW_LIMIT_S):
-            reader, writer = await asyncio.open_connection(HOST, port)
-            answer = asyncio.ensure_future(read_reply(reader, reply))
-            try:
-                writer.write(head_of("POST", "/v1/completions", SLOW_BODY))
-                while not answer.done():
-                    writer.write(b" ")
-                    await asyncio.wait((answer,), timeout=DRIP_S)
-                answer.result()
-            finally:
-                answer.cancel()
-                writer.close()
-    except (OSError, TimeoutError, EOFError) as error:
-        reply.error = f"{type(error).__name__}: {error}"
-    tally.note(reply)
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
+        answer = asyncio.ensure_future(read_reply(reader, reply))
+        try:
+            writer.write(head_of("POST", "/v1/completions", SLOW_BODY))
+            while not answer.done():
+                writer.write(b" ")
+                await asyncio.wait((answer,), timeout=DRIP_S)
+            answer.result()
+        finally:
+            answer.cancel()
+
+    tally.note(await connect(port, drip, SLOW_LIMIT_S))
 
 
 Once = Callable[[Tally, int, str, int, random.Random], Awaitable[None]]
-ACTS: dict[str, tuple[Once, int]] = {  # how one is done, and how many at once (0: all)
+ACTS: dict[str, tuple[Once, int]] = {  # the coroutine that does one, and how many at once (0: all)
     "aborted scrapes": (_scrape, 4),
     "chats of 900 kB": (_chat, 16),
     "bodies of 50,000 keys": (_keys, 8),

@@ -1,4 +1,4 @@
-"""One run of an engine over prompts, in numbers."""
+"""Runs of an engine over prompts, and their figures."""
 
 import time
 from collections import Counter
@@ -10,12 +10,14 @@ from cluster.bench.report import ratio
 from cluster.engine import Engine
 from cluster.request import Request, SamplingParams
 
+Texts = Sequence[Sequence[int]]  # prompts, or what followed them, as token ids
+
 
 @dataclass(slots=True)
 class Run:
-    """Tokens by prompt, and what they took. `steps` and `accepted` count trees and the draft tokens they got right.
+    """Tokens by prompt, and what they cost. `steps` counts verified trees, `accepted` their accepted draft tokens.
 
-    `paths[j]` counts the trees that got exactly j right.
+    `paths[j]` counts the trees with exactly j accepted draft tokens.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -27,7 +29,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second, prompts included in the time."""
+        """Generated tokens by the time of the whole run, prefill included."""
         return sum(map(len, self.tokens)) / self.seconds if self.seconds else 0.0
 
     @property
@@ -36,7 +38,7 @@ class Run:
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     def by_depth(self, levels: int) -> list[float]:
-        """Of the trees whose path came to depth d - 1, the share whose path came to d, for d from 1 to `levels`."""
+        """Of the trees accepted to depth d - 1, the share accepted to depth d, for d from 1 to `levels`."""
         came = [sum(n for right, n in self.paths.items() if right >= depth) for depth in range(levels + 1)]
         return [ratio(deeper, here) for here, deeper in pairwise(came)]
 
@@ -56,12 +58,12 @@ class Run:
 
 
 def params_of(new_tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingParams:
-    """`new_tokens` tokens, whatever they are: EOS is ignored."""
+    """Sampling parameters for exactly `new_tokens` tokens: EOS is ignored."""
     return SamplingParams(temperature=temperature, seed=seed, max_tokens=new_tokens, ignore_eos=True)
 
 
-def run_together(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:
-    """Run the prompts at once to their end."""
+def run_together(engine: Engine, prompts: Texts, params: Sequence[SamplingParams]) -> Run:
+    """Run all prompts at the same time, to their end."""
     result = Run(tokens=[[] for _ in prompts])
     requests = [Request(str(i), tuple(p), own) for i, (p, own) in enumerate(zip(prompts, params, strict=True))]
     started = time.perf_counter()
@@ -69,7 +71,7 @@ def run_together(engine: Engine, prompts: Sequence[Sequence[int]], params: Seque
         engine.submit(request)
     while engine.has_work:
         step = engine.step()
-        result.forward_seconds += step.forward_seconds
+        result.forward_seconds += step.stats.forward_seconds
         for output in step.outputs:
             result.tokens[int(output.request_id)] += output.token_ids
             if output.speculation is not None:
@@ -80,10 +82,6 @@ def run_together(engine: Engine, prompts: Sequence[Sequence[int]], params: Seque
     return result
 
 
-def run_in_batches(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int) -> Run:
-    """Run the prompts greedily, `batch` of them at a time."""
-    whole = Run()
-    for start in range(0, len(prompts), batch):
-        group = prompts[start : start + batch]
-        whole.add(run_together(engine, group, [params_of(new_tokens)] * len(group)))
-    return whole
+def run_greedily(engine: Engine, prompts: Texts, new_tokens: int) -> Run:
+    """Run all prompts at the same time, at temperature 0."""
+    return run_together(engine, prompts, [params_of(new_tokens)] * len(prompts))

@@ -9,35 +9,36 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from cluster.bench.processes import Process, end, tree_of
+from cluster.bench.streams import HOST
 from cluster.checkout import DEMO_CONFIG, demo_path
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 KEPT_LINES = 40
 READY = "READY "
+TWO_RANKS = ("tp_size=2", "attn_dp_size=2")
 
 
 class ServerError(ValueError):
-    """The server did not start; the message holds the end of what it said."""
+    """The server did not start; the message holds the last lines of its output."""
 
 
 class ServerProcess:
-    """Started on entry and ready then; stopped on exit, and everything that it started with it.
+    """A server that is ready on entry and stopped on exit, with every process that it started.
 
     `ready_s` is how long the start took. `left` names processes that outlived the server and had to be killed.
     """
 
     def __init__(self, settings: Sequence[str], config: Path | None = None) -> None:
-        """`settings` are `key=value` as for `aerie serve --set`; the port is chosen here. Without a `config` it is the
-        demo's.
+        """`settings` are `key=value` as for `aerie serve --set`; the port is chosen here. `config` None is the demo's.
 
         Raises:
-            ConfigError: the demo's is not there.
+            ConfigError: the demo's config is not in this installation.
         """
         self.port = _unused_port()
         self.ready_s = 0.0
@@ -46,20 +47,14 @@ class ServerProcess:
         self._config = config or Path(demo_path(DEMO_CONFIG, "give --config FILE"))
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._ready = threading.Event()
-        self._process: subprocess.Popen[str] | None = None
-
-    @property
-    def pid(self) -> int:
-        """The number of the server's first process."""
-        assert self._process is not None, "the server has not been started"
-        return self._process.pid
+        self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
         started = time.monotonic()
         command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(self._config)]
         for setting in self._settings:
             command += ["--set", setting]
-        # A session of its own, so that Ctrl-C reaches it through us and once.
+        # In a session of its own, so that Ctrl-C reaches it once: as the SIGINT that `_stop` sends.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -70,36 +65,34 @@ class ServerProcess:
             start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
         try:
-            self._wait_ready(self._process)
+            self._wait_ready()
         except BaseException:
             self._stop()
             raise
         self.ready_s = time.monotonic() - started
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def processes(self) -> list[Process]:
-        """Every process of the server."""
-        return tree_of(self.pid)
+        """Every live process of the server."""
+        return tree_of(self._process.pid)
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             self._said.append(line.rstrip())
             if line.startswith(READY):
                 self._ready.set()
 
-    def _wait_ready(self, process: subprocess.Popen[str]) -> None:
+    def _wait_ready(self) -> None:
         until = time.monotonic() + START_TIMEOUT_S
         while not self._ready.wait(0.05):
-            if process.poll() is not None:
-                raise ServerError(f"aerie serve ended with exit code {process.returncode}:\n{self._last_words()}")
+            if self._process.poll() is not None:
+                raise ServerError(f"aerie serve ended with exit code {self._process.returncode}:\n{self._last_words()}")
             if time.monotonic() > until:
                 raise ServerError(f"aerie serve is not ready after {START_TIMEOUT_S:.0f} s:\n{self._last_words()}")
 
@@ -108,21 +101,15 @@ class ServerProcess:
         return "\n".join(self._said)
 
     def _stop(self) -> None:
-        """Ask once, wait, and kill what is left: also when the waiting is cut short by Ctrl-C."""
-        process = self._process
-        assert process is not None
-        family = self.processes()
-        grace = STOP_TIMEOUT_S
+        """Send SIGINT once, wait, and kill what is left; also when Ctrl-C cuts the waiting short."""
+        process, family = self._process, self.processes()
+        grace = 0.0
         try:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.wait(STOP_TIMEOUT_S)
-            grace = 5.0
-        except subprocess.TimeoutExpired:
-            grace = 0.0
-        except BaseException:
-            grace = 0.0
-            raise
+            with suppress(subprocess.TimeoutExpired):
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+                    process.wait(STOP_TIMEOUT_S)
+                grace = 5.0
         finally:
             self.left = end(family, grace)
             process.wait()
@@ -130,5 +117,5 @@ class ServerProcess:
 
 def _unused_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((HOST, 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""How long a prompt holds up those who decode, and how long it takes itself, by `prefill_share`."""
+"""How much a long prompt slows decoding requests down, and how long its own prefill takes, by `prefill_share`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,28 +7,27 @@ from typing import Any, NamedTuple
 
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord, settings_of
-from cluster.bench.report import median, ratio, table
+from cluster.bench.report import median, medians, p99, ratio, table
 
 LONG = "long"
 SHARES = (0.25, 0.5, 0.75)
 DEFAULT_SHARE = 0.5
-GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at the default share: median step over the usual one, first token over that alone
-OPENING_TOKENS = 8
-SHORTER = 4  # a rank alone takes a prompt so many times shorter: while it does its streams' contexts hardly grow
-LASTING = 5  # times `steady_tokens`: of those beside whom a rank alone takes the prompt
+GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at DEFAULT_SHARE, for `Stall.median_ratio` and `Stall.first_ratio`
+OPENING_TOKENS = 8  # prompt of a decoding request: short, since decoding is what is measured
+SHORTER = 4  # on one rank the prompt is so many times shorter, so that the contexts beside it hardly grow meanwhile
+LASTING = 5  # on one rank, requests beside the prompt have so many times `steady_tokens`, to outlast it
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Inter-token latency of those who decode: the time between two outputs of a request, as its user sees it. An
-    output is what a step committed for it, one token or several.
+    """Inter-token latency of the decoding requests: the time between two outputs of a request, as its user sees it.
 
-    *busy*: without the long prompt, before it and where it can be after it, so that a machine whose pace drifts drifts
-    for both sides. *prefill*: from the submission of the long prompt to its first token. `median_ratio` is median over
-    median, `tail_ratio` p99 over p99, `ratio` p99 during prefill over the median while busy. On a machine that does
-    other things as well the last two are mostly their doing: `cpu_ratio` compares the CPU seconds of the slower rank's
-    steps, median over median. `first_ratio` is the prompt's first token over that alone, `first_cpu_ratio` the same of
-    those CPU seconds.
+    An output is what a step committed for it, one token or several. *Busy* is the time without the long prompt, before
+    it and, where requests follow, after it, so that a drift of the machine's speed affects both sides. *Prefill* is the
+    time from the prompt's submission to its first token. `median_ratio` is median over median, `tail_ratio` p99 over
+    p99, `ratio` p99 during prefill over the busy median; on a shared machine the last two show mostly the other load.
+    `cpu_ratio` compares CPU seconds of the slower rank's steps instead, median over median. `first_ratio` is the time
+    to the prompt's first token over the same without other requests, `first_cpu_ratio` the same in CPU seconds.
     """
 
     ratio: float
@@ -46,19 +45,19 @@ class Stall:
 
 
 class First(NamedTuple):
-    """What the long prompt's first token took: seconds, and CPU seconds of the slower rank's steps."""
+    """What the long prompt's first token took: wall seconds, and the CPU seconds of the slower rank in each step."""
 
     seconds: float
     cpu: float
 
 
 Stalls = dict[str, Stall]
-"""Of one repeat, by the name of the case."""
+"""The stalls of one repeat, by the name of the case."""
 
 
 def stall_of(lives: Sequence[Life], alone: First) -> Stall:
-    """The stall in one life of a gang: its first rank decodes, its last one, which may be the same, takes the prompt.
-    `alone` is the prompt with nobody beside it.
+    """The stall in one run of a gang: its first rank decodes, its last one, which may be the same, takes the prompt.
+    `alone` is the same prompt without other requests.
     """
     a, b = lives[0], lives[-1]
     submitted, first = b.submitted[LONG], b.times[LONG][0]
@@ -91,7 +90,7 @@ def stall_of(lives: Sequence[Life], alone: First) -> Stall:
 
 
 def gaps(life: Life, start: float, stop: float) -> list[float]:
-    """Seconds between successive outputs of each of the rank's requests, both between `start` and `stop`."""
+    """Seconds between successive outputs of each of a rank's requests, where both lie between `start` and `stop`."""
     return [
         after - before
         for times in life.times.values()
@@ -100,13 +99,8 @@ def gaps(life: Life, start: float, stop: float) -> list[float]:
     ]
 
 
-def p99(values: Sequence[float]) -> float:
-    """The least value that 99% do not exceed; 0.0 of none."""
-    return sorted(values)[-(-99 * len(values) // 100) - 1] if values else 0.0
-
-
 def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = False) -> Stalls:
-    """One repeat: on two ranks and on one, the prompt alone and beside decoding requests with each share."""
+    """One repeat: on two ranks and on one, the prompt alone, then beside decoding requests at each share."""
     stalls: Stalls = {}
     for world in (2, 1):
         alone = first_of(ranks.run(alone_case(pair, size, world)))
@@ -116,23 +110,23 @@ def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = Fal
 
 
 def first_of(lives: Sequence[Life]) -> First:
-    """The long prompt, from its submission to its first token."""
+    """What passed from the long prompt's submission to its first token."""
     submitted, first = lives[-1].submitted[LONG], lives[-1].times[LONG][0]
     steps = zip(*(life.steps for life in lives), strict=True)
     return First(first - submitted, sum(max(s.cpu for s in at) for at in steps if submitted <= at[-1].began < first))
 
 
 def alone_case(pair: Pair, size: Size, world: int) -> Case:
-    """The long prompt on the last rank, in whole chunks, with nobody beside it."""
+    """The long prompt on the last rank, in whole chunks, without other requests."""
     long = _long(pair, size, world)
     return Case(_settings(pair, size, world), [Job(LONG, world - 1, long, 2)])
 
 
 def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
-    """Rank A (0) decodes all the time; with two of them rank B (1) decodes as well, then takes the long prompt, then
-    decodes again; there A's requests start anew when they end, from so short a prompt that it is decoding that is
-    measured. A rank alone takes it beside its own, which last: whoever came behind it would wait for its end. Their
-    steps grow with their contexts, so a last request after the prompt shows what is usual then.
+    """The long prompt beside decoding requests. Of two ranks, rank 0 decodes all the time, its requests submitted anew
+    when they end; rank 1 decodes, then takes the prompt, then decodes again. One rank takes the prompt beside requests
+    long enough to outlast it, since new ones would queue behind it. Their steps grow with their contexts, so one more
+    request follows the prompt, to show the latency without it at that length.
     """
     prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
     long = _long(pair, size, world)
@@ -157,10 +151,7 @@ def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
 
 def stalled(repeats: Sequence[Stalls]) -> dict[str, dict[str, float]]:
     """Medians over the repeats, JSON-ready, by case."""
-    return {
-        name: {key: median([float(getattr(stalls[name], key)) for stalls in repeats]) for key in Stall.__slots__}
-        for name in repeats[0]
-    }
+    return {name: medians([stalls[name] for stalls in repeats]) for name in repeats[0]}
 
 
 def show_stalls(stalls: Mapping[str, Mapping[str, Any]], tokens: int) -> str:

@@ -7,10 +7,14 @@ import http.client
 import json
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.bench.report import median
+
+LOOK_EVERY_S = 0.02
 TIMEOUT_S = 120.0
 HOST = "127.0.0.1"
 
@@ -24,7 +28,7 @@ class Prompt:
     seed: int = 0
 
     def body(self, model: str, max_tokens: int) -> dict[str, Any]:
-        """The request's JSON: a stream with token ids and the numbers of speculation at its end."""
+        """The request's JSON: streamed, with token ids, and with the counts of speculation at the end."""
         return {
             "model": model,
             "prompt": self.text,
@@ -40,7 +44,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Stream:
-    """One stream as it grows. Written by its own thread, read by whoever looks on."""
+    """One stream as it grows: its own thread writes it, others only read it. `heard` is called at every event."""
 
     prompt: Prompt
     text: str = ""
@@ -52,24 +56,27 @@ class Stream:
     steps: int = 0
     accepted: int = 0
     error: str | None = None
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens committed per step; None when nothing was drafted."""
-        return 1.0 + self.accepted / self.steps if self.steps else None
+    heard: Callable[[], None] | None = None
 
     @property
     def seconds(self) -> float:
-        """From its start to its end, or to now."""
+        """Seconds from its start to its end, or to now."""
         return (self.ended or time.perf_counter()) - self.started if self.started else 0.0
 
     @property
+    def first_s(self) -> float | None:
+        """Seconds from its start to its first token; None without one."""
+        return None if self.first is None else self.first - self.started
+
+    @property
     def tokens_per_second(self) -> float:
-        """Its own pace, the wait for the first token included."""
+        """Of this stream alone, time to first token included."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
     def take(self, event: dict[str, Any]) -> None:
-        """Add what one event of the stream says."""
+        """Add the contents of one event of the stream."""
+        if self.heard is not None:
+            self.heard()
         if "error" in event:
             self.error = str(event["error"].get("message", event["error"]))
             return
@@ -84,7 +91,7 @@ class Stream:
             self.steps, self.accepted = counts["num_spec_steps"], counts["num_accepted_draft_tokens"]
 
     def run(self, port: int, model: str, max_tokens: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Send the request and read the stream to its end; what goes wrong is kept in `error`, silence too."""
+        """Send the request and read the stream to its end; every failure is kept in `error`, also a timeout."""
         self.started = time.perf_counter()
         connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
         try:
@@ -106,14 +113,15 @@ class Stream:
             connection.close()
 
 
+def page(port: int, path: str) -> str:
+    """The server's answer to GET `path`."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", timeout=TIMEOUT_S) as answer:
+        return str(answer.read(), "utf-8")
+
+
 def served_model(port: int) -> str:
-    """The name that the server's one model goes by."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", "/v1/models")
-        return str(json.load(connection.getresponse())["data"][0]["id"])
-    finally:
-        connection.close()
+    """The id of the server's only model."""
+    return str(json.loads(page(port, "/v1/models"))["data"][0]["id"])
 
 
 def run_together(
@@ -122,11 +130,10 @@ def run_together(
     prompts: Sequence[Prompt],
     max_tokens: int,
     look: Callable[[list[Stream]], None] | None = None,
-    every_s: float = 0.1,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Stream]:
-    """Stream all prompts at once and wait for all; `look` sees them every now and then, and once at the end.
-    A stream that hears nothing for `timeout_s` has failed.
+    """Stream all prompts at once and wait for all; `look` is called with them repeatedly, and once at the end.
+    A stream that receives nothing for `timeout_s` has failed.
     """
     streams = [Stream(prompt) for prompt in prompts]
     threads = [threading.Thread(target=s.run, args=(port, model, max_tokens, timeout_s), daemon=True) for s in streams]
@@ -135,10 +142,20 @@ def run_together(
     while any(thread.is_alive() for thread in threads):
         if look is not None:
             look(streams)
-        next((t for t in threads if t.is_alive()), threads[0]).join(every_s)
+        next((t for t in threads if t.is_alive()), threads[0]).join(LOOK_EVERY_S)
     if look is not None:
         look(streams)
     return streams
+
+
+def errors_of(streams: Sequence[Stream]) -> list[str]:
+    """What went wrong with those streams that did not end with all their tokens."""
+    return [stream.error for stream in streams if stream.error is not None]
+
+
+def first_token_ms(streams: Sequence[Stream]) -> float:
+    """Median milliseconds to the first token, of the streams that have one."""
+    return median([1000 * stream.first_s for stream in streams if stream.first_s is not None])
 
 
 def pace(streams: Sequence[Stream]) -> float:

@@ -1,7 +1,7 @@
-"""An EAGLE draft that remembers what it saw: at every depth that the target reached, what it would have proposed.
+"""An EAGLE draft that records its distribution and its ranking at every depth of a chain that was reached.
 
-A depth d of a chain is reached when the d - 1 tokens before it were accepted; its context is then text that was
-committed, so that the target's distribution there can be had afterwards from the text alone.
+Depth d is reached when the d - 1 draft tokens before it were accepted. Its context is then committed text, so the
+target's distribution there can be computed afterwards from the text alone.
 """
 
 from dataclasses import dataclass
@@ -11,21 +11,23 @@ from torch import Tensor
 
 from cluster.batch import Batch, SamplingBatch
 from cluster.config import EngineConfig, TreeShape
-from cluster.engine import Engine, build_engine
+from cluster.engine import Engine
+from cluster.engine.build import engine_of, prepare_alone
 from cluster.forward.runner import DraftRunner
 from cluster.forward.sampler import scores
 from cluster.spec.draft import EagleDraft
 from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
 
 WIDTH = 4
-"""How many best tokens are remembered for coverage."""
+"""How many of the best tokens are recorded, for the top-4 figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """The draft's distribution `[Vd]` of one context, and its `WIDTH` best target ids with and without noise."""
+    """The draft's distribution `[Vd]` in one context, and its `WIDTH` best target ids: with noise, and without."""
 
     probabilities: Tensor
     coupled: list[int]
@@ -34,7 +36,7 @@ class Glance:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """One depth (1 is the first) that was reached: whose (`seed`), the token's `position`, the token of the target."""
+    """One depth (from 1) that was reached: the request's `seed`, the `position`, the target's and the draft's token."""
 
     seed: int
     position: int
@@ -44,40 +46,56 @@ class Reached:
     glance: Glance
 
 
-class WatchedDraft(EagleDraft):
-    """A chain's draft that keeps every `Reached`; `alone` ranks by the draft's probability, without the noise."""
+class WatchedRanking:
+    """Ranks as `CoupledRanking` does, or, if `alone`, by the draft's probability alone; records both rankings."""
 
-    def __init__(self, draft_runner_list: list[DraftRunner], topk: int, alone: bool = False) -> None:
-        """Only chains can be watched: topk is 1."""
-        super().__init__(draft_runner_list, topk)
-        assert topk == 1, "only a chain has one context per depth"
+    def __init__(self, ids: Tensor, alone: bool) -> None:
+        """`ids` `[Vd]` are the target's ids of the draft vocabulary."""
+        self.ids, self.levels = ids, list[list[Glance]]()
+        self._alone, self._ranking = alone, CoupledRanking(ids, 1)
+
+    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Ranking.propose`."""
+        self.levels.append(self._glances(logits, sampling, noise))
+        return self._ranking.propose(logits, sampling, None if self._alone else noise)
+
+    def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> list[Glance]:
+        """One for each request, from `logits` `[B, 1, Vd]`."""
+        tempered = logits[:, 0] * sampling.inverse_temperature[:, None]
+        kept = None if noise is None else noise.index_select(-1, self.ids)
+        ranked = scores(logits, sampling, kept)[:, 0]
+        coupled, likely = (self.ids[s.topk(WIDTH, -1).indices].tolist() for s in (ranked, tempered))
+        return [Glance(*seen) for seen in zip(tempered.softmax(-1), coupled, likely, strict=True)]
+
+
+class WatchedDraft:
+    """An `EagleDraft` of chains that records every `Reached`."""
+
+    def __init__(self, runner: DraftRunner, alone: bool = False) -> None:
+        """`alone` ranks by the draft's probability, without noise."""
         self.reached: list[Reached] = []
-        self.ids = self._target_ids
-        self._alone = alone
+        self.ids = runner.model.target_ids
+        self._ranking = WatchedRanking(self.ids, alone)
+        self._draft = EagleDraft(runner, self._ranking)
         self._levels: list[list[Glance]] = []
         self._carried: dict[int, Glance] = {}
         self._tokens = torch.zeros(0)
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As the draft does, or without the noise; both rankings are noted."""
-        self._levels.append(self._glances(logits, sampling, noise))
-        return super().propose(logits, sampling, None if self._alone else noise)
-
     def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
-        """As the draft does."""
-        self._levels = []
-        tree = super().draft(batch, carried, noise, shape)
+        """See `Draft.draft`."""
+        self._ranking.levels = self._levels = []
+        tree = self._draft.draft(batch, carried, noise, shape)
         self._tokens = tree.tokens
         return tree
 
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
-        """As the draft does, once the depths that this step reached are noted."""
+        """See `Draft.extend`; first records the depths that this step reached."""
         self._note(batch, accepted)
-        self._levels = []
-        carried = super().extend(batch, accepted, features, noise, shape)
-        for row, glance in zip(batch.rows.tolist(), self._levels[0], strict=True):
+        self._ranking.levels = []
+        carried = self._draft.extend(batch, accepted, features, noise, shape)
+        for row, glance in zip(batch.rows.tolist(), self._ranking.levels[0], strict=True):
             self._carried[row] = glance
         return carried
 
@@ -90,22 +108,11 @@ class WatchedDraft(EagleDraft):
                 seen = Reached(seeds[i], lens[i] + depth, depth, tokens[i][depth - 1], proposed[i][depth], glance)
                 self.reached.append(seen)
 
-    def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> list[Glance]:
-        """Of the one context of each request, `logits` `[B, 1, Vd]`."""
-        tempered = logits[:, 0] * sampling.inverse_temperature[:, None]
-        kept = None if noise is None else noise.index_select(-1, self._target_ids)
-        ranked = scores(logits, sampling, kept)[:, 0]
-        coupled, likely = (self._target_ids[s.topk(WIDTH, -1).indices].tolist() for s in (ranked, tempered))
-        return [Glance(*seen) for seen in zip(tempered.softmax(-1), coupled, likely, strict=True)]
-
 
 def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, WatchedDraft]:
-    """An engine of `config`, and its draft to look at."""
-    made: list[WatchedDraft] = []
-
-    def drafting(draft_runner_list: list[DraftRunner], topk: int) -> WatchedDraft:
-        made.append(WatchedDraft(draft_runner_list, topk, alone))
-        return made[0]
-
-    engine = build_engine(config, drafting=drafting)
-    return engine, made[0]
+    """An engine of `config` with a recording draft, and that draft."""
+    prepared = prepare_alone(config)
+    assert prepared.resolved.shape.topk == 1, "only a chain has one context per depth"
+    (runner,) = prepared.memory.draft_runner_list
+    draft = WatchedDraft(runner, alone)
+    return engine_of(prepared, draft), draft

@@ -1,23 +1,24 @@
-"""Many HTTP requests from one process, also rude ones: plain sockets under asyncio, as light as can be."""
+"""Many HTTP requests from one process, also abusive ones: plain asyncio connections, to cost little."""
 
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from cluster.bench.streams import HOST
+from cluster.bench.streams import HOST, TIMEOUT_S
 
 LINE_LIMIT = 1 << 20
-TIMEOUT_S = 120.0
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Reply:
-    """What one request got. Seconds count from the connection on; `status` 0 is no answer, `error` says why.
+    """What one request got. Seconds count from `began`; `status` 0 means no answer, and `error` says why.
 
-    `events` counts the events of a stream, `first_s` is when the first of them came, `failure` an error event.
+    `first_s` is when the first event of a stream came, `failure` is an error event. `whole`: the body, or the stream up
+    to its `[DONE]`, came completely.
     """
 
     began: float = 0.0
@@ -26,14 +27,13 @@ class Reply:
     body: bytes = b""
     seconds: float = 0.0
     first_s: float | None = None
-    events: int = 0
     whole: bool = False
     failure: str = ""
     error: str = ""
 
     @property
     def is_json(self) -> bool:
-        """Whether the body is a JSON object, as its headers must say."""
+        """Whether the body is a JSON object and the headers say so."""
         try:
             return self.headers.get("content-type", "").startswith("application/json") and isinstance(
                 json.loads(self.body), dict
@@ -43,18 +43,18 @@ class Reply:
 
 
 def head_of(method: str, path: str, length: int | None = None) -> bytes:
-    """The head of a request, with a JSON body of `length` bytes to follow."""
+    """The head of a request, with `length` for one whose JSON body of so many bytes follows."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}", "Connection: close"]
     if length is not None:
         lines += ["Content-Type: application/json", f"Content-Length: {length}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def read_reply(reader: asyncio.StreamReader, reply: Reply, look: Callable[[bytes], None] | None = None) -> None:
-    """Read an answer to its end; `look` sees each event of a stream."""
+async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
+    """Read an answer to its end."""
     status = await reader.readline()
     if not status.startswith(b"HTTP/"):
-        raise ConnectionError(f"no answer but {status[:80]!r}")
+        raise ConnectionError(f"not an HTTP status line: {status[:80]!r}")
     reply.status = int(status.split()[1])
     while (line := await reader.readline()).strip():
         name, _, value = line.decode("latin-1").partition(":")
@@ -68,29 +68,23 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply, look: Callable[
         if line.startswith(b"data: [DONE]"):
             reply.whole = True
         elif line.startswith(b"data: "):
-            reply.events += 1
             reply.first_s = reply.first_s or time.perf_counter() - reply.began
             if b'"error"' in line and "error" in json.loads(line.removeprefix(b"data: ")):
                 reply.failure = line[:300].decode(errors="replace")
-            if look is not None:
-                look(line)
 
 
-async def call(
-    port: int, method: str, path: str, body: Any = None, look: Callable[[bytes], None] | None = None
-) -> Reply:
-    """One request on a connection of its own; nothing is raised."""
+Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Reply], Awaitable[None]]
+"""Sends a request and reads its answer."""
+
+
+async def connect(port: int, exchange: Exchange, within_s: float = TIMEOUT_S) -> Reply:
+    """Do the exchange on a connection of its own; failures go into `Reply.error`."""
     reply = Reply(began=time.perf_counter())
-    raw = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     writer = None
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_connection(HOST, port, limit=LINE_LIMIT)
-            writer.write(head_of(method, path, None if raw is None else len(raw)) + (raw or b""))
-            try:
-                await read_reply(reader, reply, look)
-            except ConnectionError as error:
-                reply.error = f"{type(error).__name__}: {error}"
+            await exchange(reader, writer, reply)
     except (OSError, ValueError, TimeoutError, EOFError) as error:
         reply.error = f"{type(error).__name__}: {error}"
     finally:
@@ -98,3 +92,19 @@ async def call(
         if writer is not None:
             writer.close()
     return reply
+
+
+async def post(port: int, path: str, body: Mapping[str, Any]) -> Reply:
+    """Send one request with a JSON body and read its answer."""
+    raw = json.dumps(body).encode()
+
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
+        writer.write(head_of("POST", path, len(raw)) + raw)
+        await read_reply(reader, reply)
+
+    return await connect(port, exchange)
+
+
+def drive(work: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
+    """Run a coroutine to its end; meant for another process, so that it does not disturb the one that measures."""
+    return asyncio.run(work(*args))

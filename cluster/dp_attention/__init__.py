@@ -1,1 +1,1 @@
-"""Lockstep across data-parallel attention ranks: one gathered table, one plan, one exchange."""
+"""Lockstep across data-parallel attention ranks: a gathered table of facts, the plan made of it, and the exchange."""

@@ -1,6 +1,7 @@
-"""The coordinator: an object on each rank that agrees on the next step before any tensor moves.
+"""The coordinator: one object per rank, with which the ranks agree on the next step before any tensor moves.
 
-It does not know what the rows mean; it gathers, compares headers in Python, and applies the pure plan function.
+It gathers the ranks' facts, compares their headers in Python, and applies the pure plan function; it does not know what
+the rows mean.
 """
 
 import zlib
@@ -12,22 +13,20 @@ from cluster.mesh import Mesh, OutOfStepError
 
 
 class Coordinator:
-    """Keeps one rank in step with its gang. `order` and `results` are checksums of what this rank ran last
-    and of the tokens that it gave.
-    """
+    """Keeps one rank in step with its gang. A header also has checksums of the rank's last order and its results."""
 
     def __init__(
         self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None
     ) -> None:
-        """`shapes` are the trees by tier, the deepest one last; the ops are what the models call of the exchange."""
+        """`shapes` are the trees by tier, deepest last; `target` and `draft` list the models' calls of the exchange."""
         self._mesh, self._rule, self._shapes, self._target, self._draft = mesh, rule, shapes, target, draft
         self._ops = zlib.crc32(repr((target, draft)).encode())
         self._digest = 0
         self._plan: StepPlan | None = None
-        self.step = self.order = self.results = 0
+        self.step = self._order = self._results = 0
 
     def header(self) -> Facts:
-        """This rank's facts with nothing to do, voting for the deepest tree."""
+        """This rank's facts as they are without work, with a vote for the deepest tree."""
         calls = self._mesh.world.clock.calls
         return Facts(
             self._mesh.epoch,
@@ -36,17 +35,17 @@ class Coordinator:
             calls,
             num_steps=len(self._shapes) - 1,
             rule=self._fingerprint(),
-            order=self.order,
-            results=self.results,
+            order=self._order,
+            results=self._results,
         )
 
     def agree(self, facts: Facts) -> StepPlan:
-        """The plan of the next step; `taken` says when that step is over.
+        """Agree on the plan of the next step; call `taken` when that step is over.
 
         Raises:
-            OutOfStepError: a rank's header differs from the others', or this rank has not taken its last step.
+            OutOfStepError: a rank's header differs from the others', or `taken` was not called for the last step.
         """
-        self._mesh.position = (self.step, "agree")
+        self._mesh.enter("agree", self.step)
         if self._plan is not None:
             raise self._off(self._mesh.rank, f"agrees on step {self.step} but has not taken the one before")
         table = [Facts(*row) for row in self._mesh.all_gather_row(facts)]
@@ -63,33 +62,39 @@ class Coordinator:
         return plan
 
     def script(self) -> list[Call]:
-        """What this rank may call of its exchange in the step agreed on."""
+        """The calls that this rank has to make of its exchange in the step agreed on."""
         assert self._plan is not None, "there is no script before a plan"
         shape = self._shapes[self._plan.num_steps]
         return script(self._plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
+
+    def decided(self, order: int, results: int) -> None:
+        """Note the checksums of the order that this rank's group ran and of its results, for the next header."""
+        self._order, self._results = order, results
 
     def taken(self) -> None:
         """The step agreed on is over."""
         self._plan = None
 
     def confirm(self, plan: StepPlan) -> None:
-        """Compare what the ranks made of the facts.
+        """Check that all ranks made the same plan of the facts.
 
         Raises:
-            OutOfStepError: another plan.
+            OutOfStepError: a rank has another plan.
         """
         table = self._mesh.all_gather_row((plan.digest,))
         self._compare("plan", [row[0] for row in table], range(len(table)))
 
     def _fingerprint(self) -> int:
-        """A checksum of all that plans and scripts follow from besides the facts."""
+        """A checksum of everything besides the facts that determines plans and scripts."""
         trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]
         sizes = (self._mesh.world.size, self._mesh.attn.size)
         rule = (self._rule.attn_tp, self._rule.padding, self._rule.waste)
         return zlib.crc32(repr((sizes, rule, trees, self._ops)).encode())
 
     def _compare(self, name: str, values: list[int], ranks: range) -> None:
-        """Refuse values that differ; guilty is who differs from most, or from the first where there are as many."""
+        """Raise unless all values are equal. The error names the first rank that differs from the most common value; in
+        a tie that is the value of the lowest rank.
+        """
         if len(set(values)) == 1:
             return
         right = max(values, key=values.count)

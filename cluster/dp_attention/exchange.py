@@ -1,7 +1,7 @@
-"""How rows travel between ranks around the sharded parts of a model, held to the step's script.
+"""The collectives around the sharded parts of a model, each checked against the script of the step.
 
-Every method is called by every rank, in the order of the script and with its rows; with one rank in an axis it is the
-identity. A rank that would call something else, or bring rows of another size, raises before it enters a collective.
+Every rank calls every method, in the order of the script and with the rows that it plans; over an axis of one rank a
+call is the identity. A rank about to make another call, or one with other row counts, raises before it enters it.
 """
 
 from collections import deque
@@ -31,14 +31,14 @@ class Exchange:
         self._step = 0
 
     def begin(self, step: int, calls: Iterable[Call]) -> None:
-        """The script of the step that begins."""
+        """Begin a step, with the calls of its script."""
         self._step, self._script = step, deque(calls)
 
     def end(self) -> None:
-        """Refuse a step that left calls out.
+        """Check that the step has made all calls of its script.
 
         Raises:
-            OutOfStepError: naming the first one.
+            OutOfStepError: naming the first call left out.
         """
         if self._script:
             self._call = self._script[0]
@@ -93,18 +93,18 @@ class Exchange:
         return self._join(self._run(axis, lambda: axis.swap(logits, counts)), call)
 
     def _next(self, op: str) -> Call:
-        """The call that the script has next, which must be this one."""
+        """Take the next call off the script; it must be `op`."""
         if not self._script:
             self._call = self._call._replace(phase=f"after {self._call.phase}")
             raise self._off(f"calls {op} where the step ends")
         self._call = self._script.popleft()
-        self._mesh.position = (self._step, self._call.phase)
+        self._mesh.enter(self._call.phase, self._step)
         if self._call.op != op:
             raise self._off(f"calls {op} where {self._next_words()} comes next")
         return self._call
 
     def _check(self, rows: Tensor, count: int, width: int | None = None) -> None:
-        """Refuse rows other than planned; `width` is None for token ids `[T]`."""
+        """Raise unless `rows` have the planned shape and dtype; `width` is None for token ids `[T]`."""
         planned = (count,) if width is None else (count, width)
         dtype = torch.int64 if width is None else self._dtype
         if rows.shape != planned or rows.dtype != dtype:
@@ -122,7 +122,7 @@ class Exchange:
         return OutOfStepError(f"rank {rank} {what} (step {self._step}, phase {phase})", rank, self._step, phase)
 
     def _run(self, axis: Axis, collective: Callable[[], T]) -> T:
-        """Enter one collective over `axis`, and see to it that it was entered."""
+        """Run one collective over `axis`, and check that it was entered exactly once."""
         clock = self._mesh.world.clock
         entered = clock.calls + (axis.size > 1)
         try:
@@ -132,11 +132,11 @@ class Exchange:
         except RuntimeError as error:
             raise self._mesh.explain(error) from error
         if clock.calls != entered:
-            raise self._off(f"did not enter the collective of {self._next_words()} once")
+            raise self._off(f"did not enter the collective of {self._next_words()} exactly once")
         return result
 
     def _counts(self, call: Call) -> list[int]:
-        """Rows that each rank of the world sends: a group's ranks share its rows among them."""
+        """Rows that each rank of the world sends: the ranks of a group split the group's rows."""
         n = self._mesh.attn.size
         return [rows * (i + 1) // n - rows * i // n for rows in call.rows for i in range(n)]
 
@@ -146,7 +146,7 @@ class Exchange:
         return self._run(attn, lambda: attn.all_reduce(rows))
 
     def _spread(self, rows: Tensor, call: Call) -> Tensor:
-        """Own rows -> those of every group. With one group everybody has them already."""
+        """Own rows -> those of every group. With one group every rank has them already."""
         world = self._mesh.world
         if self._mesh.attn_dp == 1:
             return rows

@@ -1,6 +1,6 @@
-"""How an order travels from the leader of an attention group to its followers: as one row of integers.
+"""How an order travels from the leader of an attention group to its followers: as one row of 64-bit integers.
 
-The followers' slot and sampling tables follow the leader's by what changed, so a step costs a few hundred words.
+For the slot and sampling tables an order carries only the changes, so a step costs a few hundred integers.
 """
 
 import struct

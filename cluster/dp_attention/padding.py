@@ -1,7 +1,7 @@
-"""Padding: an order at the planned rows. Idle rows are real rows on the sink page, so that no phase has a special case.
+"""Padding of an order to the planned rows. Idle rows are real rows on the sink page, so no phase has a special case.
 
-An idle request sits in the slot table's last row, all of it in the sink; its carriers, at that row of the carried
-table, were made by `EagleDraftInput.create_idle_input`, so their widths are those of `hidden_size_for`.
+An idle request uses the slot table's last row, whose slots are all in the sink; its carriers, in the same row of the
+table of carriers, come from `EagleDraftInput.create_idle_input`, so their widths are those of `hidden_size_for`.
 """
 
 from cluster.batch import Order, PromptChunk
@@ -11,11 +11,10 @@ from cluster.dp_attention.plan import StepPlan
 def padded(order: Order, plan: StepPlan, group: int, idle_row: int) -> Order:
     """`order` of attention group `group` with the idle requests and idle prompt rows that the plan asks for.
 
-    Idle requests come after the real ones; idle prompt rows, a chunk each so that they attend to nothing else, before
-    the real ones, which are in order of length.
+    Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so that it attends to nothing
+    else; they come before the real chunks, because chunks are in order of length.
     """
-    requests = plan.planned_decodes[group] - plan.decodes[group]
-    rows = plan.planned_prompt_rows[group] - plan.prompt_rows[group]
+    requests, rows = plan.idle(group)
     if requests == 0 and rows == 0:
         return order
     idle = PromptChunk(idle_row, 0, 1, False, (0, 0))

@@ -1,6 +1,6 @@
-"""One gathered table of facts -> one plan, the same on every rank because the function is pure (law 2).
+"""One gathered table of facts -> one plan, the same on every rank because the function is pure (law 2, lockstep).
 
-Legend: G attention groups (data-parallel ranks), R decoding requests, c prompt rows, F prompts that finish, of a group.
+Legend: G attention groups (data-parallel ranks); R decoding requests, c prompt rows, F finishing prompts of a group.
 """
 
 import zlib
@@ -14,15 +14,15 @@ Padding = Literal["auto", "padded", "exact"]
 
 
 class Facts(NamedTuple):
-    """One rank's row: a header that all ranks must agree on, then what its group brings to the step.
+    """One rank's row: a header that must be the same on all ranks, then what its group brings to the step.
 
-    Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` how many
-    collectives the rank has entered, `rule` a checksum of what plans and scripts follow from; a group's ranks also
-    agree on `order` and `results`, checksums of what the rank ran last and of the tokens that it gave. Sizes:
-    `decodes` requests decode, `prompt_rows` prompt rows ride along, `finals` prompts finish, `order_words` integers
-    describe the batch to the group's followers, `num_steps` is the deepest tree that the rank votes for, `requests`
-    are its waiting and running ones, `leaving` says that the gang is to end, `decode_us` is what its decoding alone
-    takes, by its measured costs.
+    Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` counts the
+    collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts; within a
+    group `order` and `results` must be the same too, checksums of the last order and of the tokens that came of it.
+    Sizes: `decodes` requests decode, `prompt_rows` prompt rows are in the step, `finals` prompts finish, `order_words`
+    is the length of the order for the group's followers, `num_steps` the deepest tree that the rank votes for,
+    `requests` counts its waiting and running ones, `leaving` asks to end the gang, `decode_us` is the predicted time of
+    the group's decoding alone.
     """
 
     epoch: int
@@ -47,8 +47,7 @@ GROUP_HEADER = ("order", "results")
 
 
 class StepPlan(NamedTuple):
-    """What every rank runs. `decodes[g]`, `prompt_rows[g]`, `finals[g]` belong to group g; `order_words[g]`,
-    `decode_us[g]` too.
+    """What every rank runs in one step; entry g of each tuple belongs to attention group g.
 
     When `padded`, every group runs the rows of the largest one (equal parts in the exchange, and one shape per graph
     bucket); otherwise each runs its own and the exchange sends exact counts. `num_steps` is the tier, the minimum of
@@ -81,12 +80,17 @@ class StepPlan(NamedTuple):
         """c of each group, idle rows included."""
         return (max(self.prompt_rows),) * len(self.prompt_rows) if self.padded else self.prompt_rows
 
+    def idle(self, group: int) -> tuple[int, int]:
+        """How many idle requests and idle prompt rows fill the plan of a group."""
+        requests = self.planned_decodes[group] - self.decodes[group]
+        return requests, self.planned_prompt_rows[group] - self.prompt_rows[group]
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRule:
-    """What the plan follows from besides the facts; the same on every rank.
+    """What determines the plan besides the facts; the same on every rank.
 
-    `waste` is the largest share of idle rows that is padded with under `auto`: on a GPU equal parts and one graph
+    `waste` is the largest share of idle rows that padding may add under `auto`: on a GPU equal parts and one graph
     bucket are worth up to half; a CPU gains nothing from them.
     """
 
@@ -133,8 +137,8 @@ class Call(NamedTuple):
 class Ops(NamedTuple):
     """The exchange methods that one forward of a model calls, in order, and those that its head calls.
 
-    `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row. `runners`
-    models share a draft: at level l runner l runs the rows of levels 1 to l, at extend all run.
+    `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row. A draft
+    of several layers has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all run.
     """
 
     forward: tuple[str, ...] = ()
@@ -145,10 +149,10 @@ class Ops(NamedTuple):
 
 
 def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, followed: bool = False) -> list[Call]:
-    """Every call of the exchange in a step of this plan, in order; `draft` is None in plain decoding. `followed`: the
-    leaders of the groups first share their orders.
+    """Every call of the exchange in a step of this plan, in order; `draft` is None in plain decoding. `followed`:
+    groups have followers, with whom the leaders first share their orders.
 
-    A rank that is about to do anything else is out of step, and is told so before it can mislead its peers.
+    A rank that is about to make another call is out of step; `Exchange` raises before that can reach its peers.
     """
     if plan.quiet or plan.leaving:
         return []

@@ -2,6 +2,7 @@
 
 from cluster.engine.build import build_engine, build_rank
 from cluster.engine.engine import Engine
-from cluster.engine.rank import EngineStatus, Follower, Rank, StepResult
+from cluster.engine.rank import Follower, Rank, StepResult
+from cluster.status import EngineStatus
 
 __all__ = ["Engine", "EngineStatus", "Follower", "Rank", "StepResult", "build_engine", "build_rank"]

@@ -1,72 +1,96 @@
-"""Putting one rank's engine together from its config: models, pools, tables, in the order that memory wants."""
+"""Builds one rank's engine: resolves and loads the models, allocates memory, assembles the step, measures its pace."""
 
 import json
 import logging
 import os
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from cluster.arch import DraftSpec, TargetArch, read_target
-from cluster.arch.draft.sample import read_sample
-from cluster.arch.split import check_models, draft_of, settle
-from cluster.arch.summary import computed_in
-from cluster.attention.bind import bind_attention, pool_bytes
-from cluster.config import ConfigError, EngineConfig, TreeShape, tiers, tree_shape
+from cluster.arch.resolve import ResolvedModels, check_models, resolve_models
+from cluster.config import ConfigError, EngineConfig, tiers
 from cluster.dp_attention.coordinator import Coordinator
-from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import Ops, PlanRule
-from cluster.engine.assemble import Assembler
+from cluster.dp_attention.plan import PlanRule
+from cluster.engine.assembler import Assembler
 from cluster.engine.calibrate import measure_pace
+from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
+from cluster.engine.memory import RankMemory, allocate
+from cluster.engine.models import RankModels, load_models
+from cluster.engine.prefill_share import Pace
 from cluster.engine.rank import Follower, Rank
-from cluster.engine.sample import check_sample
 from cluster.engine.scheduler import Scheduler
-from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.forward.sampler import SamplingTable
-from cluster.kv.budget import Capacity, kv_capacity, page_count
-from cluster.kv.cache import KVCache
 from cluster.kv.pool import Pools, SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
-from cluster.models.draft import Draft as DraftModel
-from cluster.models.layer import NoExchange, TokenExchange
-from cluster.models.load import WHOLE, Sharding, local_heads
-from cluster.models.registry import load_draft_list, load_target
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.multilayer import MultiLayerDraft, kept_bytes
+from cluster.spec.multilayer import MultiLayerDraft
+from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
+from cluster.status import RankInfo
 from cluster.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-GPU_WASTE = 0.5  # share of idle rows that a GPU pads with before it sends exact counts
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+GPU_WASTE = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
 
 
-Drafting = Callable[[list[DraftRunner], int], Draft]
-"""What drafts with the configured draft's runners, given K."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What an engine is assembled from; `context_length` is the most tokens of one request."""
+
+    mesh: Mesh
+    device: torch.device
+    context_length: int
+    models: RankModels
+    memory: RankMemory
+
+    @property
+    def resolved(self) -> ResolvedModels:
+        """The specs of the models, and the settings as resolved with them."""
+        return self.models.resolved
+
+    def draft(self) -> Draft:
+        """The draft over the draft runner list: one runner for all levels, one runner per level, or no draft at all."""
+        runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
+        if not runners:
+            return NoDraft()
+        ranking = CoupledRanking(runners[0].model.target_ids, topk)
+        return EagleDraft(runners[0], ranking) if len(runners) == 1 else MultiLayerDraft(runners, ranking)
 
 
-def build_engine(config: EngineConfig, draft: Draft | None = None, drafting: Drafting = EagleDraft) -> Engine:
-    """The engine of `config` in a world of one, ready to step. `draft` takes the place of the configured draft's
-    drafting, for tests; `drafting` makes it of the configured draft, for those who want to watch.
+def build_engine(config: EngineConfig) -> Engine:
+    """The engine of `config` in a world of one, ready to step.
 
     Raises:
         ConfigError: something cannot run as configured; the message names the setting and the remedy.
     """
+    prepared = prepare_alone(config)
+    return engine_of(prepared, prepared.draft())
+
+
+def prepare_alone(config: EngineConfig) -> Prepared:
+    """Prepare an engine in a world of one; `engine_of` completes it, with any draft.
+
+    Raises:
+        ConfigError: as `build_engine`.
+    """
     if config.tp_size > 1:
         raise ConfigError(f"tp_size {config.tp_size} needs as many ranks and this is one; set tp_size to 1")
-    engine = assemble(config, Mesh(), _device(config), draft, drafting)
+    return prepare(config, Mesh(), _device(config))
+
+
+def engine_of(prepared: Prepared, draft: Draft) -> Engine:
+    """The engine of a world of one that drafts with `draft`.
+
+    Raises:
+        ConfigError: as `build_engine`.
+    """
+    engine = assemble(prepared, draft)
     assert isinstance(engine, Engine), "a rank alone leads"
     return engine
 
@@ -76,7 +100,7 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
-        PeerLostError: a rank did not come.
+        PeerLostError: a rank did not join.
     """
     if rendezvous is None:
         return build_engine(config)
@@ -85,133 +109,102 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
         torch.cuda.set_device(rank % torch.cuda.device_count())
     check_models(config)
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
-    return assemble(config, mesh, device)
+    prepared = prepare(config, mesh, device)
+    return assemble(prepared, prepared.draft())
 
 
-def assemble(
-    config: EngineConfig,
-    mesh: Mesh,
-    device: torch.device,
-    draft: Draft | None = None,
-    drafting: Drafting = EagleDraft,
-) -> Rank:
-    """One rank's engine on its mesh: an `Engine` where it leads its attention group, else a `Follower`.
+def prepare(config: EngineConfig, mesh: Mesh, device: torch.device) -> Prepared:
+    """Resolve and load the models of one rank and allocate its memory, together with its peers.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
     """
-    arch = read_target(config.model_path)
-    config = settle(config, arch)
-    shape = tree_shape(config)
-    dtype = DTYPES[computed_in(arch.dtype, config.dtype, device.type)]
-    _same_everywhere(config, mesh, arch)
+    resolved = resolve_models(config)
+    _same_everywhere(resolved, mesh)
     _threads(config, device)
-    context = _context_length(config, arch.max_position)
-    positions = context + shape.num_steps + 2
-    wide = config.vocab_parallel == "world"
-    apart = mesh.world.size == 1
-    held_to_script = Exchange(mesh, dtype, wide)
-    alone = NoExchange(mesh.world.clock)
-    exchange: TokenExchange = alone if apart else held_to_script
-    vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part
-    sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
-    watch = Stopwatch()
-    target = load_target(config.model_path, dtype, device, exchange, sharding, positions)
-    models: list[DraftModel] = []
-    shared = config.speculative_draft_parallel == "sharded"
-    drafts, parts = (exchange, sharding) if shared else (alone, WHOLE)
-    folder, overrides = config.speculative_draft_model_path, config.speculative_draft_overrides
-    if folder is not None:
-        given = (folder, target, dtype, device, drafts, parts, positions, overrides, shape.num_steps)
-        models = load_draft_list(*given, config.speculative_token_map)
-    spec = models[0].spec if models else None
-    if spec is not None and shape.topk > spec.draft_vocab_size:
-        raise ConfigError(
-            f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {spec.draft_vocab_size}; "
-            "lower it"
-        )
+    context_length = _context_length(config, resolved.target.max_position)
+    models = load_models(resolved, mesh, device, context_length + resolved.shape.num_steps + 2)
+    return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
 
-    layers = [[local_heads(g, sharding.attention) for g in arch.layers]]
-    if spec is not None:
-        each = [local_heads(layer.geometry, parts.attention) for layer in spec.layers]
-        layers += [each] * len(models)
-    token_bytes = sum(pool_bytes(each, dtype) for each in layers)
-    if spec is not None:
-        token_bytes += kept_bytes(len(models), spec.hidden, dtype)
-    capacity = kv_capacity(config, mesh, device, token_bytes, context, shape.window)
-    pages = page_count(config, capacity, shape.window)
-    rows = config.max_running_requests
-    cache = KVCache(pages, config.page_size, rows, context + shape.window, not config.disable_radix_cache, device)
-    cache.table.journal = [] if mesh.attn.size > 1 and mesh.leads else None
-    bound = [bind_attention(each, (pages + 1) * config.page_size, dtype, device) for each in layers]
-    boundaries = spec.aux_boundaries if spec and spec.use_aux_hidden_state else ()
-    target_runner = TargetRunner(target, *bound[0], boundaries, watch)
-    sample = None
-    if draft is None:
-        draft = NoDraft()
-        if folder is not None and spec is not None:
-            sample = read_sample(folder, spec.vocab_size, spec.hidden)
-            make = MultiLayerDraft if len(models) > 1 and drafting is EagleDraft else drafting
-            runners = [DraftRunner(model, *own, watch) for model, own in zip(models, bound[1:], strict=True)]
-            draft = make(runners, shape.topk)
-    kept: list[SlotMemory] = [pool for pool, _ in bound]
-    if isinstance(draft, MultiLayerDraft):
-        kept.append(draft)
-    carried = EagleDraftInput.create_idle_input(spec, shape.topk, dtype, device, rows + 1)
-    sampling = SamplingTable(rows + 1, dtype, device)
-    shapes = tiers(shape)
-    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
-    target_ops = Ops() if apart else Ops(*target.ops)
-    draft_ops = None if not models else Ops() if apart or not shared else Ops(*models[0].ops, len(models))
-    lockstep = Lockstep(
-        mesh=mesh,
-        coordinator=Coordinator(mesh, rule, shapes, target_ops, draft_ops),
-        exchange=held_to_script,
-        assembler=Assembler(cache.table, sampling, shape.window, dtype),
-        step=Step(target_runner, draft, carried, mesh.enter),
-        shapes=shapes,
-        pools=Pools(kept, config.page_size, device),
-        debug=config.debug_lockstep,
-    )
-    if sample is not None and folder is not None:
-        check_sample(sample, folder, lockstep, cache, context, config.speculative_token_map is not None)
-    pace = None
-    if config.mixed_prefill_size is None and rows * mesh.attn_dp > 1:  # else no prompt meets a request that decodes
-        pace = measure_pace(lockstep, cache, config, context, arch.vocab_size)
-    watch.take()
-    model_name = Path(config.model_path).name or "model"
-    metrics = EngineMetrics(model_name=model_name, rank=mesh.rank, depths=shape.num_steps)
-    info = _info(config, mesh, shape, spec, context, str(dtype), str(device), arch.vocab_size)
-    info |= _kv_info(config, capacity, pages, token_bytes, context, shape.window)
-    logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info["kv_tokens"], info["kv_sized_by"])
-    info["step_costs"] = None if pace is None else pace.described()
+
+def assemble(prepared: Prepared, draft: Draft) -> Rank:
+    """One rank's engine on its mesh: an `Engine` where it leads its attention group, else a `Follower`.
+
+    Raises:
+        ConfigError: the draft does not reproduce the sample in its folder.
+    """
+    mesh, memory, resolved = prepared.mesh, prepared.memory, prepared.resolved
+    lockstep = _lockstep(prepared, draft)
+    _check_sample(prepared, lockstep)
+    pace = _pace(prepared, lockstep)
+    memory.watch.take()
+    name = Path(resolved.config.model_path).name or "model"
+    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.num_steps)
+    info = _info(prepared, pace)
+    logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
     return Engine(
         Parts(
-            config=config,
-            arch=arch,
-            shape=shape,
-            context_length=context,
-            cache=cache,
-            scheduler=Scheduler(config, cache, shape.window, pace),
+            config=resolved.config,
+            arch=resolved.target,
+            shape=resolved.shape,
+            context_length=prepared.context_length,
+            cache=memory.cache,
+            scheduler=Scheduler(resolved.config, memory.cache, resolved.shape.window, pace),
             lockstep=lockstep,
-            watch=watch,
-            tokenizer=_tokenizer(config),
+            watch=memory.watch,
+            tokenizer=_tokenizer(resolved.config),
             metrics=metrics,
             info=info,
         )
     )
 
 
-def _same_everywhere(config: EngineConfig, mesh: Mesh, arch: TargetArch) -> None:
+def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
+    """This rank's side of the gang's steps: the step, its coordinator and exchange, and the tables that it reads."""
+    mesh, device, models, memory = prepared.mesh, prepared.device, prepared.models, prepared.memory
+    config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
+    rows, shapes = config.max_running_requests + 1, tiers(shape)
+    carried = EagleDraftInput.create_idle_input(prepared.resolved.draft, shape.topk, dtype, device, rows)
+    kept: list[SlotMemory] = [memory.target_runner.pool, *(runner.pool for runner in memory.draft_runner_list)]
+    if isinstance(draft, MultiLayerDraft):
+        kept.append(draft)
+    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
+    return Lockstep(
+        mesh=mesh,
+        coordinator=Coordinator(mesh, rule, shapes, *models.ops),
+        exchange=models.exchange,
+        assembler=Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, dtype),
+        step=Step(memory.target_runner, draft, carried, mesh.enter),
+        shapes=shapes,
+        pools=Pools(kept, config.page_size, device),
+        debug=config.debug_lockstep,
+    )
+
+
+def _check_sample(prepared: Prepared, lockstep: Lockstep) -> None:
+    sample, config = prepared.resolved.sample, prepared.resolved.config
+    if sample is not None and prepared.memory.draft_runner_list:
+        check_sample(sample, config, lockstep, prepared.memory.cache, prepared.context_length)
+
+
+def _pace(prepared: Prepared, lockstep: Lockstep) -> Pace | None:
+    """The measured pace; None where `mixed_prefill_size` replaces it or only one request runs at a time."""
+    config = prepared.resolved.config
+    if config.mixed_prefill_size is not None or config.max_running_requests * prepared.mesh.attn_dp <= 1:
+        return None
+    vocab_size = prepared.resolved.target.vocab_size
+    return measure_pace(lockstep, prepared.memory.cache, config, prepared.context_length, vocab_size)
+
+
+def _same_everywhere(resolved: ResolvedModels, mesh: Mesh) -> None:
     """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
     places = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
-    own = config.model_dump(exclude={"num_threads", *places})
-    own["target"], draft = repr(arch), config.speculative_draft_model_path
-    if draft is not None:
-        spec = draft_of(config, draft, arch)
-        own["draft"] = repr((spec, read_sample(draft, spec.vocab_size, spec.hidden)))
+    own = resolved.config.model_dump(exclude={"num_threads", *places})
+    own["target"] = repr(resolved.target)
+    if resolved.draft is not None:
+        own["draft"] = repr((resolved.draft, resolved.sample))
     said = json.dumps(own, sort_keys=True)
     own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
     for rank, text in enumerate(mesh.everyones("config", said)):
@@ -253,44 +246,30 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     return TextTokenizer.load(folder)
 
 
-def _info(
-    config: EngineConfig,
-    mesh: Mesh,
-    shape: TreeShape,
-    spec: DraftSpec | None,
-    context: int,
-    dtype: str,
-    device: str,
-    vocab_size: int,
-) -> dict[str, Any]:
-    return {
-        "config": config.model_dump(),
-        "rank": mesh.rank,
-        "dp_rank": mesh.dp_rank,
-        "dtype": dtype.removeprefix("torch."),
-        "device": device,
-        "context_length": context,
-        "vocab_size": vocab_size,
-        "attention_backend": "torch",
-        "num_threads": torch.get_num_threads(),
-        "speculative_num_steps": shape.num_steps,
-        "speculative_eagle_topk": shape.topk,
-        "speculative_num_draft_tokens": shape.num_draft_tokens,
-        "speculative_batch_tiers": dict(config.speculative_batch_tiers),
-        "draft": None if spec is None else spec.described(),
-    }
-
-
-def _kv_info(
-    config: EngineConfig, capacity: Capacity, pages: int, token_bytes: int, context: int, window: int
-) -> dict[str, Any]:
-    """The KV cache of a rank; `max_request_tokens` is the longest prompt and output together that it can hold."""
+def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
+    resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
+    config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens = pages * config.page_size
-    return {
-        "page_size": config.page_size,
-        "kv_pages": pages,
-        "kv_tokens": tokens,
-        "kv_gb": round(tokens * token_bytes / 1e9, 3),
-        "kv_sized_by": capacity.sized_by,
-        "max_request_tokens": min(context, tokens - window),
-    }
+    return RankInfo(
+        config=config.model_dump(),
+        rank=mesh.rank,
+        dp_rank=mesh.dp_rank,
+        dtype=str(prepared.models.dtype).removeprefix("torch."),
+        device=str(prepared.device),
+        context_length=prepared.context_length,
+        vocab_size=resolved.target.vocab_size,
+        attention_backend="torch",
+        num_threads=torch.get_num_threads(),
+        speculative_num_steps=shape.num_steps,
+        speculative_eagle_topk=shape.topk,
+        speculative_num_draft_tokens=shape.num_draft_tokens,
+        speculative_batch_tiers=dict(config.speculative_batch_tiers),
+        draft=None if resolved.draft is None else resolved.draft.described(),
+        page_size=config.page_size,
+        kv_pages=pages,
+        kv_tokens=tokens,
+        kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
+        kv_sized_by=memory.capacity.sized_by,
+        max_request_tokens=min(prepared.context_length, tokens - shape.window),
+        step_costs=None if pace is None else pace.described(),
+    )

@@ -1,7 +1,7 @@
-"""What steps take on this gang, measured once at start: a few of them with made-up rows, before the first request.
+"""Measures how long steps of this gang take: a few with made-up rows, once at start, before the first request.
 
-They go through the step itself, on every rank at once. A time is the slowest rank's, and the best of a few rounds, so
-that a machine which is busy for a moment does not set the pace for ever.
+They run the real step, on every rank at once. A time is the slowest rank's, and the best of a few rounds, so that a
+machine which is busy for a moment does not distort the pace for good.
 """
 
 import time
@@ -12,16 +12,16 @@ import torch
 from cluster.batch import Order, PromptChunk, Sampling
 from cluster.config import EngineConfig
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.pace import DEEP, Limits, Load, Pace, fit
+from cluster.engine.prefill_share import DEEP, Limits, Load, Pace, fit
 from cluster.kv.cache import KVCache, Lease
 
-MOST_ROWS = 4096  # no step is made longer than that to find out what it takes
-ROUNDS, ENOUGH_S = 6, 3.0  # so many rounds, unless those before have taken that long
+MOST_ROWS = 4096  # no measured step has more prompt rows
+ROUNDS, ENOUGH_S = 6, 3.0  # at most so many rounds, and no further one after so many seconds
 STRIDE = 7919  # between token ids, so that not all rows choose the same experts
 
 
 def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, context: int, vocab_size: int) -> Pace:
-    """The pace of this gang, the same on every rank; every rank of it calls this, with an empty cache."""
+    """The pace of this gang, the same on every rank; all ranks must call this, with an empty cache."""
     shape = lockstep.shapes[-1]
     length = min(context, cache.total * cache.page_size - shape.window)
     budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else MOST_ROWS
@@ -33,7 +33,7 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
         lease = cache.open(tokens, length + shape.window)
         assert lease is not None, "an empty cache holds a request"
         trial.begin(cache, lease)
-    trial.run(Load(1, rows=1))  # whatever is made on first use
+    trial.run(Load(1, rows=1))  # warm-up: what is initialised on first use
     given = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
     pace = fit(trial.time, *given)
     for _ in range(ROUNDS - 1):
@@ -48,8 +48,8 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
 
 @dataclass(slots=True)
 class _Trial:
-    """Steps with made-up rows, and the best time of each. All rows belong to one request of each group, as often as a
-    step needs it.
+    """Steps with made-up rows, and the best time of each. In each group all rows belong to one request, which is
+    repeated as often as a step needs.
     """
 
     lockstep: Lockstep
@@ -68,24 +68,24 @@ class _Trial:
         cache.table.sent()
 
     def time(self, load: Load) -> float:
-        """Microseconds of a step with this load at its best so far, the same on every rank."""
+        """The best time so far of a step with this load, in microseconds, the same on every rank."""
         if load not in self.best:
             self.best[load] = self._everyones(self.run(load))
         return self.best[load]
 
     def again(self) -> None:
-        """Another round of all loads that were timed."""
+        """Another round of steps with all loads that were timed."""
         for load, best in self.best.items():
             self.best[load] = min(best, self._everyones(self.run(load)))
 
     def _everyones(self, seconds: float) -> float:
-        """The slowest rank's microseconds."""
+        """The slowest rank's time in microseconds, added to `spent`."""
         slowest = max(us for (us,) in self.lockstep.mesh.all_gather_row((int(1e6 * seconds),)))
         self.spent += slowest / 1e6
         return max(1.0, slowest)
 
     def run(self, load: Load) -> float:
-        """Take a step with this load; its seconds on this rank."""
+        """Run a step with this load; returns its seconds on this rank."""
         order, deepest = Order(), len(self.lockstep.shapes) - 1
         if self.lease is not None:
             order, self._first = self._first, Order()

@@ -1,38 +1,37 @@
 """The engine: requests in, one step after another, request outputs out. Not thread-safe; one loop owns it."""
 
-import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import isfinite
-from typing import Any
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
+from cluster.engine.draft_sample import take_sample
 from cluster.engine.finish import FinishCheck
-from cluster.engine.lockstep import Lockstep, Ran
-from cluster.engine.rank import EngineStatus, Rank, StepResult
-from cluster.engine.sample import take_sample
+from cluster.engine.lockstep import GangStep, Lockstep
+from cluster.engine.rank import Rank, StepResult
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.forward.runner import Stopwatch
 from cluster.kv.cache import KVCache
 from cluster.metrics import EngineMetrics, StepStats
-from cluster.request import Request, RequestOutput, TokenLogprob
+from cluster.request import Request, RequestOutput, Seeds, TokenLogprob
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.step import Stepped
+from cluster.spec.step import StepOutput
+from cluster.status import EngineStatus, RankInfo
 from cluster.text import TextTokenizer
 
 NOT_FINITE = (
     "request {name} ended after {at} tokens: the model's numbers for it are not finite (NaN or infinite). Other "
-    "requests go on; where this repeats, the checkpoint is damaged or overflows in dtype {dtype}"
+    "requests continue; if this recurs, the checkpoint is damaged or overflows in dtype {dtype}"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What `build_engine` puts together."""
+    """What an `Engine` consists of; `cluster.engine.build` assembles it."""
 
     config: EngineConfig
     arch: TargetArch
@@ -44,18 +43,18 @@ class Parts:
     watch: Stopwatch
     tokenizer: TextTokenizer | None
     metrics: EngineMetrics
-    info: dict[str, Any]
+    info: RankInfo
 
 
 class Engine(Rank):
-    """The engine of a rank that takes requests: the leader of its attention group, most often the only one in it."""
+    """The engine of a rank that takes requests: the leader, and often the only rank, of its attention group."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.lockstep, parts.metrics, parts.info)
         self.config, self.tokenizer = parts.config, parts.tokenizer
         self._p = parts
         self._sequences: dict[str, Sequence] = {}
-        self._seeds = random.Random(parts.config.random_seed)
+        self._seeds = Seeds(parts.config.random_seed)
         self._over: list[RequestOutput] = []
         self._trees = self._tree_tokens = 0
         self._busiest = self._prefilling = 0
@@ -108,8 +107,8 @@ class Engine(Rank):
             if cut.reason is not None:
                 self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
                 return
-        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        sequence = Sequence(request, seed, finish, list(ids), prompt_len, [0] * (p.shape.num_steps + 1))
+        request = self._seeds.fill(request)
+        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (p.shape.num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)
 
@@ -128,7 +127,7 @@ class Engine(Rank):
         p, started = self._p, time.perf_counter()
         schedule = p.scheduler.schedule(self._busiest, self._prefilling)
         if schedule.admitted:
-            self.on_begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
+            self._begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
         order = schedule.order(p.cache.table.unsent)
         scheduled = time.perf_counter()
         vote = p.config.levels_at(len(schedule.decodes), p.shape.num_steps)
@@ -141,16 +140,16 @@ class Engine(Rank):
         outputs, seconds = self._over, {"schedule": scheduled - started, "agree": ran.agreed}
         lens: list[int] = []
         self._over = []
-        if ran.stepped is not None:
+        if ran.output is not None:
             p.cache.table.sent()
-            committed, lens = self._commit(schedule, ran.stepped, ran.shape)
+            committed, lens = self._commit(schedule, ran.output, ran.shape)
             outputs = outputs + committed
             ended = time.perf_counter()
-            seconds |= ran.stepped.seconds | {"commit": ended - done}
+            seconds |= ran.output.seconds | {"commit": ended - done}
             p.scheduler.learn(schedule, max(ran.plan.decode_us), any(ran.plan.prompt_rows), 1e6 * (ended - scheduled))
         stats = self._stats(schedule, ran, own, lens, seconds, outputs)
         self.metrics.observe_step(stats)
-        return StepResult(tuple(outputs), stats, p.watch.take())
+        return StepResult(tuple(outputs), stats)
 
     def status(self) -> EngineStatus:
         """Load and progress now."""
@@ -169,7 +168,7 @@ class Engine(Rank):
         )
 
     def sample_draft(self, tokens: tuple[int, ...]) -> EagleDraftInput:
-        """What the draft's extend gives after `tokens`; for an engine without requests."""
+        """The output of the draft's extend after `tokens`; only for an engine without requests."""
         assert not self.has_work, "requests are running"
         given = take_sample(tokens, self._p.lockstep, self._p.cache)
         assert given is not None, "an engine leads"
@@ -179,23 +178,23 @@ class Engine(Rank):
         """Assert that every page has exactly one owner."""
         self._p.cache.check()
 
-    def _commit(self, schedule: Schedule, stepped: Stepped, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
-        """What the step gave each request, and how many tokens each verified tree gave (its accept length)."""
-        width, nodes = stepped.tokens.shape[1], shape.num_draft_tokens - 1
-        tokens, first = stepped.tokens.tolist(), stepped.first.tolist()
-        accepted, scores = stepped.accept_len.tolist(), stepped.scores.tolist()
+    def _commit(self, schedule: Schedule, given: StepOutput, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
+        """Commit what the step gave; returns its outputs, and the accept length of each verified tree."""
+        width, nodes = given.tokens.shape[1], shape.num_draft_tokens - 1
+        tokens, first = given.tokens.tolist(), given.first.tolist()
+        accepted, scores = given.accept_len.tolist(), given.scores.tolist()
         outputs, lens = [], []
         for i, sequence in enumerate(schedule.decodes):
             count = accepted[i]
             sound = next((j for j in range(count) if not isfinite(scores[i][j])), count)
             sequence.committed += count
-            output = self._extend(sequence, tokens[i][:sound], stepped, i * width)
+            output = self._extend(sequence, tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)
                 lens.append(len(output.token_ids))
             outputs += self._settled(sequence, output, sound == count)
         finals = 0
-        for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, stepped), strict=True):
+        for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, given), strict=True):
             sequence, run = chunk.sequence, []
             sequence.committed = chunk.stop
             if chunk.final:
@@ -203,25 +202,25 @@ class Engine(Rank):
                 run = [first[finals]] if whole else []
                 finals += 1
             if chunk.final or not whole:
-                output = self._extend(sequence, run, stepped, len(tokens) * width + finals - 1)
+                output = self._extend(sequence, run, given, len(tokens) * width + finals - 1)
                 outputs += self._settled(sequence, output, whole)
         return outputs, lens
 
     @staticmethod
-    def _sound_chunks(schedule: Schedule, stepped: Stepped) -> list[bool]:
-        """Whether all rows of each chunk are finite; idle rows come before them."""
-        rows = stepped.sound.tolist()
+    def _sound_chunks(schedule: Schedule, given: StepOutput) -> list[bool]:
+        """Whether all rows of each chunk are finite; the rows of idle chunks, which come first, are skipped."""
+        rows = given.sound.tolist()
         idle = len(rows) - schedule.prompt_rows
         ends = list(accumulate((chunk.stop - chunk.start for chunk in schedule.chunks), initial=idle))
         return [all(rows[start:end]) for start, end in pairwise(ends)]
 
-    def _extend(self, sequence: Sequence, run: list[int], stepped: Stepped, row: int) -> RequestOutput:
+    def _extend(self, sequence: Sequence, run: list[int], given: StepOutput, row: int) -> RequestOutput:
         """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
         sequence.tokens += kept
         wanted = sequence.request.params.logprobs
-        logprobs = () if wanted is None else tuple(_logprobs(stepped, row, kept, wanted))
+        logprobs = () if wanted is None else tuple(_logprobs(given, row, kept, wanted))
         return RequestOutput(
             request_id=sequence.request.request_id,
             token_ids=tuple(kept),
@@ -232,8 +231,8 @@ class Engine(Rank):
         )
 
     def _settled(self, sequence: Sequence, output: RequestOutput, sound: bool) -> list[RequestOutput]:
-        """The outputs of one request in a step. If it ends, by this output or because it is not `sound`, it is
-        released, and what only a last output carries is added.
+        """The outputs of one request in a step. A request that ends, by this output or because it is not `sound`
+        (finite), is released, and its last output gets the speculation counts and, if not sound, the error.
         """
         if output.finish_reason is None and sound:
             return [output]
@@ -244,14 +243,14 @@ class Engine(Rank):
             return [replace(output, speculation=counts)]
         self._p.scheduler.discard(sequence)
         name, cached = output.request_id, output.cached_tokens
-        error = NOT_FINITE.format(name=name, at=len(sequence.tokens), dtype=self._p.info["dtype"])
+        error = NOT_FINITE.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
         end = RequestOutput(name, (), (), "error", None, cached, counts, error, "nonfinite_logits")
         return [output, end] if output.token_ids else [end]
 
     def _stats(
         self,
         schedule: Schedule,
-        ran: Ran,
+        ran: GangStep,
         own: float,
         lens: list[int],
         seconds: dict[str, float],
@@ -259,11 +258,12 @@ class Engine(Rank):
     ) -> StepStats:
         self._trees += len(lens)
         self._tree_tokens += sum(lens)
-        status, shape, fresh, decodes = self.status(), ran.shape, schedule.fresh, len(schedule.decodes)
+        shape, fresh, decodes = ran.shape, schedule.fresh, len(schedule.decodes)
         return StepStats(
             phase_seconds=seconds,
             waited_seconds=ran.waited,
             own_seconds=own,
+            forward_seconds=self._p.watch.take(),
             padded_rows=self._idle_rows(ran),
             decode_requests=decodes,
             prompt_rows=schedule.prompt_rows,
@@ -278,20 +278,15 @@ class Engine(Rank):
             admitted=len(fresh),
             retracted=schedule.retracted,
             nonfinite=sum(o.error_code == "nonfinite_logits" for o in outputs),
-            running=status.running,
-            waiting=status.waiting,
-            queued_tokens=status.queued_tokens,
-            pages_free=status.pages_free,
-            pages_used=status.pages_used,
-            pages_cached=status.pages_cached,
             rank=self._lockstep.mesh.rank,
+            status=self.status(),
         )
 
 
-def _logprobs(stepped: Stepped, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
-    assert stepped.logprobs is not None
+def _logprobs(given: StepOutput, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
+    assert given.logprobs is not None
     for offset, token in enumerate(kept):
-        line = stepped.logprobs[row + offset]
+        line = given.logprobs[row + offset]
         best = line.topk(top)
         pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         yield TokenLogprob(token, float(line[token]), pairs)

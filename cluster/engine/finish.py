@@ -1,4 +1,4 @@
-"""When a request ends: EOS, stop tokens, stop strings and max_tokens, exactly, inside an accepted run too."""
+"""When a request ends: EOS, stop tokens, stop strings and max_tokens, exact even inside an accepted run of tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Cut:
 
 
 class FinishCheck:
-    """Feeds on committed tokens, one run per step."""
+    """Finds the end of one request in its committed tokens, which come as one run per step."""
 
     def __init__(
         self,

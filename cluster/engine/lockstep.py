@@ -1,6 +1,6 @@
 """What every rank does in a step, whether it leads its attention group or follows: agree, share, pad, run.
 
-No branch here asks whether this rank is idle: without requests it runs the same lines with no rows, or padded ones.
+No branch here asks whether this rank is idle: without requests it runs the same code with no rows or with idle ones.
 """
 
 import time
@@ -15,29 +15,29 @@ from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
-from cluster.engine.assemble import Assembler
+from cluster.engine.assembler import Assembler
 from cluster.kv.pool import Pools
 from cluster.mesh import GangError, Mesh
-from cluster.spec.step import Step, Stepped
+from cluster.spec.step import Step, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """A step that this rank took with its gang. `stepped` is None in a quiet one, when nobody had anything to do.
+class GangStep:
+    """A step that this rank took with its gang. `output` is None if no rank had work, or if the gang ends with it.
 
-    `shape` is the tree of the step's tier; `waited` the seconds spent in collectives, `agreed` those of the agreement.
+    `shape` is the tree of the step's tier; `waited` are seconds spent in collectives, `agreed` those of the agreement.
     """
 
     plan: StepPlan
     shape: TreeShape
-    stepped: Stepped | None
+    output: StepOutput | None
     waited: float
     agreed: float
 
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the gang. `shapes` are the trees by tier, `pools` all that it keeps by slot."""
+    """One rank's side of the gang's steps. `shapes` are the trees by tier, `pools` all memory that has slots."""
 
     mesh: Mesh
     coordinator: Coordinator
@@ -50,12 +50,16 @@ class Lockstep:
     left: bool = False
     leaving: bool = False
 
-    def run(self, order: Order, requests: int, num_steps: int, decode_us: int = 0) -> Ran:
-        """One step of the gang. `order` is this group's work as its leader has it, empty on a follower; `requests` are
-        this rank's waiting and running ones, `num_steps` its vote for the tier, `decode_us` what its decoding takes.
+    def leave(self) -> None:
+        """Tell all ranks with the next step that the gang ends."""
+        self.leaving = True
+
+    def run(self, order: Order, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
+        """Run one step with the gang. `order` is this group's work, empty on a follower; `requests` counts this rank's
+        waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what its decoding is to take.
 
         Raises:
-            OutOfStepError: ranks disagree, or this rank was about to leave the script.
+            OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
             PeerLostError: a peer is gone.
         """
         began = time.perf_counter()
@@ -78,7 +82,7 @@ class Lockstep:
             self.left = plan.leaving
             shape = self.shapes[plan.num_steps]
             self.exchange.begin(plan.step, self.coordinator.script())
-            stepped = None if plan.quiet or plan.leaving else self._run(order, words, plan, shape)
+            output = None if plan.quiet or plan.leaving else self._run(order, words, plan, shape)
             self.exchange.end()
             self.coordinator.taken()
         except GangError:
@@ -87,9 +91,9 @@ class Lockstep:
             if self.mesh.world.size == 1 or "gloo" not in str(error):
                 raise
             raise self.mesh.explain(error) from error
-        return Ran(plan, shape, stepped, self.mesh.world.clock.take(), agreed)
+        return GangStep(plan, shape, output, self.mesh.world.clock.take(), agreed)
 
-    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> Stepped:
+    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> StepOutput:
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
@@ -98,13 +102,13 @@ class Lockstep:
                 self.assembler.follow(order)
         real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
         self.pools.copy(order.copies)
-        stepped = self.step.run(self.assembler.batch(order), shape)
-        if mesh.attn.size > 1:  # compared before the next step: with other orders, or other tokens, ranks part ways
-            self.coordinator.order, self.coordinator.results = checksum(order), _results(stepped, real)
-        return stepped
+        output = self.step.run(self.assembler.batch(order), shape)
+        if mesh.attn.size > 1:  # the next header carries these: ranks with other orders or tokens have diverged
+            self.coordinator.decided(checksum(order), _results(output, real))
+        return output
 
 
-def _results(stepped: Stepped, real: int) -> int:
+def _results(output: StepOutput, real: int) -> int:
     """A checksum of what a step decided for the first `real` decoding requests, idle ones left out, and for prompts."""
-    decided = (stepped.tokens[:real], stepped.accept_len[:real], stepped.first)
+    decided = (output.tokens[:real], output.accept_len[:real], output.first)
     return zlib.crc32(array("q", [number for each in decided for number in each.flatten().tolist()]))

@@ -1,52 +1,29 @@
-"""One rank of a gang: what a leader and a follower of an attention group have in common towards their loop."""
+"""One rank of a gang as its loop uses it: what leaders and followers of attention groups share, and the follower."""
 
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.batch import Order
-from cluster.engine.lockstep import Lockstep, Ran
+from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput
+from cluster.status import EngineStatus, RankInfo
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: outputs of the requests that got tokens, and the step in numbers.
-
-    `forward_seconds` were spent inside model forwards, waiting for peers included.
-    """
+    """What one step gave: outputs of the requests that got tokens, and the step in numbers."""
 
     outputs: tuple[RequestOutput, ...]
     stats: StepStats
-    forward_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """Load and progress of one rank. `own_seconds` of its steps it did not wait in collectives."""
-
-    steps: int
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    pages_free: int = 0
-    pages_used: int = 0
-    pages_cached: int = 0
-    accept_length: float = 0.0
-    padded_rows: int = 0
-    own_seconds: float = 0.0
 
 
 class Rank:
-    """A rank's place in its gang. One thread owns it; `ring`, `close`, `position` and `progress` are for any thread.
+    """A rank of a gang. One thread owns it; `ring`, `close`, `position` and `progress` may be used by any thread."""
 
-    `on_begun` is told, before a step runs, the ids of the requests that it takes in.
-    """
-
-    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: dict[str, Any]) -> None:
+    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo) -> None:
         self.metrics = metrics
         self._lockstep, self._info = lockstep, info
         self._rung = threading.Event()
@@ -54,7 +31,7 @@ class Rank:
         self._slept_at = -1
         self._steps = self._padded_rows = 0
         self._own_seconds = 0.0
-        self.on_begun: Callable[[tuple[str, ...]], None] = _unheard
+        self._begun: Callable[[tuple[str, ...]], None] = _unheard
 
     @property
     def has_work(self) -> bool:
@@ -63,7 +40,7 @@ class Rank:
 
     @property
     def quiet(self) -> bool:
-        """Whether, as of the last step, no rank of the gang had anything to do. A rank alone knows that of itself."""
+        """Whether no rank of the gang had work in the last step and this one has none now; alone, just the latter."""
         return (self._quiet or self._lockstep.mesh.world.size == 1) and not self.has_work
 
     @property
@@ -78,18 +55,22 @@ class Rank:
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """A number that grows with each collective entered or over and each part of a layer come to, and whether this
-        rank waits for its peers now.
+        """A number that grows with each collective entered or left and each part of a layer reached, and whether this
+        rank is in a collective now.
         """
         clock = self._lockstep.mesh.world.clock
         return clock.marks, clock.waits
 
+    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
+        """Have `call` called before each step runs, with the ids of the requests that it admits."""
+        self._begun = call
+
     def leave(self) -> None:
-        """Tell all ranks with the next step that the gang ends."""
-        self._lockstep.leaving = True
+        """Have the next step end the gang on every rank."""
+        self._lockstep.leave()
 
     def sleep(self) -> None:
-        """Wait, without using the CPU, until a rank rings; a ring after the last step counts."""
+        """Wait, without using the CPU, until a rank rings; a ring since the last step counts."""
         mesh, step = self._lockstep.mesh, self._lockstep.coordinator.step
         if mesh.world.size == 1:
             self._rung.wait()
@@ -111,11 +92,11 @@ class Rank:
         """Leave the gang at once; peers read `reason` and their steps raise."""
         self._lockstep.mesh.close(reason)
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> RankInfo:
         """The resolved settings, JSON-ready, with what was chosen automatically."""
         return self._info
 
-    def _ran(self, ran: Ran, seconds: float) -> float:
+    def _ran(self, ran: GangStep, seconds: float) -> float:
         """Note a step that took `seconds`; returns how many of them were this rank's own."""
         own = seconds - ran.waited
         self._quiet = ran.plan.quiet
@@ -124,16 +105,15 @@ class Rank:
         self._padded_rows += self._idle_rows(ran)
         return own
 
-    def _idle_rows(self, ran: Ran) -> int:
+    def _idle_rows(self, ran: GangStep) -> int:
         """Rows of the target phase that this rank computed only to fill the plan."""
         group, plan = self._lockstep.mesh.dp_rank, ran.plan
-        requests = plan.planned_decodes[group] - plan.decodes[group]
-        rows = plan.planned_prompt_rows[group] - plan.prompt_rows[group]
+        requests, rows = plan.idle(group)
         return requests * ran.shape.num_draft_tokens + rows
 
 
 def _unheard(ids: tuple[str, ...]) -> None:
-    """Nobody asked to hear which requests begin."""
+    """The default of `on_begun`."""
 
 
 class Follower(Rank):
@@ -145,17 +125,17 @@ class Follower(Rank):
         Raises:
             ValueError: always.
         """
-        raise ValueError(f"request {request.request_id!r} was sent to a rank that follows; send it to its leader")
+        raise ValueError(f"request {request.request_id!r} was sent to a follower; send it to the leader of its group")
 
     def abort(self, request_id: str) -> None:
-        """Nothing to abort here."""
+        """Do nothing: a follower has no requests."""
 
     def step(self) -> StepResult:
         """Run the leader's batch on this rank's shards."""
         lockstep, started = self._lockstep, time.perf_counter()
         ran = lockstep.run(Order(), 0, len(lockstep.shapes) - 1)
         own = self._ran(ran, time.perf_counter() - started)
-        seconds = {"agree": ran.agreed, **(ran.stepped.seconds if ran.stepped else {})}
+        seconds = {"agree": ran.agreed, **(ran.output.seconds if ran.output else {})}
         stats = StepStats(
             phase_seconds=seconds,
             waited_seconds=ran.waited,

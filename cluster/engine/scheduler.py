@@ -1,13 +1,12 @@
-"""Who runs in the next step: every prefilled request decodes, prompt chunks ride along within the row budget.
+"""Chooses what runs in the next step: every prefilled request decodes, prompt chunks join within the row budget.
 
 Knows pages through the cache, nothing of tensors or models. First come, first served; when pages run out the request
 admitted last goes back to the front of the queue, so the oldest always makes progress.
 
 A request whose next pages a running prompt is about to compute waits for them instead of computing them too. It loses
-next to nothing: prompts before it in the queue get their rows first, so it could start a step earlier at most. It waits
-for running prompts only, which get the rows of a step before it would, and asks anew before every step; whether the
-other one is retracted, aborted or ends, it goes on. Those behind it may pass meanwhile, but a row of the tables and the
-pages that it is going to need are set aside.
+a step at most, because running prompts get the rows of a step before newcomers anyway. It waits for running prompts
+only, and checks again before every step, so it goes on even if the other request is retracted, aborted or ends.
+Requests behind it may pass meanwhile, but a row of the tables and the pages that it will need are set aside.
 """
 
 from collections import deque
@@ -17,13 +16,13 @@ from functools import partial
 
 from cluster.batch import Order, PageCopy, PromptChunk, SlotWrite
 from cluster.config import EngineConfig, tree_shape
-from cluster.engine.correction import Correction
-from cluster.engine.pace import Bargain, Pace
+from cluster.engine.pace_correction import Correction
+from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache, Next
 
 WORTH_WAITING = 16
-"""Prompt rows that waiting must save: it may cost a step, whose fixed cost is that of some rows."""
+"""The fewest prompt rows that waiting must save: it may cost a step, whose fixed cost equals that of some rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work, and what it took to make room for it; `fresh` are those `admitted` for the first time.
+    """One step's work. `retracted` counts requests that lost their pages to it; `fresh` were `admitted` the first time.
 
-    By the measured pace the decoding alone takes `decode_us`, or as many as decode where none was measured; beside
-    requests that decode on any rank, this one is busy with them for `busy_us`, and its prompt rows take `rows_us`.
+    `decode_us` is the predicted time of the decoding alone, or the number of decoding requests if there is no pace.
+    Beside requests that decode on any rank, this rank is predicted to need `busy_us` for them and `rows_us` for its
+    prompt rows.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -86,12 +86,11 @@ class Schedule:
 
 @dataclass(slots=True)
 class Room:
-    """What prompt chunks may still take of a step: `rows`, and where a `pace` is kept, so many of the microseconds that
-    it foretells as `allowance` says.
+    """What prompt chunks may still take of a step: `rows` and, with a `pace`, predicted microseconds of `allowance`.
 
-    `spent` are those taken, `beside` are the rows of the step so far, `prefilling` how many other groups take prompts.
-    The first chunk has at least so many rows that reading its prefix is not most of its work; what it overdraws, later
-    steps go without.
+    `spent` is the predicted time of the chunks so far, `beside` counts the target rows of the step so far, `prefilling`
+    the other groups that run prompt rows. The `first` chunk gets at least `Pace.least` rows, even if it overdraws the
+    allowance; later steps make up for that.
     """
 
     rows: int
@@ -104,17 +103,17 @@ class Room:
 
     @property
     def left(self) -> bool:
-        """Whether a row more may ride."""
+        """Whether one more prompt row may join the step."""
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
     def fits(self, start: Callable[[], int]) -> bool:
-        """Whether `take` gives a prompt a row, after `start()` tokens of it, looked up only where they matter."""
+        """Whether `take` gives a row to a prompt from `start()` on; `start` is called only where it matters."""
         if not self.left or self.pace is None or self.first:
             return self.left
         return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance
 
     def take(self, start: int, stop: int) -> int:
-        """How many of the prompt rows `start` to `stop - 1` ride; none where not one is paid for."""
+        """Take as many of the prompt rows `start` to `stop - 1` as fit; returns how many, 0 if not even one does."""
         count = min(stop - start, self.rows)
         if self.pace is not None:
             paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
@@ -133,7 +132,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, cache: KVCache, window: int, pace: Pace | None = None) -> None:
         """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step. `pace`
-        bounds the prompt rows beside decoding requests where `mixed_prefill_size` does not; None leaves them free.
+        bounds the prompt rows beside decoding requests where `mixed_prefill_size` does not; None leaves them unbounded.
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -154,7 +153,7 @@ class Scheduler:
 
     def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
         """The next step's work; leases are grown to hold it. `busiest` is the `decode_us` of the busiest other
-        group, whose requests wait for the prompt rows of this step; `prefilling` other groups take prompts as well.
+        group, whose requests wait for the prompt rows of this step; `prefilling` other groups run prompt rows as well.
         """
         plan = Schedule()
         self._publish()
@@ -174,8 +173,8 @@ class Scheduler:
         return plan
 
     def learn(self, plan: Schedule, decode_us: int, prompts: bool, took_us: float) -> None:
-        """Note that the step with this plan took `took_us`, where the busiest group's decoding takes `decode_us` by the
-        measured pace; `prompts`: any group took prompt rows.
+        """Record that the step of this plan took `took_us`. `decode_us` was predicted for the busiest group's decoding;
+        `prompts`: any group ran prompt rows.
         """
         if self._pace is None or not decode_us:
             return
@@ -235,7 +234,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _publish(self) -> None:
-        """Let others read what the last step committed."""
+        """Let other requests read the pages that the last step completed."""
         for sequence in self.running:
             if sequence.lease is not None:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
@@ -244,7 +243,7 @@ class Scheduler:
         """Admit in order of arrival, as long as there are pages, and at least a row of the step for each."""
         coming = {self._next(s) for s in self.running if s.prefilling} - {None}
         spare = sum(map(self._growth, self.running))
-        passed = 0  # those at the front of the queue who wait for a prefix
+        passed = 0  # requests at the front of the queue that wait for a prefix
         while room.left and passed < min(len(self.waiting), self._cache.free_rows):
             sequence = self.waiting[passed]
             wanted = self._next(sequence) if coming else None
@@ -269,8 +268,8 @@ class Scheduler:
         return self._cache.next(sequence.tokens, self._ahead, sequence.lease)
 
     def _growth(self, sequence: Sequence) -> int:
-        """The most pages that a running request may take before its next step: the one now begins commits at most
-        S + 1 tokens, and leaves it running only if it may generate more.
+        """The most pages that a running request may take before its next step: the step that now begins commits at most
+        S + 1 tokens, and leaves the request running only if it may generate more.
         """
         assert sequence.lease is not None, "only running requests grow"
         if sequence.prefilling:
@@ -280,8 +279,8 @@ class Scheduler:
         return max(0, self._cache.pages_for(committed + self._window) - sequence.lease.pages)
 
     def _admit(self, sequence: Sequence, spare: int) -> bool:
-        """Open a lease that leaves `spare` pages, and those of its own first window, so that admission does not cause
-        retraction.
+        """Open a lease that leaves `spare` pages free, and those for its own first window, so that admission does not
+        cause retraction.
         """
         known = len(sequence.tokens)
         window = self._cache.pages_for(known + self._window) - self._cache.pages_for(known)

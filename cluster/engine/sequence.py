@@ -1,4 +1,4 @@
-"""One admitted request on the host: its tokens, its lease, and how far it is committed."""
+"""One request on the host, waiting or running: its tokens, its lease, and how far it is committed."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,10 @@ class Sequence:
     """A request's life in the engine.
 
     `tokens` are prompt and output; `committed` of them have KV in every pool. While `committed < len(tokens) - 1` (or
-    nothing was chosen yet) the request prefills; afterwards it decodes and its last token is the bonus.
+    no token was chosen yet) the request prefills; afterwards it decodes and its last token is the bonus.
     """
 
     request: Request
-    seed: int
     finish: FinishCheck
     tokens: list[int]
     prompt_len: int
@@ -38,7 +37,8 @@ class Sequence:
     def sampling(self) -> Sampling:
         """How its tokens are to be chosen, for the tables."""
         p = self.request.params
-        return Sampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, self.seed)
+        assert p.seed is not None, "every request is given a seed when it is submitted"
+        return Sampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, p.seed)
 
     @property
     def room(self) -> int:

@@ -1,4 +1,4 @@
-"""A model bound to its own pool and attention backend. A batch never carries a pool, so runners cannot mix theirs."""
+"""A model bound to its own pool and attention backend; a batch never carries a pool, so runners cannot mix them up."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
-from cluster.models.draft import Draft
+from cluster.models.draft import DraftModel
 from cluster.models.layer import Attend
 from cluster.models.target import DecoderTarget
 
 
 class AttentionBackend(Attend, Protocol):
-    """The attention primitive, told once per forward who sees what."""
+    """The attention primitive; `bind` sets once per forward what each row sees."""
 
     def bind(self, plan: AttentionPlan) -> None:
         """Use `plan` for the calls of the next forward."""
@@ -29,11 +29,9 @@ class Stopwatch:
     _started: float = field(default=0.0)
 
     def __enter__(self) -> None:
-        """Start."""
         self._started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        """Stop and add."""
         self.seconds += time.perf_counter() - self._started
 
     def take(self) -> float:
@@ -68,7 +66,7 @@ class TargetRunner:
 class DraftRunner:
     """One member of the draft runner list, with its own pool."""
 
-    model: Draft
+    model: DraftModel
     pool: KVPool
     attention: AttentionBackend
     watch: Stopwatch

@@ -23,7 +23,7 @@ GOLDEN_64, MIX_C, MIX_D = (_signed(v, 64) for v in (0x9E3779B97F4A7C15, 0xBF5847
 def _mix_(x: Tensor, between: Tensor | int = 0) -> Tensor:
     """MurmurHash3's 32-bit finaliser, in place on int32 (Appleby, public domain); shifts are made logical by masks.
 
-    `between` joins after the first of its two rounds.
+    `between` is XORed in after the first of its two rounds.
     """
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MIX_A).bitwise_xor_(between)
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(MIX_B)
@@ -38,8 +38,9 @@ def _mix_64(x: Tensor) -> Tensor:
 
 
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """64-bit keys `[B, n]` of `seeds` `[B]` at `positions` `[B, n]`: the positions-th number of a SplitMix64 generator
-    that starts where the mixed seed says. Sums of seeds and positions mean nothing to it.
+    """64-bit keys `[B, n]`: the numbers at `positions` `[B, n]` of one SplitMix64 generator for each of `seeds` `[B]`.
+
+    Seeds are mixed first, so that a seed and a position with the same sum as another pair have another key.
     """
     return _mix_64(_mix_64(seeds + GOLDEN_64)[:, None] + positions * GOLDEN_64)
 
@@ -52,15 +53,16 @@ def _token_hashes(vocab_size: int, device: torch.device) -> Tensor:
 def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
     """31 random bits for every token under each of `keys` `[B, n]`: int32 `[B, n, V]`.
 
-    Both halves of the key count: one before the first round of the hash, the other before the second.
+    The low half of the key enters before the first round of the hash, the high half before the second.
     """
     low, high = keys.to(torch.int32)[..., None], (keys >> 32).to(torch.int32)[..., None]
     return _mix_(low ^ _token_hashes(vocab_size, keys.device), high).bitwise_and_(0x7FFFFFFF)
 
 
 def gumbel_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise of 31 random bits: finite whatever they are, in `dtype`, float32 at least: half precision
-    would give every 256th token no chance and every 1024th a sure one.
+    """Standard Gumbel noise from 31 random bits: finite for all of them, in `dtype` but at least float32.
+
+    In half precision one token in 256 would have no chance and one in 1024 would be certain.
     """
     wide = at_least_float32(dtype)
     uniform = bits.to(wide).add_(0.5).mul_(2.0**-31).clamp_(max=1 - torch.finfo(wide).eps / 2)
@@ -81,7 +83,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype
 
 
 def scores(logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> Tensor:
-    """What the chosen token maximises: logits `[B, n, V]`, noise alike or None when no request samples."""
+    """What the chosen token maximises, `[B, n, V]` like logits and noise; `noise` is None when no request samples."""
     if noise is None:
         return logits
     tempered = logits.to(noise.dtype) * sampling.inverse_temperature[:, None, None]

@@ -1,4 +1,4 @@
-"""How many KV pages a rank gets: as many tokens as are asked for, or as fit into what its models leave of memory."""
+"""How many KV pages a rank gets: for the number of tokens that is set, or for the memory that its models leave."""
 
 import hashlib
 import platform
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cluster.config import ConfigError, EngineConfig
-from cluster.kv.memory import free_memory
+from cluster.kv.free_memory import free_memory
 from cluster.mesh import Mesh
 
 CUDA_FRACTION = 0.85  # of the device, for weights and KV together; what is left is for workspaces (SGLang's meaning)
@@ -19,7 +19,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """KV of one rank in tokens, and in words how that number came about."""
+    """KV capacity of one rank in tokens, and in words what determined it."""
 
     tokens: int
     sized_by: str
@@ -30,14 +30,14 @@ def kv_capacity(
 ) -> Capacity:
     """The KV capacity of one rank, the same on every rank of the gang; called when all models are loaded.
 
-    `token_bytes` is what one token costs in the pools of all runners together. Unless `max_total_tokens` or
-    `kv_cache_gb` says how much, it is what `mem_fraction_static` leaves: on CUDA `free - (1 - fraction) * total` of
-    the device, on a CPU that fraction of the memory that this process may still use, shared by the ranks of the
-    machine; the least of all ranks, and never more than every running request at full context could use. It may be
-    nothing, which `page_count` refuses.
+    `token_bytes` is what one token takes in the pools of all runners together. If neither `max_total_tokens` nor
+    `kv_cache_gb` is set, `mem_fraction_static` decides: on CUDA `free - (1 - fraction) * total` of the device, on a CPU
+    that fraction of the memory that this process may still use, divided by the ranks that share it. The rank with the
+    least decides for all; it is never more than all running requests at full context could use. It may be 0, which
+    `page_count` refuses.
 
     Raises:
-        ConfigError: the system does not say how much memory is free.
+        ConfigError: the system does not tell how much memory is free.
     """
     if config.max_total_tokens is not None:
         return Capacity(config.max_total_tokens, "max_total_tokens")
@@ -76,7 +76,7 @@ def page_count(config: EngineConfig, capacity: Capacity, window: int) -> int:
 
 
 def _room(config: EngineConfig, device: torch.device, ranks: int) -> tuple[int, str]:
-    """Bytes for the KV of one of the `ranks` that share a machine's memory or a device, and how they are reckoned."""
+    """Bytes for the KV of one of the `ranks` that share a machine's memory or a device, and in words their source."""
     given = config.mem_fraction_static
     source = "" if given is not None else ", the default,"
     among = f" for each of {ranks} ranks" if ranks > 1 else ""
@@ -101,10 +101,10 @@ def _room(config: EngineConfig, device: torch.device, ranks: int) -> tuple[int, 
 
 
 def _place(device: torch.device) -> int:
-    """A number that ranks have in common if they share this device's memory.
+    """A number that is the same on all ranks that share this device's memory.
 
-    Two containers of one machine have it in common too, also where each has a memory limit of its own. Each then takes
-    a part of its own limit only: less than it could, never more.
+    It is also the same in two containers of one machine, even if each has a memory limit of its own. Each rank then
+    takes only a part of its own limit: less than it could, never more.
     """
     try:
         machine = BOOT_ID.read_text().strip()

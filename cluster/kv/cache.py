@@ -4,18 +4,16 @@
     owner    | the tree's, locked by the lease | the lease's own (window at the end)  |
 
 A page is the lease's own while it fills. As soon as all of its tokens are committed and the token after it is known, it
-is the tree's, also while the request runs, and others can read it; the lease keeps it locked. Where the tree has the
-same tokens already, the request goes on with the tree's page and gives its own back.
+becomes the tree's, while the request still runs, and others can read it; the lease keeps it locked. Where the tree has
+the same tokens already, the request goes on with the tree's page and frees its own.
 
-Every page is free, in the tree, or owned by exactly one lease; `check` says so.
+Every page is free, in the tree, or owned by exactly one lease; `check` verifies it.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import torch
 
 from cluster.batch import PageCopy
 from cluster.kv.pages import PageAllocator
@@ -24,7 +22,7 @@ from cluster.kv.slots import SlotTable
 
 
 class Next(NamedTuple):
-    """Pages that a request needs next: the node that they follow, the first one's entry, their tokens and one more."""
+    """Pages that a request needs next: the node before them, the index of the first, their tokens and the one after."""
 
     after: Node
     entry: int
@@ -35,8 +33,8 @@ class Next(NamedTuple):
 class Lease:
     """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
 
-    `cached` tokens were in memory when it was opened. `source` is a node whose cells the next step copies into the
-    first page of its own, locked until then. `tail` are the committed tokens of that page and the one after.
+    `cached` tokens were found in the cache when it was opened. `source` is a node whose cells the next step copies into
+    the first own page, locked until then. `tail` are the committed tokens of own pages and the one after.
     """
 
     row: int
@@ -55,16 +53,13 @@ class Lease:
 class KVCache:
     """Pages, slot table and radix tree of one rank. Indices only: the tensors are the runners' pools."""
 
-    def __init__(
-        self, pages: int, page_size: int, rows: int, row_tokens: int, radix: bool, device: torch.device
-    ) -> None:
-        """`rows` running requests of at most `row_tokens` tokens, window included, share `pages` pages."""
-        self.page_size = page_size
-        self.table = SlotTable(rows, row_tokens, page_size, device)
+    def __init__(self, pages: int, table: SlotTable, radix: bool) -> None:
+        """`pages` pages for as many running requests as `table` has rows; without `radix` requests share none."""
+        self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
-        self._tree = RadixTree(page_size)
+        self._tree = RadixTree(table.page_size)
         self._radix = radix
-        self._rows = list(range(rows - 1, -1, -1))
+        self._rows = list(range(table.idle_row - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
         self._copies: list[PageCopy] = []
 
@@ -98,7 +93,7 @@ class KVCache:
         return -(-tokens // self.page_size)
 
     def most_cached(self, tokens: Sequence[int]) -> int:
-        """At most so many of these tokens a lease would find in memory: less than a page more than whole pages hold."""
+        """Upper bound of the tokens that `open` would find cached: whole pages that match, and less than one more."""
         if not self._radix:
             return 0
         return min(len(self._tree.match(tokens)) * self.page_size + self.page_size, len(tokens)) - 1
@@ -106,10 +101,10 @@ class KVCache:
     def open(self, tokens: Sequence[int], reach: int, spare: int = 0) -> Lease | None:
         """A lease for a request whose known tokens are `tokens` and which will write up to index `reach`.
 
-        Locks the longest cached prefix (which leaves at least one token to compute) and takes pages for the rest. Of
-        the first of those, as many cells as another page shares are copied with the next step, unless that page itself
-        has to make room. None when rows or pages do not suffice, or fewer than `spare` pages would be left that are
-        free or can be evicted; nobody's pages are changed then.
+        Locks the longest cached prefix (which leaves at least one token to compute) and takes pages for the rest. Cells
+        of the first of those that another page has already are copied in the next step, unless that other page must be
+        evicted. None, with no page changed, when rows or pages do not suffice, or fewer than `spare` pages would stay
+        free or evictable.
         """
         if not self._rows or spare >= self.free + self.cached:
             return None
@@ -134,7 +129,7 @@ class KVCache:
         return lease
 
     def grow(self, leases: Sequence[Lease], reaches: Sequence[int]) -> bool:
-        """Give every lease pages up to index `reaches[i]`, evicting cached pages if need be; all or nothing."""
+        """Give every lease pages up to index `reaches[i]`, evicting cached pages if needed; all or nothing."""
         wanted = [max(0, self.pages_for(reach) - lease.pages) for lease, reach in zip(leases, reaches, strict=True)]
         total = sum(wanted)
         if total == 0:
@@ -169,7 +164,7 @@ class KVCache:
         lease.tail = tuple(tokens[len(lease.locked) * self.page_size : committed + 1])
 
     def close(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
-        """End a lease: full pages of the first `committed` tokens go to the tree as in `publish`, the rest is free."""
+        """End a lease: full pages of the first `committed` tokens go to the tree as in `publish`, others are freed."""
         if self._leases.pop(lease.row, None) is not lease:
             raise ValueError(f"row {lease.row} is closed twice")
         surplus, _ = self._hand_over(lease, tokens, committed) if self._radix else ([], [])
@@ -186,8 +181,8 @@ class KVCache:
     def next(self, tokens: Sequence[int], count: int, lease: Lease | None = None) -> Next | None:
         """The `count` pages of `tokens` after those in the tree (of a running request: after those of its lease).
 
-        None when `tokens` do not fill them and one token more, or nothing is ever cached. Two requests that are
-        given the same compute the same.
+        None when `tokens` end before the token after those pages, or without `radix`. Two requests with equal results
+        would compute the same pages.
         """
         if not self._radix:
             return None
@@ -199,7 +194,7 @@ class KVCache:
         return Next(path[-1] if path else self._tree.root, len(path), tuple(tokens[begin : end + 1]))
 
     def _hand_over(self, lease: Lease, tokens: Sequence[int], committed: int) -> tuple[list[int], list[int]]:
-        """Turn own pages that are full into locked ones of the tree; surplus pages, and which entries have others."""
+        """Turn full own pages into locked tree pages; returns surplus pages, and the indices where the page changed."""
         first = len(lease.locked)
         count = min(committed, len(tokens) - 1) // self.page_size - first
         if count < 1:
@@ -213,9 +208,9 @@ class KVCache:
         return surplus, [first + at for at in swapped]
 
     def _shared_cells(self, lease: Lease, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The page that shares most cells with the first one of the lease's own, and how many, if any.
+        """The page that has most cells of the lease's first own page already, and how many, if any.
 
-        It may be in the tree, and is locked then, or be that of a running request which is still filling it.
+        It is a page of the tree, which is locked here, or one that a running request is still filling.
         """
         nearest = self._tree.nearest(tokens, lease.locked)
         page, cells = (nearest[0].page, nearest[1]) if nearest else (0, 0)

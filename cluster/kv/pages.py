@@ -1,4 +1,4 @@
-"""Page numbers: which are free. Page 0 is the sink, written by padded rows and never owned."""
+"""Which page numbers are free. Page 0 is the sink, which padded rows write and nobody owns."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -7,7 +7,7 @@ SINK_PAGE = 0
 
 
 class PageAllocator:
-    """Hands out page numbers 1 to `count` (plus the sink outside of them), each to one owner at a time."""
+    """Hands out page numbers 1 to `count`, never the sink, each to one owner at a time."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -20,7 +20,7 @@ class PageAllocator:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """The `count` lowest free pages, in ascending order: tokens that follow one another mostly lie so.
+        """The `count` lowest free pages, in ascending order, so that consecutive tokens mostly lie side by side.
 
         Raises:
             MemoryError: fewer are free; nothing is taken.
@@ -40,6 +40,6 @@ class PageAllocator:
         """
         for page in pages:
             if page == SINK_PAGE or self._is_free[page]:
-                raise ValueError(f"page {page} is freed twice")
+                raise ValueError(f"page {page} is freed twice or is the sink")
             self._is_free[page] = True
             heappush(self._free, page)

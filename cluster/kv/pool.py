@@ -1,4 +1,4 @@
-"""KV memory: of one model runner, and of all of them together."""
+"""KV memory of one model runner, and of all runners of a rank together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cluster.batch import PageCopy
 
 
 class SlotMemory(Protocol):
-    """Anything that is kept by slot."""
+    """Any memory that is indexed by slot."""
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` onto `destination[i]`; all sources are read before any is written."""
@@ -23,24 +23,16 @@ class SlotMemory(Protocol):
 ALIGNMENT = 64  # bytes, torch's own on a CPU
 
 
+Cell = tuple[int, int, int]
+"""Shape of one token's entry in a layer: k and v `[2, nkv, d]`, or in latent attention `[1, 1, d]`."""
+
+
 class KVPool:
-    """`kv[layer, slot]` is a cell `[2, nkv, d]`: k and v side by side, so that one row moves or is gathered at a time.
+    """`kv[layer, slot]` is a cell: k and v side by side, so that one index copies or gathers both."""
 
-    Of latent attention a cell is `[1, 1, d]`.
-    """
-
-    def __init__(
-        self,
-        layers: int,
-        slots: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        parts: int = 2,
-    ) -> None:
-        """`slots` counts the sink page too. Zeros: steps that are only timed read cells that nobody wrote."""
-        self.kv = zeros((layers, slots, parts, kv_heads, head_dim), dtype, device)
+    def __init__(self, layers: int, slots: int, cell: Cell, dtype: torch.dtype, device: torch.device) -> None:
+        """`slots` counts the sink page too. All zeros, as steps that are only timed read cells before any write."""
+        self.kv = zeros((layers, slots, *cell), dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` onto `destination[i]` in every layer; all sources are read before any is written."""
@@ -49,14 +41,14 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """All that a rank keeps by slot: the runners' pools, and what a draft keeps beside them."""
+    """All memory of a rank that is indexed by slot: the runners' pools, and what a draft keeps beside them."""
 
     parts: Sequence[SlotMemory]
     page_size: int
     device: torch.device
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Make cells of one page those of another, everywhere."""
+        """Copy cells from page to page, in all parts."""
         if not copies:
             return
         size = self.page_size
@@ -67,13 +59,13 @@ class Pools:
             part.move_kv_cache(where[0], where[1])
 
 
-def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, parts: int = 2) -> int:
-    """Bytes that one token costs in a pool."""
-    return layers * parts * kv_heads * head_dim * dtype.itemsize
+def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in a pool."""
+    return layers * prod(cell) * dtype.itemsize
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on a CPU, take memory only where they are written: calloc's, which torch.zeros would fill at once."""
+    """Zeros that on a CPU take memory only where they are written: numpy's calloc, as torch.zeros fills at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize

@@ -3,8 +3,8 @@
 A page is keyed by its own tokens *and the token after it*: the draft's cell at position p is made of token p + 1, so a
 page is reusable by the draft only where the following token matched too (the EAGLE shift).
 
-Who may be evicted next is the head of one list, the unlocked pages in order of last use. Using a page uses all pages
-before it, and they are put behind it in the list; so the head never has a child: it is the least recently used leaf.
+The next page to evict is the head of one list, the unlocked pages in order of last use. Using a page also uses all its
+ancestors, which are put behind it in the list; so the head never has a child: it is the least recently used leaf.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ class Node:
     locks: int = 0
 
     def find(self, key: Key) -> tuple[int, "Node | None"]:
-        """Where a child with `key` stands or would stand, and the child, if there is one."""
+        """The index at which a child with `key` is or would be, and the child, if there is one."""
         at = bisect_left(self.children, key, key=_key_of)
         found = at < len(self.children) and self.children[at].key == key
         return at, self.children[at] if found else None
@@ -39,7 +39,7 @@ _key_of = attrgetter("key")
 class RadixTree:
     """Match, insert, lock and evict page-aligned prefixes. Pages in the tree are immutable.
 
-    Every operation costs as much as the pages it names, whatever the size of the tree, but for a search among siblings.
+    The cost of an operation depends on its pages, not on the size of the tree, except for a search among siblings.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -72,9 +72,9 @@ class RadixTree:
         return path
 
     def nearest(self, tokens: Sequence[int], path: Sequence[Node]) -> tuple[Node, int] | None:
-        """Of the pages that follow `path` the one that shares most cells with `tokens`, and how many it shares.
+        """The child of `path` that shares most cells with `tokens`, and how many; None when no cell is shared.
 
-        Cells, not tokens: the last token in common is the one after the last cell. None when no cell is shared.
+        A cell is shared only if the token after it is the same too, so n common tokens are n - 1 cells.
         """
         node, start = path[-1] if path else self.root, len(path) * self.page_size
         rest = tuple(tokens[start : start + self.page_size + 1])
@@ -87,10 +87,10 @@ class RadixTree:
         return best, shared
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = ()) -> list[Node]:
-        """Hand over the pages that hold `tokens` beyond the nodes `after`, which hold the first ones.
+        """Add `pages`, which hold the `tokens` that follow those of the nodes `after`.
 
-        Returns the node of every page whose following token is in `tokens`. Its page is another one where the tree
-        had those tokens already; pages that the tree did not take are the caller's to free.
+        Returns the node of every page whose following token is in `tokens`. Where the tree had those tokens
+        already, the node has another page; pages that the tree did not take are the caller's to free.
         """
         node, nodes = after[-1] if after else self.root, []
         for key, page in zip(self._keys(tokens, len(after)), pages, strict=False):
@@ -106,17 +106,17 @@ class RadixTree:
         return nodes
 
     def lock(self, path: Sequence[Node]) -> None:
-        """Keep these nodes until `unlock`. Whoever locks a node locks its parents as well."""
+        """Keep these nodes until `unlock`. A caller that locks a node must hold locks on all its ancestors."""
         for node in path:
             if node.locks == 0:
                 del self._unlocked[node]
             node.locks += 1
 
     def unlock(self, path: Sequence[Node]) -> None:
-        """Undo one `lock` of these nodes, parents first; they count as used now.
+        """Undo one `lock` of these nodes, given parents first; they count as used now.
 
         Raises:
-            ValueError: a node that is not locked.
+            ValueError: a node is not locked.
         """
         for node in reversed(path):
             if node.locks == 0:
@@ -146,10 +146,10 @@ class RadixTree:
             stack.extend(node.children)
 
     def check(self) -> None:
-        """The list of unlocked nodes is what it should be.
+        """Check that the list of unlocked nodes agrees with the tree.
 
         Raises:
-            AssertionError: naming the page.
+            AssertionError: it does not; the message names the page.
         """
         order = {node: at for at, node in enumerate(self._unlocked)}
         count = 0
@@ -164,14 +164,14 @@ class RadixTree:
         assert count == self.pages and len(order) <= count, "the tree miscounts its pages"
 
     def _use(self, node: Node) -> None:
-        """Note that `node` and all before it were used now; those of locked nodes are when they are unlocked."""
+        """Mark `node` and its ancestors as used now, but not locked ones: unlocking marks those."""
         while node.locks == 0 and node.parent is not None:
             self._unlocked.move_to_end(node)
             node = node.parent
 
 
 def common(one: Key, other: Key) -> int:
-    """How many tokens two keys begin with alike."""
+    """Length of the common prefix of two keys."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at

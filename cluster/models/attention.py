@@ -1,4 +1,4 @@
-"""Attention blocks: packed heads with their options, and latent attention in its absorbed form.
+"""Attention blocks: grouped-query attention on packed projections, and latent attention in its absorbed form.
 
 Shape legend: T rows, H hidden, nh query heads, nkv kv heads, d head_dim.
 A block knows neither pages nor ranks: `Attend` is the one attention primitive.
@@ -13,14 +13,14 @@ from torch import Tensor
 from cluster.arch import Latent
 from cluster.models.arithmetic import norm, project
 from cluster.models.exchange import TokenExchange
-from cluster.models.rotary import RotaryTable
+from cluster.models.rotary import Angles
 
 
 class Attend(Protocol):
     """Writes this layer's new k and v, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`.
 
-    A latent layer brings kv `[T, 1, 1, d]`, its values being the first of those d. `sinks` `[nh]` are logits that join
-    each head's softmax and bring no value.
+    A latent layer passes kv `[T, 1, 1, d]`; its values are the first of those d numbers. `sinks` `[nh]` are logits that
+    join each head's softmax without a value.
     """
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -32,7 +32,7 @@ class Attend(Protocol):
 class SelfAttention:
     """Packed q, k, v projection, rope on q and k, the attention primitive, output projection; this rank's heads.
 
-    `gated`: the packed projection ends with a gate per head, whose sigmoid multiplies what attention gives.
+    `gated`: the packed projection ends with a gate per head, whose sigmoid multiplies attention's output.
     """
 
     qkv: Tensor
@@ -48,15 +48,7 @@ class SelfAttention:
     eps: float = 1e-6
     gated: bool = False
 
-    def __call__(
-        self,
-        rows: Tensor,
-        rotary: RotaryTable,
-        angles: tuple[Tensor, Tensor],
-        attend: Attend,
-        layer: int,
-        exchange: TokenExchange,
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
         count, rotated = rows.shape[0], self.heads + self.kv_heads
         end = rotated + self.kv_heads
@@ -65,7 +57,7 @@ class SelfAttention:
         if self.q_norm is not None and self.k_norm is not None:
             packed[:, : self.heads] = norm(packed[:, : self.heads], self.q_norm, self.eps)
             packed[:, self.heads : rotated] = norm(packed[:, self.heads : rotated], self.k_norm, self.eps)
-        rotary.apply_(packed[:, :rotated], angles)
+        angles.rotate_(packed[:, :rotated])
         q, kv = packed[:, : self.heads], packed[:, self.heads : end].view(count, 2, self.kv_heads, self.head_dim)
         seen = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:
@@ -75,10 +67,10 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are taken into the latent's space.
+    """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are projected into the latent space.
 
-    One cell per token is cached, its normed latent and its rotated key, for all heads; `keys` `[nh, nope, r]` and
-    `values` `[nh, r, v]` are the two halves of `kv_b_proj`. `q_down` None: queries are projected at once.
+    One cell per token is cached for all heads: its normed latent and its rotated key. `keys` `[nh, nope, r]` and
+    `values` `[nh, r, v]` are the two halves of `kv_b_proj`. `q_down` None: queries are projected directly.
     """
 
     q_down: Tensor | None
@@ -95,15 +87,7 @@ class LatentAttention:
     sizes: Latent
     heads: int
 
-    def __call__(
-        self,
-        rows: Tensor,
-        rotary: RotaryTable,
-        angles: tuple[Tensor, Tensor],
-        attend: Attend,
-        layer: int,
-        exchange: TokenExchange,
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """`[T, in]` -> `[T, H]`."""
         count, sizes = rows.shape[0], self.sizes
         queries = rows
@@ -113,8 +97,8 @@ class LatentAttention:
         latent = project(rows, self.kv_down, self.kv_down_bias)
         cell = torch.cat([norm(latent[:, : sizes.kv_rank], self.kv_norm, sizes.eps), latent[:, sizes.kv_rank :]], -1)
         cell = cell.view(count, 1, 1, sizes.kv_rank + sizes.rope)
-        rotary.apply_(cell[:, 0, :, sizes.kv_rank :], angles)
-        rotary.apply_(q[..., sizes.nope :], angles)
+        angles.rotate_(cell[:, 0, :, sizes.kv_rank :])
+        angles.rotate_(q[..., sizes.nope :])
         absorbed = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.keys).transpose(0, 1)
         seen = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
         seen = torch.bmm(seen.view(count, self.heads, sizes.kv_rank).transpose(0, 1), self.values)

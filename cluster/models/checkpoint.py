@@ -1,4 +1,4 @@
-"""Strict reading of safetensors folders: every tensor is taken or named; quantised ones come as numbers."""
+"""Strict reading of safetensors folders: a tensor that nothing uses is an error; quantised ones are dequantised."""
 
 import logging
 import mmap
@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.arch.header import Stored
-from cluster.arch.stored import stored_tensors, weight_files
-from cluster.arch.tensors import IGNORED
+from cluster.arch.safetensors.header import Stored
+from cluster.arch.safetensors.stored import stored_tensors, weight_files
+from cluster.arch.safetensors.tensors import IGNORED
 from cluster.config import ConfigError
 from cluster.models.quant import BLOCK, FLOAT8, GROUP, block_scaled, mxfp4
 
@@ -52,8 +52,8 @@ class Checkpoint:
     ) -> None:
         """Open the headers of the one file, or of those that its index lists.
 
-        `stored_name` says what the checkpoint calls a tensor that is asked for; `ignored` are patterns of tensors that
-        belong to somebody else. When `dry`, tensors come without data, on the meta device, checked all the same.
+        `stored_name` turns a requested name into the checkpoint's; `ignored` are patterns of tensors that may stay
+        unused. When `dry`, tensors are checked as usual, but come without data, on the meta device.
 
         Raises:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
@@ -81,8 +81,8 @@ class Checkpoint:
     ) -> Tensor:
         """The tensor `name` on the CPU, checked against `shape` and counted as used; FP8 and MXFP4 come as float32.
 
-        Of a shard only `rows` and `columns` (the two last dimensions; of a vector its entries are rows) are read, of a
-        stack only one `expert`.
+        `rows` and `columns` limit what is read of the last two dimensions (a vector has only rows), `expert` selects
+        one entry of a stack of experts.
 
         Raises:
             ConfigError: missing, or of another shape; the message names tensor and file.
@@ -102,13 +102,13 @@ class Checkpoint:
         path, raw, entry = self._files[stored]
         if shape is not None and entry.shape != shape:
             raise ConfigError(
-                f"tensor {raw!r} in {str(path)!r} is {list(entry.shape)} but the config makes it {list(shape)}"
+                f"tensor {raw!r} in {str(path)!r} is {list(entry.shape)} but the config requires {list(shape)}"
             )
         self._taken.add(stored)
         return path, raw, entry
 
     def _read(self, path: Path, entry: Stored, index: tuple[slice | int, ...]) -> Tensor:
-        """A copy of what `index` picks. Pages that were read are given back, so that files do not pile up in memory."""
+        """A copy of what `index` selects; the mapped pages are released, so that files do not pile up in memory."""
         count, dtype = entry.stop - entry.start, DTYPES[entry.dtype]
         if self._dry or not count:
             return torch.empty(entry.shape, dtype=dtype, device="meta" if self._dry else None)[index].clone()
@@ -154,16 +154,11 @@ class Checkpoint:
         return block_scaled(cut, scales, row, column)
 
     def _mxfp4(
-        self,
-        stored: str,
-        shape: tuple[int, ...] | None,
-        rows: Span | None,
-        columns: Span | None,
-        expert: int | None,
+        self, stored: str, shape: tuple[int, ...] | None, rows: Span | None, columns: Span | None, expert: int | None
     ) -> Tensor:
         """MXFP4 of `shape` `[.., out, in]`, stored as `_blocks` `[.., in / 32, 16]` and `_scales` `[.., in / 32]`."""
         if shape is not None and shape[-1] % GROUP:
-            raise ConfigError(f"tensor '{stored}_blocks' in {self.folder!r}: {shape[-1]} inputs are no multiple of 32")
+            raise ConfigError(f"tensor '{stored}_blocks' in {self.folder!r}: {shape[-1]} inputs, not a multiple of 32")
         packed = None if shape is None else (*shape[:-1], shape[-1] // GROUP)
         index: tuple[slice | int, ...] = () if expert is None else (expert,)
         start, stop = columns or (0, 0)
@@ -173,7 +168,7 @@ class Checkpoint:
         for end, tail in (("_blocks", (GROUP // 2,)), ("_scales", ())):
             path, raw, entry = self._entry(stored + end, None if packed is None else (*packed, *tail))
             if entry.dtype != "U8":
-                raise ConfigError(f"tensor {raw!r} in {str(path)!r} is {entry.dtype}, but MXFP4 is packed in bytes")
+                raise ConfigError(f"tensor {raw!r} in {str(path)!r} is {entry.dtype}, but MXFP4 must be stored as U8")
             parts.append(self._read(path, entry, index))
         self._dequantised += 1
         values = mxfp4(*parts)
@@ -187,10 +182,10 @@ class Checkpoint:
         self._taken.add(self._stored_name(name))
 
     def finish(self) -> None:
-        """Refuse leftovers, and close the files.
+        """Refuse tensors that nothing used, and close the files.
 
         Raises:
-            ConfigError: tensors that nothing took, named with their file.
+            ConfigError: such tensors exist; the message names them and their file.
         """
         left = {
             raw: path

@@ -1,11 +1,10 @@
-"""What every draft has: layers that may read the embedding again, a vocabulary map, an embedding and a head of its own
-or the target's. Two entrances, never guessed from a width: `fuse_aux` turns what the target gives into the draft's
-hidden, `forward` runs the layers on a hidden.
+"""What all drafts share: layers that may read the embedding again, a vocabulary map, an own or the target's embedding
+and head. The two entry points are never chosen by a tensor's width: `fuse_aux` turns the target's hidden states into
+the draft's hidden, `forward` runs the layers on that.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +12,10 @@ from torch import Tensor
 from cluster.arch import DraftLayer, DraftSpec
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint, placed
+from cluster.models.context import ModelContext
 from cluster.models.layer import (
     LAYER_OPS,
+    Angles,
     Attend,
     Experts,
     LatentAttention,
@@ -24,44 +25,15 @@ from cluster.models.layer import (
     TokenExchange,
     norm,
 )
-from cluster.models.load import Loader, Sharding
+from cluster.models.load import Loader
 from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
-
-
-class Draft(Protocol):
-    """One member of the draft runner list."""
-
-    spec: DraftSpec
-    target_ids: Tensor
-    first_position: int
-
-    @property
-    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
-        ...
-
-    def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
-        """Share the target's embedding and head where the checkpoint brought none."""
-        ...
-
-    def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """What the target gives `[T, A]` -> the draft's hidden `[T, H]`."""
-        ...
-
-    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (for the head, recurrent) `[T, H]`."""
-        ...
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """Output for the head `[T, H]` -> logits over the draft vocabulary `[T, Vd]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer on the un-split residual stream; with `embed_norm` its attention reads `[embedding | hidden]`, 2 H.
+    """One layer on the residual stream; with `embed_norm` its attention reads `[embedding | hidden]`, 2 H wide.
 
-    `residual_normed`: the residual is the normed hidden.
+    `residual_normed`: the normed hidden is added to attention's output, not the hidden itself.
     """
 
     embed_norm: Tensor | None
@@ -73,21 +45,14 @@ class Block:
     residual_normed: bool
 
     def __call__(
-        self,
-        embedding: Tensor,
-        hidden: Tensor,
-        rotary: RotaryTable,
-        angles: tuple[Tensor, Tensor],
-        attend: Attend,
-        layer: int,
-        exchange: TokenExchange,
+        self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
     ) -> Tensor:
         """Embedding and residual stream entering the layer -> leaving it, `[T, H]`."""
         rows = hidden if self.hidden_norm is None else norm(hidden, self.hidden_norm, self.eps)
         residual = rows if self.residual_normed else hidden
         if self.embed_norm is not None:
             rows = torch.cat([norm(embedding, self.embed_norm, self.eps), rows], -1)
-        hidden = residual + self.attention(rows, rotary, angles, attend, layer, exchange)
+        hidden = residual + self.attention(rows, angles, attend, layer, exchange)
         return hidden + self.mlp(norm(hidden, self.post_norm, self.eps), exchange)
 
 
@@ -111,26 +76,19 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
 
 
 class DraftModel(ABC):
-    """The parts that all families of drafts share, on one rank."""
+    """One member of the draft runner list on one rank: the parts that all families of drafts share."""
 
-    def __init__(
-        self,
-        spec: DraftSpec,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        exchange: TokenExchange,
-        sharding: Sharding,
-        max_position: int,
-    ) -> None:
-        """Load this rank's part of every tensor, strictly; `max_position` comes from the target, not from the config.
+    def __init__(self, spec: DraftSpec, checkpoint: Checkpoint, context: ModelContext, runner: int = 0) -> None:
+        """Load this rank's part of every tensor, strictly; `runner` is the index in the draft runner list.
+
+        The target's context length bounds positions, not the draft's config.
 
         Raises:
-            ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is not one.
+            ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is invalid.
         """
-        load, g = Loader(checkpoint, dtype, device, sharding), spec.layer
-        self.spec, self._exchange = spec, exchange
-        self.first_position = 0
+        load, g = Loader(checkpoint, context), spec.layer
+        self.spec, self._exchange = spec, context.exchange
+        self._first_position = runner
         self._embed: Embedding | None = None
         self._head: Head | None = None
         if spec.embed == "own":
@@ -143,18 +101,26 @@ class DraftModel(ABC):
             load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
         ]
         self._norm = load.norm("norm.weight", g.hidden, g.unit_offset) if spec.final_norm else None
-        self.target_ids = vocabulary_map(spec, checkpoint, device)
-        self._rotary = RotaryTable(g.rope, g.rope_dim, max_position, dtype, device)
+        self.target_ids = vocabulary_map(spec, checkpoint, context.device)
+        self._rotary = RotaryTable(g.rope, g.rope_dim, context.max_position, context.dtype, context.device)
         self._load(load)
         checkpoint.finish()
 
     @abstractmethod
     def _load(self, load: Loader) -> None:
-        """Take what this family has besides: how the target's hidden states and the embedding enter."""
+        """Load the tensors that only this family has, for its `fuse_aux` and `forward`."""
+
+    @abstractmethod
+    def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
+        """The target's hidden states `[T, A]` -> the draft's hidden `[T, H]`."""
+
+    @abstractmethod
+    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        """The exchange calls of a forward and of the head, in order; the widths of rows and of this shard's logits."""
         assert self._head is not None
         return ("embed", *LAYER_OPS * self.spec.num_layers), ("head",), self.spec.hidden, self._head.columns
 
@@ -169,30 +135,28 @@ class DraftModel(ABC):
         return self._head(normed, self._exchange)
 
     def _run(self, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The layers and the final norm: (for the head, recurrent) `[T, H]`."""
+        """The layers and the final norm: (input of the head, recurrent) `[T, H]`."""
         angles = self._rotary.at(positions)
         if self.spec.query_scaling is not None:
             attend = _Grown(attend, positions, *self.spec.query_scaling)
         for index, layer in enumerate(self._layers):
-            hidden = layer(embedding, hidden, self._rotary, angles, attend, index, self._exchange)
+            hidden = layer(embedding, hidden, angles, attend, index, self._exchange)
         normed = hidden if self._norm is None else norm(hidden, self._norm, self.spec.layer.eps)
         return normed, normed if self.spec.recurrent == "post" else hidden
 
     def _embedding(self, token_ids: Tensor) -> Tensor:
-        """Rows `[T, H]` of the tokens after the cells."""
         assert self._embed is not None
         return self._embed(token_ids, self._exchange)
 
 
 class _Grown:
-    """Attention whose queries grow with their position: 1 + beta log(1 + p // length) (llama-4, Mistral)."""
+    """Attention whose queries at position p are multiplied by 1 + beta log(1 + p // length) (llama-4, Mistral)."""
 
     def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
         self._attend = attend
         self._growth = 1 + beta * torch.log1p((positions // length).double())
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attend in `layer` of the runner's pool."""
         return self._attend(layer, q * self._growth.to(q.dtype)[:, None, None], kv, sinks)
 
 
@@ -202,7 +166,7 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
     On disk `d2t` holds offsets: target id = draft id + d2t[draft id].
 
     Raises:
-        ConfigError: there is none where one is needed, or it is no ascending map into the target's ids.
+        ConfigError: it is missing where it is needed, or is not an ascending map into the target's ids.
     """
     if spec.token_map:
         checkpoint.drop("t2d")
@@ -231,7 +195,7 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
         )
     if not increasing:
         raise ConfigError(
-            f"tensor 'd2t' in {checkpoint.folder!r} is no map into the target's {spec.vocab_size} ids; it must hold "
+            f"tensor 'd2t' in {checkpoint.folder!r} is not a map into the target's {spec.vocab_size} ids; it must hold "
             "offsets (target id minus draft id) that ascend and agree with 't2d'"
         )
     return placed(ids, torch.int64, device)

@@ -1,7 +1,7 @@
 """EAGLE-3 drafts (arXiv 2503.01840; upstream's layer lists and aux norms: SGLang #24663).
 
 The target's aux hidden states are normed (EAGLE-3.1, gpt-oss) and joined by `fc` once, at extend. Layer 0 reads
-`[input_layernorm(embedding) | hidden_norm(hidden)]`, 2 H wide; later layers are what `DraftSpec` found them to be.
+`[input_layernorm(embedding) | hidden_norm(hidden)]`, 2 H wide; later layers are as `DraftSpec.layers` says.
 """
 
 import torch
@@ -33,5 +33,5 @@ class Eagle3Draft(DraftModel):
         return aux_hidden if self._fc is None else project(aux_hidden, self._fc)
 
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows of (token after the cell, its position `[T]`, hidden `[T, H]`) -> (normed, recurrent) `[T, H]`."""
+        """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""
         return self._run(self._embedding(token_ids), hidden, positions, attend)

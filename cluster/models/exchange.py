@@ -1,4 +1,4 @@
-"""The one seam between a model and the ranks that share it."""
+"""The only interface between a model and the ranks that share it."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -33,37 +33,37 @@ class TokenExchange(Protocol):
 
 
 LAYER_OPS = ("reduce", "gather", "scatter")
-"""What a decoder layer calls of its exchange, in order, whatever its attention and MLP are."""
+"""The exchange calls of a decoder layer, in order, whatever its attention and MLP are."""
 
 
 class NoExchange:
-    """The exchange of a world of one, and of a draft that each rank runs whole; all that it does is count."""
+    """The exchange of a single rank, and of a draft that each rank runs whole; it only counts its calls."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        """`clock` counts the parts that the model has come to, so that a rank without peers shows progress too."""
+        """`clock` counts the calls, so that a rank without peers shows progress too."""
         self._clock = Clock() if clock is None else clock
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
-        self._clock.parts += 1
+        self._clock.part()
         return rows
 
     def gather(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
-        self._clock.parts += 1
+        self._clock.part()
         return rows
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
-        self._clock.parts += 1
+        self._clock.part()
         return rows
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """The whole embedding's rows."""
-        self._clock.parts += 1
+        self._clock.part()
         return lookup(ids)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """The whole head's logits."""
-        self._clock.parts += 1
+        self._clock.part()
         return project(rows)

@@ -1,42 +1,33 @@
 """Layers from a checkpoint: every part read by slice, shape-checked, in the compute dtype on the device."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
-from cluster.arch.split import check_heads
+from cluster.arch.resolve import check_heads
 from cluster.mesh import Part
 from cluster.models.arithmetic import joined
 from cluster.models.checkpoint import Checkpoint, Span, placed
+from cluster.models.context import ModelContext
+from cluster.models.experts import Gate
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
-from cluster.models.mlp import ACTIVATIONS, Router
+from cluster.models.mlp import ACTIVATIONS
 from cluster.models.rotary import half_split
-
-
-class Sharding(NamedTuple):
-    """Which part of a model this rank holds: of the attention heads, of the MLPs, of the vocabulary."""
-
-    attention: Part = Part()
-    mlp: Part = Part()
-    vocab: Part = Part()
-
-
-WHOLE = Sharding()
 
 
 class Loader:
     """Takes named tensors of one checkpoint into the compute dtype and device, reading only this rank's shard."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, sharding: Sharding) -> None:
-        self.checkpoint, self.dtype, self.device, self.sharding = checkpoint, dtype, device, sharding
+    def __init__(self, checkpoint: Checkpoint, context: ModelContext) -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, context.dtype, context.device
+        self.sharding = context.sharding
 
     def take(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
     ) -> Tensor:
-        """One tensor, shape-checked; of a shard only `rows` or `columns`, of a stack one `expert`."""
+        """One tensor, shape-checked; `rows`, `columns` and `expert` as in `Checkpoint.take`."""
         return placed(self.checkpoint.take(name, shape, rows, columns, expert), self.dtype, self.device)
 
     def wide(self, name: str, *shape: int) -> Tensor:
@@ -45,20 +36,20 @@ class Loader:
         return placed(self.checkpoint.take(name, shape), wide, self.device)
 
     def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
-        """A norm's weight; with `unit_offset` 1 + weight, which half precision would round away."""
+        """A norm's weight; with `unit_offset` 1 + weight in at least float32, as half precision would round it away."""
         if not unit_offset:
             return self.take(name, size)
         weight = self.wide(name, size)
         return weight if weight.device.type == "meta" else 1 + weight  # see `joined`
 
     def projection(self, name: str, rows: int, columns: int) -> Tensor:
-        """One weight of `rows` outputs, turned input-major: `[columns, rows]`."""
+        """One weight of `rows` outputs, transposed to input-major: `[columns, rows]`."""
         return self.take(name, rows, columns).t().contiguous()
 
     def outputs(
         self, names: list[str], rows: list[int], spans: list[Span], columns: int, bias: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Projections side by side, each with the outputs of its span, `[columns, sum]`, and their biases."""
+        """Column-parallel projections, packed: of each the outputs in its span, `[columns, sum]`, and their biases."""
         each = list(zip(names, rows, spans, strict=True))
         weight = joined([self.take(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
         biases = [self.take(f"{name}.bias", r, rows=span) for name, r, span in each] if bias else []
@@ -67,7 +58,7 @@ class Loader:
     def inputs(
         self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Part
     ) -> tuple[Tensor, Tensor | None]:
-        """A projection that reads the inputs of its span, `[span, rows]`; part 0 alone brings the bias to the sum."""
+        """A row-parallel projection, of the inputs in `span`, `[span, rows]`; only part 0 adds the bias."""
         weight = self.take(f"{name}.weight", rows, columns, columns=span).t().contiguous()
         added = self.take(f"{name}.bias", rows) if bias else None
         return weight, added if part.rank == 0 else None
@@ -110,7 +101,7 @@ class Loader:
         )
 
     def latent(self, prefix: str, g: LayerGeometry, columns: int) -> LatentAttention:
-        """The latent attention block under `prefix`, reading `columns` inputs; its rope part comes in pairs on disk."""
+        """The latent attention block under `prefix`, reading `columns` inputs; its rope is interleaved on disk."""
         part, sizes = self.sharding.attention, g.latent
         assert sizes is not None
         heads = local_heads(g, part).heads
@@ -159,7 +150,7 @@ class Loader:
         return Mlp(gate_up, down, gate_up_bias, down_bias, ACTIVATIONS[g.activation])
 
     def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
-        """The experts under `prefix`, each cut by columns, with their router and the MLP that all tokens share."""
+        """The experts under `prefix`, each sharded by columns, with their gate and the MLP that every token takes."""
         part = self.sharding.mlp
         start, stop = part.span(moe.intermediate)
         own = stop - start
@@ -177,7 +168,7 @@ class Loader:
                 name = f"{prefix}.experts.{e}.down_proj.weight"
                 down[e] = self.take(name, g.hidden, moe.intermediate, columns=(start, stop)).t()
         weight = self.wide if moe.scoring == "sigmoid" else self.take
-        router = Router(
+        gate = Gate(
             weight=weight(f"{prefix}.router.weight", moe.experts, g.hidden).t().contiguous(),
             bias=self.take(f"{prefix}.router.bias", moe.experts) if moe.router_bias else None,
             correction=self.wide(f"{prefix}.router.correction", moe.experts) if moe.correction else None,
@@ -187,14 +178,12 @@ class Loader:
         if moe.shared:
             shared = self.mlp(f"{prefix}.shared_experts", replace(g, intermediate=moe.shared, mlp_bias=False))
         shared_gate = self.projection(f"{prefix}.shared_gate.weight", 1, g.hidden) if moe.shared_gate else None
-        return Experts(router, gate_up, down, *biases, shared, ACTIVATIONS[g.activation], shared_gate)
+        return Experts(gate, gate_up, down, *biases, shared, ACTIVATIONS[g.activation], shared_gate)
 
     def _stacked(
         self, prefix: str, g: LayerGeometry, moe: Moe, gate_up: Tensor, down: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """gpt-oss's experts, all in one tensor: input-major in half precision, output-major as MXFP4; gate and up
-        columns take turns.
-        """
+        """gpt-oss's experts, all in one tensor with alternating gate and up columns; only MXFP4 is output-major."""
         e, h, i = moe.experts, g.hidden, moe.intermediate
         span = self.sharding.mlp.span(i)
         both = (2 * span[0], 2 * span[1])
@@ -233,16 +222,16 @@ class Loader:
 
 
 def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
-    """Outputs `[.., 2 n d + more]` that begin with a query and a gate for each head, the gates moved to the end."""
+    """Move gates to the end of outputs `[.., 2 n d + more]` that begin with (query, gate) of each head."""
     both = packed[..., : 2 * heads * d].reshape(*packed.shape[:-1], heads, 2, d)
     return joined([both[..., 0, :].flatten(-2), packed[..., 2 * heads * d :], both[..., 1, :].flatten(-2)], -1)
 
 
 def local_heads(g: LayerGeometry, part: Part) -> LayerGeometry:
-    """The geometry of one attention shard; KV heads are replicated where there are fewer than ranks.
+    """The geometry of one attention shard; fewer KV heads than ranks are replicated.
 
     Raises:
-        ConfigError: the heads cannot be split so.
+        ConfigError: the heads cannot be divided among the ranks.
     """
     check_heads(g, part.size)
     return replace(g, heads=g.heads // part.size, kv_heads=max(1, g.kv_heads // part.size))

@@ -1,4 +1,4 @@
-"""Quantised weights as numbers: FP8 with one scale per tensor, row or 128 x 128 block, and MXFP4."""
+"""Dequantisation of weights: FP8 with one scale per tensor, row or 128 x 128 block, and MXFP4."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1
 def block_scaled(values: Tensor, scales: Tensor, row: int, column: int) -> Tensor:
     """FP8 `values` `[r, c]`, cut from a tensor at (`row`, `column`), times the scales of the blocks they lie in.
 
-    `scales` `[ceil(R / 128), ceil(C / 128)]` are the whole tensor's. DeepSeek's `weight_scale_inv` is multiplied, its
-    name notwithstanding.
+    `scales` `[ceil(R / 128), ceil(C / 128)]` are the whole tensor's. DeepSeek's `weight_scale_inv` is multiplied,
+    despite its name.
     """
     at = torch.arange(row, row + values.shape[0], device=scales.device) // BLOCK
     to = torch.arange(column, column + values.shape[1], device=scales.device) // BLOCK

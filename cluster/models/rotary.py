@@ -1,6 +1,7 @@
-"""Rotary embeddings as tables of cos and sin, and checkpoints' pairs brought into our layout."""
+"""Rotary embeddings as tables of cos and sin, and the permutation of neighbouring pairs to the half-split layout."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,20 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
     return inverse / rope.linear
 
 
+class Angles(NamedTuple):
+    """cos and signed sin of some rows, `[T, 1, d]` each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def rotate_(self, heads: Tensor) -> None:
+        """Rotate the first d of `heads` `[T, n, >= d]` in place."""
+        d = self.cos.shape[-1]
+        heads = heads[..., :d]
+        rolled = heads.roll(d // 2, -1)
+        heads.mul_(self.cos).addcmul_(rolled, self.sin)
+
+
 class RotaryTable:
     """cos and signed sin per position, `[P, 1, d]`, in the half-split layout: out = x * cos + roll(x, d/2) * sin."""
 
@@ -49,24 +64,17 @@ class RotaryTable:
         cos, sin = angle.cos() * grown, angle.sin() * grown
         self._cos = torch.cat([cos, cos], -1)[:, None].to(device, dtype)
         self._sin = torch.cat([-sin, sin], -1)[:, None].to(device, dtype)
-        self._half = head_dim // 2
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin rows for `positions` `[T]`."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
-    def apply_(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        """Rotate the first d of `heads` `[T, n, >= d]` in place."""
-        heads = heads[..., : 2 * self._half]
-        rolled = heads.roll(self._half, -1)
-        heads.mul_(angles[0]).addcmul_(rolled, angles[1])
+    def at(self, positions: Tensor) -> Angles:
+        """The angles of rows at `positions` `[T]`."""
+        return Angles(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
 
 def half_split(weight: Tensor, heads: int, rotated: int | None = None) -> Tensor:
     """Rows `[n * d, ..]` made for rope over neighbouring pairs -> the same heads for the half-split layout.
 
-    Of each head the last `rotated` rows are turned, all where that is None. Scores stay the same, as q and k are
-    permuted alike.
+    Of each head the last `rotated` rows are permuted, all if that is None. Attention scores do not change, because q
+    and k are permuted alike.
     """
     split = weight.view(heads, -1, *weight.shape[1:])
     keep = 0 if rotated is None else split.shape[1] - rotated

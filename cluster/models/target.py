@@ -1,5 +1,7 @@
 """The one target of all families: an embedding, decoder layers that may differ, a final norm, an own or tied head."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -7,39 +9,32 @@ from cluster.arch import TargetArch
 from cluster.models.arithmetic import norm
 from cluster.models.attention import Attend
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.exchange import LAYER_OPS, TokenExchange
-from cluster.models.load import WHOLE, Loader, Sharding
+from cluster.models.context import WHOLE, ModelContext
+from cluster.models.exchange import LAYER_OPS
+from cluster.models.load import Loader
 from cluster.models.rotary import RotaryTable
 from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
 
 
 class DecoderTarget:
-    """A target on one rank. `forward` returns the post-norm hidden and the aux hidden states of chosen boundaries."""
+    """A target on one rank. `forward` returns the post-norm hidden and the aux hidden states at given boundaries."""
 
-    def __init__(
-        self,
-        arch: TargetArch,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        exchange: TokenExchange,
-        sharding: Sharding,
-        max_position: int,
-    ) -> None:
+    def __init__(self, arch: TargetArch, checkpoint: Checkpoint, context: ModelContext) -> None:
         """Load this rank's part of every tensor of the checkpoint, strictly.
 
         Raises:
             ConfigError: a tensor is missing, unknown or of the wrong shape.
         """
-        load, first = Loader(checkpoint, dtype, device, sharding), arch.layer
-        self.arch, self.folder, self._exchange = arch, checkpoint.folder, exchange
+        load, first = Loader(checkpoint, context), arch.layer
+        dtype, device = context.dtype, context.device
+        self.arch, self.folder, self._exchange = arch, checkpoint.folder, context.exchange
         self._embed = load_embedding(load, "embed_tokens.weight", arch.vocab_size, arch.hidden)
         self._layers = [load.layer(f"layers.{i}", g) for i, g in enumerate(arch.layers)]
         self._norm = load.norm("norm.weight", arch.hidden, first.unit_offset)
         self._head = _head(load, arch, self._embed)
         checkpoint.finish()
         ropes = list(dict.fromkeys(g.rope for g in arch.layers))
-        self._rotaries = [RotaryTable(rope, first.rope_dim, max_position, dtype, device) for rope in ropes]
+        self._rotaries = [RotaryTable(rope, first.rope_dim, context.max_position, dtype, device) for rope in ropes]
         self._rope_of = [ropes.index(g.rope) for g in arch.layers]
         scale = arch.embed_scale
         self._embed_scale = None if scale is None else torch.tensor(scale).to(device, dtype)
@@ -48,16 +43,12 @@ class DecoderTarget:
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """What a forward and a head call of the exchange, in order; the width of rows, and of this shard's logits."""
+        """The exchange calls of a forward and of the head, in order; the widths of rows and of this shard's logits."""
         return ("embed", *LAYER_OPS * self.arch.num_layers), ("head",), self.arch.hidden, self._head.columns
 
     def get_embed_and_head(self) -> tuple[Embedding, Head]:
         """The embedding and the head, for a draft to share; an embedding's rows are not scaled."""
         return self._embed, self._head
-
-    def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
-        """Use another embedding and head, of the same sizes and the same shard."""
-        self._embed, self._head = embed, head
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
@@ -71,8 +62,7 @@ class DecoderTarget:
         for index, layer in enumerate(self._layers):
             if index in boundaries:
                 aux.append(hidden)
-            rope = self._rope_of[index]
-            hidden = layer(hidden, self._rotaries[rope], angles[rope], attend, index, self._exchange)
+            hidden = layer(hidden, angles[self._rope_of[index]], attend, index, self._exchange)
         if self.arch.num_layers in boundaries:
             aux.append(hidden)
         return norm(hidden, self._norm, self.arch.layer.eps), aux
@@ -89,17 +79,15 @@ def target_checkpoint(folder: str, arch: TargetArch, dry: bool = False) -> Check
     return Checkpoint(folder, arch.stored_name, arch.ignored, dry)
 
 
-def read_embed_and_head(
-    folder: str, arch: TargetArch, dtype: torch.dtype, device: torch.device
-) -> tuple[Embedding, Head]:
+def read_embed_and_head(folder: str, arch: TargetArch, context: ModelContext) -> tuple[Embedding, Head]:
     """The whole embedding and head of the target in `folder`."""
-    load = Loader(target_checkpoint(folder, arch), dtype, device, WHOLE)
+    load = Loader(target_checkpoint(folder, arch), replace(context, sharding=WHOLE))
     embed = load_embedding(load, "embed_tokens.weight", arch.vocab_size, arch.hidden)
     return embed, _head(load, arch, embed)
 
 
 def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
-    """The head; a checkpoint that holds one uses it, tied or not by its config."""
+    """The head: the checkpoint's own where it holds one, even if the config ties it to the embedding."""
     if arch.tied and not load.checkpoint.holds("lm_head.weight"):
         return tied_head(embed, arch.vocab_size)
     return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

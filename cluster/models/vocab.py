@@ -1,6 +1,6 @@
 """Embedding and head, whole or one shard of the vocabulary.
 
-A vocabulary of V ids over n ranks is cut into n equal parts of v = ceil(V / n) ids; the last one is filled with zeros.
+A vocabulary of V ids over n ranks is cut into n equal parts of v = ceil(V / n) ids; the last one is padded with zeros.
 """
 
 from dataclasses import dataclass
@@ -73,12 +73,12 @@ def load_head(load: Loader, name: str, vocab: int, hidden: int) -> Head:
 
 
 def tied_head(embedding: Embedding, vocab: int) -> Head:
-    """The head that shares its weights with `embedding`, turned input-major."""
+    """The head with the weights of `embedding`, transposed to input-major."""
     return Head(embedding.weight.t().contiguous(), vocab)
 
 
 def chosen_head(whole: Head, ids: Tensor, part: Part) -> Head:
-    """This rank's shard of a head over some of the ids, `ids` `[Vd]` (FR-Spec, arXiv 2502.14856)."""
+    """This rank's shard of the head's columns for `ids` `[Vd]` only (FR-Spec, arXiv 2502.14856)."""
     each = -(-ids.shape[0] // part.size)
     weight = whole.weight[:, ids[part.rank * each : (part.rank + 1) * each]]
     if weight.shape[1] < each:

@@ -1,1 +1,1 @@
-"""Tree speculation: draft, verify, compact, extend, and the step that strings them together."""
+"""Tree speculation: draft, verify, compact, extend, and the step that runs them in order."""

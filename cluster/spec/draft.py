@@ -9,14 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import HIDDEN, window_group
-from cluster.batch import AttentionPlan, Batch, SamplingBatch
+from cluster.attention.plan import window_group
+from cluster.batch import AttentionPlan, Batch
 from cluster.config import TreeShape
 from cluster.forward.runner import DraftRunner
-from cluster.forward.sampler import at_least_float32, scores
+from cluster.forward.sampler import at_least_float32
 from cluster.spec.extend import extend_input, extend_plan
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.tree import DraftTree, Growth, chain
+from cluster.spec.levels import Ancestry, after, at_level, grow
+from cluster.spec.propose import Ranking, carry
+from cluster.spec.tree import DraftTree, chain
 from cluster.spec.verify import Accepted
 
 
@@ -30,7 +32,7 @@ class Draft(Protocol):
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
-        """Run the committed rows through the draft; carriers of the B requests for the next step.
+        """Run the committed rows through the draft; returns what the B requests carry to the next step.
 
         `features` are the target's hidden states `[T, Ht]` of all rows, `noise` `[B, V]` is keyed to the position
         after each request's bonus.
@@ -56,80 +58,35 @@ class NoDraft:
 
 
 class EagleDraft:
-    """An EAGLE-3 draft: one runner, run S - 1 times per step, and once over the committed rows.
+    """One runner, run S - 1 times per step, and once over the committed rows (EAGLE-1 to 3, one MTP layer).
 
-    S and N may differ from step to step (the plan's tier), K may not: carriers hold K proposals.
+    S and N may differ from step to step (the plan's tier), K may not: carriers hold K proposals. Slots are shared with
+    the target, the pool is the runner's own.
     """
 
-    def __init__(self, draft_runner_list: list[DraftRunner], topk: int) -> None:
-        """One runner in the list; slots are shared with the target, pools are the runners' own."""
-        (self._runner,) = draft_runner_list
-        self._topk = topk
-        self._target_ids = self._runner.model.target_ids
-
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits `[B, n, Vd]` -> the K best (log-probability, target token id), `[B, n, K]` each.
-
-        At T > 0 proposals are ranked with the *target's* noise (Gumbel coupling): where draft and target agree on the
-        distribution they agree on the draw. `noise` is `[B, n, V]`.
-        """
-        if noise is not None:
-            noise = noise.index_select(-1, self._target_ids)
-        ranked = scores(logits, sampling, noise)
-        likely = ranked.log_softmax(-1, dtype=at_least_float32(ranked.dtype)).topk(self._topk, -1)
-        return likely.values, self._target_ids[likely.indices]
+    def __init__(self, runner: DraftRunner, ranking: Ranking) -> None:
+        self._runner, self._ranking = runner, ranking
 
     def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
-        return (self._chain if shape.topk == 1 else self._tree)(batch, carried, noise, shape)
-
-    def _forward(
-        self, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bias: Tensor, noise: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One level: K rows per request -> (log-probability, token) of their proposals `[R, K, K]`, hidden `[R, K, H]`.
-
-        `bias` `[R, K, level * K]` says which earlier rows of the window each row sees.
-        """
-        r, k = tokens.shape
-        write = batch.reach.window[:, (level - 1) * k : level * k].reshape(-1)
-        plan = AttentionPlan.of(write, window_group(batch.reach, bias, slice(0, r * k)))
-        positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
-        rows = hidden.reshape(r * k, hidden.shape[-1])
-        normed, after = self._runner.forward(tokens.reshape(-1), positions, rows, plan)
-        logits = self._runner.logits(normed).view(r, k, self._target_ids.shape[0])
-        level_noise = None if noise is None else noise[:, level : level + 1]
-        likely, proposed = self.propose(logits, batch.sampling.narrow(0, r), level_noise)
-        return likely, proposed, after.view(r, k, after.shape[-1])
+        if shape.topk == 1:
+            return self._chain(batch, carried, noise, shape)
+        return grow(batch, carried, noise, shape, self._ranking, _Again(self._runner, batch, carried, shape))
 
     def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
-        """The tree of topk 1: every level has one row, which sees all before it."""
+        """The tree of topk 1: every level has one row, which sees all before it. Equals `grow`, faster."""
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
         seen = hidden.new_zeros(1, 1, shape.num_steps)
+        sampling = batch.sampling.narrow(0, batch.decodes)
         path = [carried.bonus[:, None], tokens]
         for level in range(1, shape.num_steps):
-            _, proposed, hidden = self._forward(batch, level, tokens, hidden, seen[:, :, :level], noise)
+            logits, hidden = run_level(self._runner, batch, level, tokens, hidden, seen[:, :, :level])
+            _, proposed = self._ranking.propose(logits, sampling, at_level(noise, level))
             tokens = proposed[:, 0]
             path.append(tokens)
         return chain(torch.cat(path, 1))
-
-    def _tree(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
-        """EAGLE-2's dynamic tree: each level keeps the K best rows by cumulative score, the end the N - 1 best."""
-        r, k, steps = batch.decodes, shape.topk, shape.num_steps
-        tokens, hidden = carried.topk_index, carried.hidden[:, None].expand(r, k, -1)
-        grown = Growth(tokens, carried.topk_p)
-        bias = hidden.new_full((r, k, max(1, (steps - 1) * k)), HIDDEN)
-        for level in range(1, steps):
-            bias[:, :, (level - 1) * k : level * k].diagonal(dim1=1, dim2=2).zero_()
-            likely, proposed, after = self._forward(batch, level, tokens, hidden, bias[:, :, : level * k], noise)
-            grown.add(proposed, likely)
-            if level == steps - 1:
-                break
-            tokens, parent = grown.best()
-            hidden = after.gather(1, parent[..., None].expand_as(after))
-            bias = bias.gather(1, parent[..., None].expand_as(bias))
-        return grown.tree(carried.bonus, shape.num_draft_tokens)
 
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
@@ -139,12 +96,36 @@ class EagleDraft:
         plan = extend_plan(batch, shape, given.hidden.dtype)
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, plan)
-        return self._carry(batch, accepted, normed[given.select], recurrent[given.select], noise)
+        gave = normed[given.select], recurrent[given.select]
+        return carry(self._runner, self._ranking, batch.sampling, accepted, gave, noise)
 
-    def _carry(
-        self, batch: Batch, accepted: Accepted, normed: Tensor, recurrent: Tensor, noise: Tensor | None
-    ) -> EagleDraftInput:
-        """What the draft gave at each request's last row, `[B, H]` for the head and recurrent -> carriers."""
-        logits = self._runner.logits(normed)[:, None]
-        likely, proposed = self.propose(logits, batch.sampling, None if noise is None else noise[:, None])
-        return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent, accepted.bonus)
+
+class _Again:
+    """`Levels` by one runner: each starts from the recurrent hidden of the level before."""
+
+    def __init__(self, runner: DraftRunner, batch: Batch, carried: EagleDraftInput, shape: TreeShape) -> None:
+        self._runner, self._batch, self._ancestry = runner, batch, Ancestry(carried, shape)
+        self._hidden = carried.hidden[:, None].expand(*carried.topk_index.shape, -1)
+
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
+        bias = self._ancestry.descend(level, parent)[:, :, : level * tokens.shape[1]]
+        hidden = after(self._hidden, parent)
+        logits, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bias)
+        return logits
+
+
+def run_level(
+    runner: DraftRunner, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One level of K rows per request: `tokens` `[R, K]`, `hidden` `[R, K, H]` -> logits `[R, K, Vd]`, the next hidden.
+
+    `bias` `[R, K, level * K]` says which earlier rows of the window each row sees.
+    """
+    r, k = tokens.shape
+    write = batch.reach.window[:, (level - 1) * k : level * k].reshape(-1)
+    plan = AttentionPlan.of(write, window_group(batch.reach, bias, slice(0, r * k)))
+    positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
+    rows = hidden.reshape(r * k, hidden.shape[-1])
+    normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, plan)
+    logits = runner.logits(normed)
+    return logits.view(r, k, logits.shape[-1]), recurrent.view(r, k, recurrent.shape[-1])

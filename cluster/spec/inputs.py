@@ -17,11 +17,11 @@ from cluster.forward.sampler import at_least_float32
 class EagleDraftInput:
     """What a request carries from one step's extend to the next step's draft.
 
-    `topk_p` `[B, K]` log-probabilities of the proposals for the position after the bonus, `topk_index` `[B, K]` their
+    `topk_logprobs` `[B, K]` are those of the proposals for the position after the bonus, `topk_index` `[B, K]` their
     target token ids, `hidden` `[B, H]` the draft's recurrent hidden, `bonus` `[B]` the last token chosen by the target.
     """
 
-    topk_p: Tensor
+    topk_logprobs: Tensor
     topk_index: Tensor
     hidden: Tensor
     bonus: Tensor
@@ -43,7 +43,7 @@ class EagleDraftInput:
         """Zeroed carriers of `requests` requests with the real trailing widths; 0 requests is an idle rank."""
         dtype = cls.dtype_for(compute)
         return cls(
-            topk_p=torch.zeros(requests, topk, dtype=at_least_float32(dtype), device=device),
+            topk_logprobs=torch.zeros(requests, topk, dtype=at_least_float32(dtype), device=device),
             topk_index=torch.zeros(requests, topk, dtype=torch.int64, device=device),
             hidden=torch.zeros(requests, cls.hidden_size_for(draft), dtype=dtype, device=device),
             bonus=torch.zeros(requests, dtype=torch.int64, device=device),
@@ -52,7 +52,7 @@ class EagleDraftInput:
     def take(self, rows: Tensor) -> "EagleDraftInput":
         """The carriers of `rows` `[B]`."""
         return EagleDraftInput(
-            self.topk_p.index_select(0, rows),
+            self.topk_logprobs.index_select(0, rows),
             self.topk_index.index_select(0, rows),
             self.hidden.index_select(0, rows),
             self.bonus.index_select(0, rows),
@@ -60,7 +60,7 @@ class EagleDraftInput:
 
     def put(self, rows: Tensor, other: "EagleDraftInput") -> None:
         """Overwrite the carriers of `rows` `[B]` with `other`'s."""
-        self.topk_p.index_copy_(0, rows, other.topk_p)
+        self.topk_logprobs.index_copy_(0, rows, other.topk_logprobs)
         self.topk_index.index_copy_(0, rows, other.topk_index)
         self.hidden.index_copy_(0, rows, other.hidden)
         self.bonus.index_copy_(0, rows, other.bonus)

@@ -1,10 +1,10 @@
 """A draft of several layers, each a runner of its own: runner i makes level i (MTP; upstream: SGLang #22954).
 
-Rows are labelled so that every runner reads the same token at the same label. Runner i's row at label q takes the
-embedding of token q + 1 and what runner i - 1 gave at q - 1: its output where the format chains, else what it was
-given itself, so that in the end it is the target's hidden at q - i. That is how such layers are trained, shifted so
-that all share slots. What a runner gave is kept by slot beside its pool, so chunks, cached prefixes and retraction need
-nothing more. Labels below i do not exist for runner i; it does not look at them.
+A row's label is its position. All runners read the same token at the same label, so that they share slots: runner i's
+row at label q takes the embedding of token q + 1 and the hidden that runner i - 1 passed on at label q - 1: its output
+if the format is `chained`, else its own input, so in the end the target's hidden at q - i. Such layers are trained like
+this, without the shift. What a runner passes on is kept by slot beside its pool, so that chunks, cached prefixes and
+retraction need nothing more. Runner i has no rows at labels below i and masks them.
 
 Legend: R requests, K topk, S depth, H draft width, T rows.
 """
@@ -14,34 +14,37 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import HIDDEN, window_group
+from cluster.attention.plan import MASKED, window_group
 from cluster.batch import AttentionPlan, Batch, Group
 from cluster.config import TreeShape
 from cluster.forward.runner import DraftRunner
 from cluster.kv.pool import zeros
-from cluster.spec.draft import EagleDraft
 from cluster.spec.extend import extend_input, extend_plan
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.tree import DraftTree, Growth, chain
+from cluster.spec.levels import Ancestry, after, grow
+from cluster.spec.propose import Ranking, carry
+from cluster.spec.tree import DraftTree, chain
 from cluster.spec.verify import Accepted
 
 LABEL = torch.int64
 
 
 def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes that so many runners keep of one token beside their pools."""
+    """Bytes that `runners` runners keep of one token beside their pools."""
     return runners * hidden * dtype.itemsize + LABEL.itemsize if runners > 1 else 0
 
 
-class MultiLayerDraft(EagleDraft):
-    """Drafts with a list of runners: at level l runner l runs the rows of levels 1 to l, so its own KV has them."""
+class MultiLayerDraft:
+    """Drafts with a list of runners: at level l runner l runs the rows of levels 1 to l, so its own KV has them.
 
-    def __init__(self, draft_runner_list: list[DraftRunner], topk: int) -> None:
-        """One runner per level; slots are shared with the target, pools and what runners gave are their own."""
-        super().__init__(draft_runner_list[:1], topk)
-        self._runners = draft_runner_list
-        spec = self._runner.model.spec
-        kv = self._runner.pool.kv
+    Slots are shared with the target; pools, and what runners pass on (`_gave`), are their own.
+    """
+
+    def __init__(self, draft_runner_list: list[DraftRunner], ranking: Ranking) -> None:
+        """One runner per level."""
+        self._runners, self._ranking = draft_runner_list, ranking
+        first = draft_runner_list[0]
+        spec, kv = first.model.spec, first.pool.kv
         slots = kv.shape[1]
         self._chained = spec.chained
         self._gave = [zeros((slots, spec.hidden), kv.dtype, kv.device) for _ in draft_runner_list]
@@ -56,57 +59,30 @@ class MultiLayerDraft(EagleDraft):
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
-        r, k, steps = batch.decodes, shape.topk, shape.num_steps
-        grown = Growth(carried.topk_index, carried.topk_p)
-        bias = carried.hidden.new_full((r, k, max(1, (steps - 1) * k)), HIDDEN)
-        rows, biases = [carried.topk_index], [bias]
-        parents: list[Tensor] = []
-        gave = carried.hidden.new_zeros(r, 0, carried.hidden.shape[1])
-        for level in range(1, steps):
-            biases[-1][:, :, (level - 1) * k : level * k].diagonal(dim1=1, dim2=2).zero_()
-            logits, gave = self._level(batch, level, rows, parents, biases, gave)
-            level_noise = None if noise is None else noise[:, level : level + 1]
-            likely, proposed = self.propose(logits, batch.sampling.narrow(0, r), level_noise)
-            grown.add(proposed, likely)
-            if level == steps - 1:
-                break
-            tokens, parent = grown.best()
-            rows.append(tokens)
-            parents.append(parent)
-            biases.append(biases[-1].gather(1, parent[..., None].expand_as(bias)))
-        return grown.tree(carried.bonus, shape.num_draft_tokens)
+        return grow(batch, carried, noise, shape, self._ranking, _OneEach(self, batch, carried, shape))
 
-    def _level(
-        self,
-        batch: Batch,
-        level: int,
-        rows: list[Tensor],
-        parents: list[Tensor],
-        biases: list[Tensor],
-        gave: Tensor,
+    def run_level(
+        self, batch: Batch, level: int, tokens: Tensor, source: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Runner `level` over the rows of all levels so far, given what the runner before gave at the levels before it,
-        `[R, (level - 1) K, H]` -> logits of the last level `[R, K, Vd]`, and what it gave itself `[R, level K, H]`.
+        """Runner `level` over the rows of all levels so far, `tokens` `[R, level K]` and their hidden `source`
+        `[R, level K, H]` -> logits of the last level `[R, K, Vd]`, and what the runner passes on `[R, level K, H]`.
         """
-        r, k = rows[0].shape
-        count, runner = level * k, self._runners[level]
-        root = self._gave[level - 1].index_select(0, last_slots(batch))
-        sources = [root[:, None].expand(r, k, -1)]
-        for j, parent in enumerate(parents):
-            before = gave[:, j * k : (j + 1) * k]
-            sources.append(before.gather(1, parent[..., None].expand_as(before)))
-        source = torch.cat(sources, 1).reshape(r * count, root.shape[-1])
+        (r, count), runner = tokens.shape, self._runners[level]
+        k = count // level
         depth = torch.arange(level, device=source.device).repeat_interleave(k)
         positions = (batch.seq_lens[:, None] + depth).reshape(-1)
         write = batch.reach.window[:, :count].reshape(-1)
-        bias = torch.cat([each[:, :, :count] for each in biases], 1)
         plan = AttentionPlan.of(write, window_group(batch.reach, bias, slice(0, r * count)))
         self._labels.index_copy_(0, write, positions)
-        tokens = torch.cat(rows, 1).reshape(-1)
-        normed, recurrent = runner.forward(tokens, positions, source, self._seen(plan, positions, level))
+        rows = source.reshape(r * count, source.shape[-1])
+        normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, self._seen(plan, positions, level))
         last = normed.view(r, count, normed.shape[-1])[:, count - k :]
-        logits = runner.logits(last.reshape(r * k, last.shape[-1])).view(r, k, self._target_ids.shape[0])
-        return logits, (recurrent if self._chained else source).view(r, count, root.shape[-1])
+        logits = runner.logits(last.reshape(r * k, last.shape[-1]))
+        return logits.view(r, k, logits.shape[-1]), (recurrent if self._chained else rows).view(source.shape)
+
+    def given_at_root(self, batch: Batch, level: int) -> Tensor:
+        """What runner `level` - 1 passed on at each request's last committed token, `[R, H]`."""
+        return self._gave[level - 1].index_select(0, last_slots(batch))
 
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
@@ -116,7 +92,7 @@ class MultiLayerDraft(EagleDraft):
         plan = extend_plan(batch, shape, given.hidden.dtype)
         before = slots_before(plan, given.positions)
         self._labels.index_copy_(0, plan.write, given.positions)
-        source = self._runner.fuse_aux(given.hidden)
+        source = self._runners[0].fuse_aux(given.hidden)
         outputs = []
         for i, runner in enumerate(self._runners):
             seen = self._seen(plan, given.positions, i)
@@ -124,10 +100,11 @@ class MultiLayerDraft(EagleDraft):
             self._gave[i].index_copy_(0, plan.write, outputs[-1][1] if self._chained else source)
             source = self._gave[i].index_select(0, before).masked_fill_((given.positions == 0)[:, None], 0)
         normed, recurrent = outputs[0]
-        return self._carry(batch, accepted, normed[given.select], recurrent[given.select], noise)
+        gave = normed[given.select], recurrent[given.select]
+        return carry(self._runners[0], self._ranking, batch.sampling, accepted, gave, noise)
 
     def _seen(self, plan: AttentionPlan, positions: Tensor, runner: int) -> AttentionPlan:
-        """The plan without labels below `runner`, for the rows that exist for it; the others are nobody's concern."""
+        """The plan with labels below `runner` masked for rows at or above it; the output of other rows is not used."""
         if runner == 0:
             return plan
         return AttentionPlan(plan.write, tuple(self._without(group, positions, runner) for group in plan.groups))
@@ -135,7 +112,33 @@ class MultiLayerDraft(EagleDraft):
     def _without(self, group: Group, positions: Tensor, runner: int) -> Group:
         early = self._labels[group.slots] < runner
         real = positions[group.rows].view(group.requests, group.q_rows) >= runner
-        return replace(group, bias=group.bias.masked_fill(early[:, None] & real[..., None], HIDDEN))
+        return replace(group, bias=group.bias.masked_fill(early[:, None] & real[..., None], MASKED))
+
+
+class _OneEach:
+    """`Levels` by a runner each: it runs the rows of all levels so far, on what the one before passed on."""
+
+    def __init__(self, draft: MultiLayerDraft, batch: Batch, carried: EagleDraftInput, shape: TreeShape) -> None:
+        self._draft, self._batch, self._ancestry = draft, batch, Ancestry(carried, shape)
+        self._tokens: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._biases: list[Tensor] = []
+        self._gave: Tensor | None = None
+
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
+        r, k = tokens.shape
+        self._tokens.append(tokens)
+        self._biases.append(self._ancestry.descend(level, parent))
+        if parent is not None:
+            self._parents.append(parent)
+        sources = [self._draft.given_at_root(self._batch, level)[:, None].expand(r, k, -1)]
+        for j, above in enumerate(self._parents):
+            assert self._gave is not None, "the level before gave something"
+            sources.append(after(self._gave[:, j * k : (j + 1) * k], above))
+        bias = torch.cat([each[:, :, : level * k] for each in self._biases], 1)
+        rows, source = torch.cat(self._tokens, 1), torch.cat(sources, 1)
+        logits, self._gave = self._draft.run_level(self._batch, level, rows, source, bias)
+        return logits
 
 
 def last_slots(batch: Batch) -> Tensor:
@@ -147,7 +150,7 @@ def last_slots(batch: Batch) -> Tensor:
 
 
 def slots_before(plan: AttentionPlan, positions: Tensor) -> Tensor:
-    """The slot of the token before each row, `[T]`, of rows that lie in order per request; any slot at position 0."""
+    """The slot of the token before each row, `[T]`; rows are in order per request. At position 0 any slot."""
     parts = [plan.write[:0]]
     for group in plan.groups:
         write = plan.write[group.rows].view(group.requests, group.q_rows)

@@ -24,12 +24,12 @@ from cluster.spec.verify import accept, best, choose
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepOutput:
     """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
     prompts; `logprobs` `[R * (S + 1) + F, V]` of the target for those, when the batch asked; seconds by phase.
 
-    `scores` `[R, S + 1]` are those of `tokens`: not finite where the logits were not. `sound` `[c]` says of each prompt
-    row whether all was finite.
+    `scores` `[R, S + 1]` are those of `tokens`, not finite where the logits were not. `sound` `[c]` says whether a
+    prompt row's hidden and, after a finished prompt, the score of `first` are finite.
     """
 
     tokens: Tensor
@@ -47,12 +47,12 @@ class Step:
     def __init__(
         self, target: TargetRunner, draft: Draft, carried: EagleDraftInput, enter: Callable[[str], None]
     ) -> None:
-        """`carried` holds the carriers of every request row; `enter` hears of each phase that begins."""
+        """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
         self._target, self._draft, self.carried, self._enter = target, draft, carried, enter
         self._vocab = target.model.arch.vocab_size
 
     @torch.inference_mode()
-    def run(self, batch: Batch, shape: TreeShape) -> Stepped:
+    def run(self, batch: Batch, shape: TreeShape) -> StepOutput:
         """Commit at least one token for each of the R requests, and the first one for each finished prompt."""
         r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
         clock = [time.perf_counter()]
@@ -86,7 +86,7 @@ class Step:
         clock.append(time.perf_counter())
         seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
         won = won.gather(1, accepted.path)
-        return Stepped(accepted.tokens, accepted.accept_len, first, won, sound, logprobs, seconds)
+        return StepOutput(accepted.tokens, accepted.accept_len, first, won, sound, logprobs, seconds)
 
     @staticmethod
     def _prompts(

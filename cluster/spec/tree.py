@@ -1,4 +1,4 @@
-"""A draft tree as tensors, and how candidates of all levels become one.
+"""A draft tree as tensors, and how it is selected from the candidates of all levels.
 
 Legend: R requests, N nodes (root included, node 0 is the bonus), C candidates = K + (S - 1) K^2.
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 from cluster.forward.sampler import at_least_float32
 
 DECAY = 1e-3
-"""Every level costs a candidate this much log-probability, so that scores fall strictly along a path: whatever is among
-the best N - 1 has its parent among them, ties or not."""
+"""Every level costs a candidate this much log-probability, so that scores fall strictly along a path: a candidate among
+the best N - 1 has its parent among them, even with ties."""
 FLOOR = -30.0
 """Log-probabilities are clamped here, which keeps DECAY above float32 rounding at any depth up to 16."""
 
@@ -48,7 +48,7 @@ class Candidates:
 
 
 def clean(log_probabilities: Tensor) -> Tensor:
-    """Log-probabilities made safe to add up: NaN and very small ones at FLOOR, less DECAY for the level.
+    """Log-probabilities made safe to add up: NaN and very small ones become FLOOR, and DECAY is subtracted.
 
     In float32 at least: half precision would round DECAY away, and a tie could then select a child without its parent.
     """
@@ -113,7 +113,7 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
 
 
 def chain(tokens: Tensor) -> DraftTree:
-    """The tree of one branch: `tokens` `[R, N]`, root first. The fast twin of `best_tree` at topk 1."""
+    """The tree of one branch: `tokens` `[R, N]`, root first. Equals `best_tree` at topk 1, faster."""
     r, n = tokens.shape
     depths = torch.arange(n, device=tokens.device)
     lower = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril_()

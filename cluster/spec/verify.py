@@ -30,7 +30,7 @@ class Accepted:
 def best(ranked: Tensor) -> tuple[Tensor, Tensor]:
     """The token of the highest score in `[.., V]`, and that score, `[..]` each.
 
-    The score is not finite where a logit was NaN or infinite, for those win: one number per row tells of all.
+    NaN and +inf win the argmax, so the score is not finite if any logit was one of them: one number stands for all.
     """
     chosen = ranked.argmax(-1)
     return chosen, ranked.gather(-1, chosen[..., None])[..., 0]

@@ -1,1 +1,1 @@
-"""Commands that look at checkpoints and say what they are."""
+"""Commands that work on checkpoints and prompts without a server: generate, inspect, export, probe, sample."""

@@ -1,7 +1,7 @@
 """How much of a draft's chain the target accepts, measured on text the target wrote, without an engine.
 
-The text is the path that plain decoding walks, so a chain is accepted as far as the draft's own
-choices agree with it; with noise the draft ranks by the same noise that chose the text.
+The text is what plain decoding gives, so a chain is accepted as far as the draft's choices agree with it. At a
+temperature above 0 the draft ranks with the same Gumbel noise that drew the text.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cluster.train.samples import continue_rows, features, gumbel
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of a chain of S: accept_len (bonus included), and by depth the share accepted of those reached."""
+    """Of chains of S: accept_len (bonus included), and by depth the share accepted, of the chains that reached it."""
 
     accept_len: float
     by_depth: tuple[float, ...]
     top4_by_depth: tuple[float, ...]
-    """Share of reached depths at which the path's token is among the draft's best four."""
+    """Share of reached depths at which the text's token is among the draft's best four."""
 
     def __str__(self) -> str:
         depths = " ".join(f"{share:.2f}" for share in self.by_depth)
@@ -31,7 +31,7 @@ class Acceptance:
 
 
 class AcceptanceProbe:
-    """Held-out text of one temperature, its features, and the walk over it."""
+    """The target's continuations of held-out prompts at one temperature, to measure drafts on."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class AcceptanceProbe:
         return self._walk(accepted, torch.stack(near, dim=-1))
 
     def _walk(self, accepted: torch.Tensor, near: torch.Tensor) -> Acceptance:
-        """accepted, near [B, T, S]: follow each row from its first new token, chain after chain."""
+        """accepted, near [B, T, S] (cells, steps): follow each row from its first new token, chain after chain."""
         steps = accepted.shape[-1]
         runs = accepted.long().cumprod(-1).sum(-1)
         reached, taken, close = [0] * steps, [0] * steps, [0] * steps

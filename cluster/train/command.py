@@ -74,11 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes-target", type=float, default=50.0, help="training time of the target")
     parser.add_argument("--minutes-draft", type=float, default=38.0, help="training time of the draft")
     parser.add_argument(
-        "--mtp-layers", type=int, choices=(1, 3), default=3, help="a runner for each of 3 levels, or one for all"
+        "--mtp-layers", type=int, choices=(1, 3), default=3, help="a layer for each of 3 levels, or one layer for all"
     )
     parser.add_argument("--mtp-steps", type=int, default=MtpRecipe.steps, help="training steps of the MTP layers")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the tensor library")
-    parser.add_argument("--quick", action="store_true", help="a run of seconds that only proves the path")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--quick", action="store_true", help="a run of seconds, to show that every stage works")
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
@@ -100,7 +100,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the asked stages; returns the exit status."""
+    """Run the requested stages; returns the exit status."""
     torch.set_num_threads(args.threads)
     plan = plan_of(args)
     stages = ("tokenizer", "target", "draft") if args.stage == "all" else (args.stage,)

@@ -1,7 +1,7 @@
 """The training text: the Python standard library's own source, split by a fixed hash of the path.
 
-Which files are held out depends only on their path relative to the library, so any CPython
-installation agrees on the split. Not known here: how text becomes token ids.
+Whether a file is held out depends only on its path relative to the library, so all CPython installations agree on the
+split. `dataset` turns the text into token ids.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 HELDOUT_PER_MILLE = 60
-"""Share of files never trained on."""
+"""Files held out, of every thousand."""
 
 TESTS_PER_MILLE = 150
-"""Share of the library's own tests that is trained on: there is more of them than of the library."""
+"""Test files trained on, of every thousand: the library's tests are longer than the library."""
 
 _LEFT_OUT_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
@@ -52,7 +52,7 @@ def _belongs(path: str) -> bool:
     parts = path.split("/")
     if _LEFT_OUT_DIRECTORIES.intersection(parts) or any(part.startswith("config-") for part in parts):
         return False
-    if parts[-1].startswith("_sysconfigdata"):  # machine-made, and it names the machine
+    if parts[-1].startswith("_sysconfigdata"):  # generated, and it names the machine
         return False
     # The codecs are tables, all alike.
     return not (parts[0] == "encodings" and parts[-1] not in {"__init__.py", "idna.py", "punycode.py"})
@@ -93,7 +93,7 @@ def read_text(path: str) -> str | None:
 
 
 def texts(paths: list[str]) -> Iterator[str]:
-    """The texts of the files that have one."""
+    """The texts of the files, without those that `read_text` leaves out."""
     for path in paths:
         text = read_text(path)
         if text is not None:
@@ -143,7 +143,7 @@ def heldout_prompts(tokenizer: PreTrainedTokenizerBase, count: int, length: int,
         if len(usable) == count:
             break
     if not usable:
-        raise ValueError(f"no held-out file has {2 * length} tokens: this installation lacks its library source")
+        raise ValueError(f"no held-out file has {2 * length} tokens: this Python comes without its library's source")
     prompts: list[list[int]] = []
     for index in range(count):
         ids = usable[index % len(usable)]

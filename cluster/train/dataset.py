@@ -90,10 +90,10 @@ class Windows:
 
 
 def with_repeats(ids: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """The same batch [B, T], the first `share` of its rows replaced by their own beginning over and over.
+    """The same batch [B, T], in which the first `share` of the rows repeat their own beginning.
 
-    The period differs by row, so only looking back by content predicts the text. A little of this
-    early makes a small model learn to copy long before plain text would teach it.
+    The period differs by row, so only attention by content predicts the text. A little of this early in training
+    teaches a small model to copy long before plain text would.
     """
     generator = torch.Generator().manual_seed(seed)
     out = ids.clone()

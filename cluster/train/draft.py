@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from cluster.train.acceptance import Acceptance, AcceptanceProbe
 from cluster.train.dataset import Ids, Windows
 from cluster.train.eagle3 import DraftShape, Eagle3Draft
-from cluster.train.loop import train_for
+from cluster.train.loop import Run, train_for
 from cluster.train.optimizer import Optimizers
 from cluster.train.samples import features, write_samples
 from cluster.train.target import split_parameters
@@ -54,7 +54,7 @@ class DraftReport:
 
 
 def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch.Tensor, float]:
-    """The `count` likeliest ids of a text, ascending, and the share of the text they cover."""
+    """The `count` most frequent ids of a text, ascending, and the share of the text that they cover."""
     counts = torch.bincount(ids.flatten(), minlength=vocab_size)
     best = counts.topk(count).indices
     return best.sort().values, float(counts[best].sum() / counts.sum())
@@ -62,7 +62,7 @@ def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch
 
 @torch.no_grad()
 def start_from_target(draft: Eagle3Draft, target: LlamaForCausalLM) -> None:
-    """Begin near the target: its head rows, its last layer for the hidden half, the highest aux as hidden."""
+    """Initialise near the target: its head rows, its last layer for the hidden half, `fc` near the highest aux."""
     width = draft.shape.hidden_size
     last = target.model.layers[-1]
     attention = draft.midlayer.self_attn
@@ -83,8 +83,8 @@ def start_from_target(draft: Eagle3Draft, target: LlamaForCausalLM) -> None:
 def unrolled_loss(draft: Eagle3Draft, target: LlamaForCausalLM, ids: torch.Tensor, recipe: DraftRecipe) -> torch.Tensor:
     """Loss of all steps on ids [B, L]; cells 0..L-S-1 are trained at every step.
 
-    Only where the target's likeliest token is in the draft vocabulary; the teacher is the target's distribution over
-    that vocabulary.
+    A position counts only if the target's likeliest token is in the draft vocabulary; the teacher is the target's
+    distribution over that vocabulary.
     """
     length = ids.shape[1] - recipe.steps
     aux_hidden, logits = features(target, ids, recipe.shape.aux_layer_ids)
@@ -119,7 +119,7 @@ def chain_loss(
 
 
 class DraftText:
-    """Every fourth step reads real text, the others the target's own samples, which drafting will meet."""
+    """Every fourth step reads real text, the others the target's own samples, as those are what it will draft for."""
 
     def __init__(self, samples: torch.Tensor, train: Ids, recipe: DraftRecipe) -> None:
         self.samples = samples
@@ -189,9 +189,8 @@ def train_draft(
 
     optimizers = Optimizers(*split_parameters(draft), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
     print(f"draft vocabulary {len(kept)} covers {coverage:.4f}; untrained {evaluate()}", flush=True)
-    steps, seconds = train_for(
-        draft, optimizers, loss_at, evaluate, minutes=minutes, checkpoint=work / "draft.pt", label="draft"
-    )
+    run = Run("draft", work / "draft.pt", minutes)
+    steps, seconds = train_for(run, draft, optimizers, loss_at, evaluate)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.copy_(parameter.bfloat16().float())

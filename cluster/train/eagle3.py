@@ -1,8 +1,7 @@
 """The EAGLE-3 draft as a training module, named and saved as SpecForge does.
 
-Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps.
-A cell t is made of the target's aux hidden at t and the embedding of token t+1, sits at rotary
-position t and predicts token t+2. Not known here: where features and text come from.
+Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps. A cell t is made of the
+target's aux hidden at t and the embedding of token t+1, has rotary position t and predicts token t+2.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -35,19 +34,6 @@ class DraftShape:
     max_position_embeddings: int = 16384
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm with a weight."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., width] to the same shape."""
-        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotary embedding, halves split (neox). x [B, heads, T, d], positions [T]."""
     half = x.shape[-1] // 2
@@ -59,7 +45,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over rows `width` wide."""
+    """Grouped-query attention whose input is `width` wide."""
 
     def __init__(self, shape: DraftShape, width: int) -> None:
         super().__init__()
@@ -122,9 +108,9 @@ class MidLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(shape, 2 * shape.hidden_size)
         self.mlp = MLP(shape)
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
         self, embedding: torch.Tensor, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]
@@ -147,7 +133,7 @@ class Eagle3Draft(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(len(shape.aux_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
@@ -165,7 +151,7 @@ class Eagle3Draft(nn.Module):
         self.t2d[ascending] = True
 
     def unroll(self, aux_hidden: torch.Tensor, embeddings: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        """Training-time test: the logits [B, T, V] of every one of `steps` steps.
+        """Training-time test: the logits [B, T, V] of each of `steps` steps.
 
         aux_hidden [B, T, A] of positions 0..T-1; embeddings [B, T + steps - 1, H] of the tokens at
         positions 1..T+steps-1. Step i at cell t reads token t+1+i and predicts token t+2+i.
@@ -181,16 +167,35 @@ class Eagle3Draft(nn.Module):
 
 
 def save_draft(draft: Eagle3Draft, directory: Path) -> None:
-    """Write config.json and model.safetensors (weights in bf16, no embedding)."""
-    shape = draft.shape
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {
+    """Write config.json and model.safetensors, weights in bf16."""
+    own = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "target_hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": 1,
+        "draft_vocab_size": draft.shape.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "num_aux_hidden_states": len(draft.shape.aux_layer_ids),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(draft.shape.aux_layer_ids),
+            "use_aux_hidden_state": True,
+        },
+    }
+    tensors = {
+        name: tensor.bfloat16().contiguous() if tensor.is_floating_point() else tensor.clone()
+        for name, tensor in draft.state_dict().items()
+    }
+    write_checkpoint(directory, draft.shape, tensors, own)
+
+
+def write_checkpoint(
+    directory: Path, shape: DraftShape, tensors: dict[str, torch.Tensor], own: dict[str, object]
+) -> None:
+    """Write `tensors`, and a config of the sizes in `shape` and of the format's `own` keys."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        **own,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -199,42 +204,7 @@ def save_draft(draft: Eagle3Draft, directory: Path) -> None:
         "rope_theta": shape.rope_theta,
         "max_position_embeddings": shape.max_position_embeddings,
         "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
-        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        "num_aux_hidden_states": len(shape.aux_layer_ids),
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(shape.aux_layer_ids),
-            "use_aux_hidden_state": True,
-        },
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {
-        name: tensor.bfloat16().contiguous() if tensor.is_floating_point() else tensor.clone()
-        for name, tensor in draft.state_dict().items()
-    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_draft(directory: Path) -> Eagle3Draft:
-    """A saved draft in float32."""
-    config = json.loads((directory / "config.json").read_text())
-    shape = DraftShape(
-        vocab_size=config["vocab_size"],
-        draft_vocab_size=config["draft_vocab_size"],
-        hidden_size=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        intermediate_size=config["intermediate_size"],
-        aux_layer_ids=tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
-        rope_theta=config["rope_theta"],
-        rms_norm_eps=config["rms_norm_eps"],
-        max_position_embeddings=config["max_position_embeddings"],
-    )
-    draft = Eagle3Draft(shape)
-    tensors = load_file(directory / "model.safetensors")
-    draft.load_state_dict(
-        {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    )
-    return draft

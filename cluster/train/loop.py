@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,11 +16,10 @@ from cluster.train.optimizer import Optimizers, clock_factor
 
 
 class ThreadChoice:
-    """Threads of the next step on a machine that other work shares.
+    """Chooses the torch threads of each step, on a machine that other work shares: all of them, or one fewer.
 
-    A step is as slow as its slowest thread, so while a core is taken by something else one thread
-    can be faster than two. Every `explore`-th step tries the other count; the faster of the two
-    most recent times is used.
+    A step is as slow as its slowest thread, so while a core is taken by other work one thread can be faster than two.
+    Every `explore`-th step tries the other count; the count whose latest step was faster is used.
     """
 
     def __init__(self, threads: int, explore: int = 10) -> None:
@@ -30,7 +30,7 @@ class ThreadChoice:
         self._used = threads
 
     def set(self) -> None:
-        """Apply the choice to the tensor library."""
+        """Make the choice for the next step, and tell torch."""
         best = min(self._counts, key=lambda count: self._recent.get(count, 0.0))
         others = [count for count in self._counts if count != best]
         self._step += 1
@@ -42,24 +42,30 @@ class ThreadChoice:
         self._recent[self._used] = seconds
 
 
+@dataclass(frozen=True)
+class Run:
+    """One training run: what it is called, where it is saved every so many seconds, and what it may spend."""
+
+    label: str
+    checkpoint: Path
+    minutes: float = math.inf
+    steps: float = math.inf
+    save_every_s: float = 240.0
+
+
 def train_for(
+    run: Run,
     module: nn.Module,
     optimizers: Optimizers,
     loss_at: Callable[[int], torch.Tensor],
     evaluate: Callable[[], str],
-    *,
-    minutes: float = math.inf,
-    steps: float = math.inf,
-    checkpoint: Path,
-    label: str,
-    save_every: float = 240.0,
 ) -> tuple[int, float]:
-    """Descend `loss_at(step)` until `minutes` or `steps` are spent, counting those before a resume.
+    """Minimise `loss_at(step)` until the run's `minutes` or `steps` are spent, counting those before a resume.
 
-    The learning rate follows what is spent. By the clock a slow machine takes fewer steps and still decays to the
-    end; by steps, runs on any machine are equal. Returns (steps, seconds); evaluation and saving do not count.
+    The learning rate follows the spent share. With `minutes`, a slow machine takes fewer steps, yet the rate decays to
+    the end; with `steps`, every machine does the same. Returns (steps, seconds); evaluation and saving do not count.
     """
-    step, elapsed, budget = 0, 0.0, minutes * 60.0
+    step, elapsed, budget, checkpoint = 0, 0.0, run.minutes * 60.0, run.checkpoint
     if checkpoint.exists():
         stored = torch.load(checkpoint, weights_only=True)
         module.load_state_dict(stored["module"])
@@ -69,9 +75,9 @@ def train_for(
     threads = ThreadChoice(torch.get_num_threads())
 
     def spent() -> float:
-        return max(elapsed / budget, step / steps)
+        return max(elapsed / budget, step / run.steps)
 
-    with tqdm(total=100, initial=round(100 * spent()), unit="%", desc=label, mininterval=5.0) as bar:
+    with tqdm(total=100, initial=round(100 * spent()), unit="%", desc=run.label, mininterval=5.0) as bar:
         while spent() < 1.0:
             started = time.monotonic()
             threads.set()
@@ -86,10 +92,10 @@ def train_for(
             smooth = value if smooth == 0.0 else 0.95 * smooth + 0.05 * value
             bar.set_postfix(step=step, threads=torch.get_num_threads(), loss=f"{smooth:.3f}", refresh=False)
             bar.update(round(100 * spent()) - bar.n)
-            if elapsed - saved > save_every or spent() >= 1.0:
+            if elapsed - saved > run.save_every_s or spent() >= 1.0:
                 saved = elapsed
                 _save(checkpoint, module, optimizers, step, elapsed)
-                bar.write(f"{label}: step {step}, {elapsed:.0f} s, loss {smooth:.4f}, {evaluate()}")
+                bar.write(f"{run.label}: step {step}, {elapsed:.0f} s, loss {smooth:.4f}, {evaluate()}")
     torch.set_num_threads(threads.threads)
     return step, elapsed
 

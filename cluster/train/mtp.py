@@ -1,35 +1,32 @@
-"""MTP layers as a training module, saved as Step-3.5 does: a draft runner list, or one layer used again and again.
+"""MTP layers as a training module, saved as Step-3.5 does: a layer for each level, or one layer for all levels.
 
 Shapes: B rows, T cells, H hidden width, V vocabulary, S levels. Cell t of level i (from 0) joins the embedding of token
 t+1+i with the target's post-norm hidden at t (level 0) or what level i-1 gave at t before its final norm, and predicts
 token t+2+i. Embedding and head are the target's; the head goes into the checkpoint, because the format keeps one there.
-Sources: DeepSeek-V3's report 2.2; the format's table in `cluster/arch/draft/mtp.py`. Not known here: where text comes
-from.
+Sources: DeepSeek-V3's report 2.2; the format's table in `cluster/arch/draft/mtp.py`.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from cluster.train.eagle3 import MLP, Attention, DraftShape, RMSNorm
+from cluster.train.eagle3 import MLP, Attention, DraftShape, write_checkpoint
 
 
 class Decoder(nn.Module):
-    """One decoder layer as the target has them."""
+    """One decoder layer, as those of the target."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape, shape.hidden_size)
         self.mlp = MLP(shape)
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Residual stream [B, T, H] entering the layer to leaving it; `cells` as in `Attention`."""
@@ -39,11 +36,11 @@ class Decoder(nn.Module):
 
 
 class SharedHead(nn.Module):
-    """What the format puts under this name, without the head itself."""
+    """The tensors that the format stores under `shared_head`, without the head itself."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
 
 class MtpLayer(nn.Module):
@@ -51,8 +48,8 @@ class MtpLayer(nn.Module):
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
-        self.enorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.hnorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.enorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hnorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.transformer = Decoder(shape)
         self.shared_head = SharedHead(shape)
@@ -68,7 +65,7 @@ class MtpLayer(nn.Module):
 
 @dataclass(frozen=True)
 class MtpShape:
-    """Which layers, and where they stand: after the target's own."""
+    """The layers' shape and number; their indices follow those of the target's own layers."""
 
     layer: DraftShape
     count: int
@@ -82,7 +79,7 @@ class MtpDraft(nn.Module):
     head: torch.Tensor
 
     def __init__(self, shape: MtpShape, target: LlamaForCausalLM) -> None:
-        """Begin near the target: its last layer and final norm, the hidden as input and a little of the embedding."""
+        """Initialise near the target: its last layer and final norm, and an input that is mostly the hidden."""
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(MtpLayer(shape.layer) for _ in range(shape.count))
@@ -100,8 +97,8 @@ class MtpDraft(nn.Module):
         """The logits [B, T, V] of every one of `levels` levels.
 
         hidden [B, T, H] of the target at positions 0..T-1; embeddings [B, T + levels - 1, H] of the tokens at positions
-        1..T+levels-1. A layer of a list has cells of its own; one layer used again sees those of level 0 and, of every
-        later level, the cell itself, as drafting leaves them.
+        1..T+levels-1. Each of several layers has cells of its own. A single layer sees the cells of level 0 and, of
+        every later level, the one at its own place: what is in its KV when it drafts.
         """
         length, again = hidden.shape[1], self.shape.count == 1
         cells: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -115,31 +112,18 @@ class MtpDraft(nn.Module):
 
 
 def save_mtp(draft: MtpDraft, directory: Path) -> None:
-    """Write config.json and model.safetensors in bf16; the format keeps norms as what they exceed 1 by."""
-    layer, first = draft.shape.layer, draft.shape.first_index
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {
+    """Write config.json and model.safetensors in bf16; the format stores norm weights minus 1."""
+    first = draft.shape.first_index
+    own = {
         "architectures": ["Step3p5MTP"],
         "model_type": "step3p5_mtp",
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": first,
         "num_nextn_predict_layers": draft.shape.count,
-        "num_attention_heads": layer.heads,
-        "num_key_value_heads": layer.kv_heads,
-        "head_dim": layer.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": layer.rms_norm_eps,
-        "rope_theta": layer.rope_theta,
-        "max_position_embeddings": layer.max_position_embeddings,
-        "vocab_size": layer.vocab_size,
-        "torch_dtype": "bfloat16",
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors: dict[str, torch.Tensor] = {}
     for index, trained in enumerate(draft.layers):
         at = f"model.layers.{first + index}."
         for name, tensor in trained.state_dict().items():
             tensors[at + name] = (tensor - 1 if tensor.ndim == 1 else tensor).bfloat16().contiguous()
         tensors[at + "shared_head.output.weight"] = draft.head.bfloat16().clone()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(directory, draft.shape.layer, tensors, own)

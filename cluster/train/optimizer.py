@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers, AdamW for the rest, and the schedule that follows the clock."""
+"""Muon for the matrices of the layers, AdamW for the rest, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose matrix update is orthogonalized; matrices of one shape go together."""
+    """Nesterov momentum whose matrix update is orthogonalized; matrices of one shape form a batch."""
 
     def __init__(
         self, matrices: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05
@@ -62,12 +62,7 @@ class Optimizers:
     """Both optimizers as one; the learning rates are the peak rates times `factor`."""
 
     def __init__(
-        self,
-        matrices: list[nn.Parameter],
-        others: list[nn.Parameter],
-        *,
-        matrix_lr: float,
-        other_lr: float,
+        self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, matrix_lr: float, other_lr: float
     ) -> None:
         self.trained = matrices + others
         self.parts: list[torch.optim.Optimizer] = [
@@ -76,28 +71,27 @@ class Optimizers:
         ]
         self.peaks = [matrix_lr, other_lr]
 
-    def step(self, factor: float) -> float:
-        """Clip, update, clear the gradients; returns the norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self.trained, 1.0)
+    def step(self, factor: float) -> None:
+        """Clip, update, clear the gradients."""
+        nn.utils.clip_grad_norm_(self.trained, 1.0)
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
                 group["lr"] = peak * factor
             part.step()
             part.zero_grad(set_to_none=True)
-        return float(norm)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of both, in order."""
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Undo `state_dict`."""
+        """Restore the state of both."""
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(state)
 
 
 def clock_factor(progress: float, warmup: float = 0.015, floor: float = 0.02) -> float:
-    """Learning rate factor when `progress` (0 to 1) of the time is spent: short warmup, linear decay."""
+    """Learning rate factor when `progress` (0 to 1) of the budget is spent: short warmup, linear decay."""
     if progress < warmup:
         return max(0.05, progress / warmup)
     left = max(0.0, 1.0 - progress) / (1.0 - warmup)

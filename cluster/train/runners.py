@@ -1,4 +1,4 @@
-"""Train MTP layers on text the target writes and on real text: a runner per level, or one layer for all levels.
+"""Train MTP layers on text the target writes and on real text: a layer for each level, or one for all levels.
 
 Both kinds read the same rows in the same order for the same number of steps, so they can be compared.
 """
@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from cluster.train.dataset import Ids, Windows
 from cluster.train.draft import DraftRecipe, chain_loss, sample_text
-from cluster.train.loop import train_for
+from cluster.train.loop import Run, train_for
 from cluster.train.mtp import MtpDraft, MtpShape
 from cluster.train.optimizer import Optimizers
 from cluster.train.target import split_parameters
@@ -44,7 +44,7 @@ class Text:
 
 @torch.no_grad()
 def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> Text:
-    """The target's samples with a third as many rows of real text, read by the target once and kept in `work`."""
+    """The target's samples with a third as many rows of real text, and its hidden there, cached in `work`."""
     cache = work / "mtp-text.pt"
     if cache.exists():
         return Text(**torch.load(cache, weights_only=True))
@@ -82,12 +82,10 @@ def train_mtp(recipe: MtpRecipe, target: LlamaForCausalLM, train: Ids, *, work: 
         return mtp_loss(draft, target, text(order[index * batch : (index + 1) * batch]), recipe)
 
     train_for(
+        Run(f"mtp {recipe.layers}", work / f"mtp-{recipe.layers}.pt", steps=recipe.steps),
         draft,
         Optimizers(*split_parameters(draft), matrix_lr=given.matrix_lr, other_lr=given.other_lr),
         loss_at,
         lambda: f"{sum(p.numel() for p in draft.parameters()):,} parameters",
-        steps=recipe.steps,
-        checkpoint=work / f"mtp-{recipe.layers}.pt",
-        label=f"mtp {recipe.layers}",
     )
     return draft

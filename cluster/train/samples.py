@@ -1,7 +1,7 @@
 """Text that the target writes itself, and the features a draft learns from.
 
-The decode loop is written out for speed: keys and values live in one buffer that never grows, and a
-group of query heads reads it once. It is tested against `transformers`.
+The decode loop is written out for speed: keys and values lie in one preallocated buffer, which the query heads of a
+group read together. It is tested against `transformers`.
 """
 
 from __future__ import annotations

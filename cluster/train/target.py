@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cluster.train.dataset import Ids, Windows, with_repeats
-from cluster.train.loop import train_for
+from cluster.train.loop import Run, train_for
 from cluster.train.optimizer import Optimizers
 
 
@@ -30,7 +30,7 @@ class TargetRecipe:
     """Every fourth step reads windows this long, the others windows half as long, which cost less."""
     tokens_per_step: int = 4096
     repeat_steps: int = 380
-    """Up to this step a quarter of the rows repeat themselves."""
+    """Up to this step a quarter of the rows are `with_repeats`."""
     matrix_lr: float = 0.02
     other_lr: float = 0.004
     seed: int = 0
@@ -115,13 +115,11 @@ def train_target(
         return next_token_loss(target, with_repeats(ids, 0.25, step) if step < recipe.repeat_steps else ids)
 
     steps, seconds = train_for(
+        Run("target", checkpoint, minutes),
         target,
         optimizers,
         loss_at,
         lambda: f"held-out loss {heldout_loss(target, heldout, recipe.length, 32):.4f}",
-        minutes=minutes,
-        checkpoint=checkpoint,
-        label="target",
     )
     rounded = round_to_bf16(target)
     loss = heldout_loss(rounded, heldout, recipe.length)

@@ -1,6 +1,6 @@
 """A byte-level BPE of 2048 tokens in which a line break and the indentation after it are one token.
 
-Saved in the layout that `transformers.AutoTokenizer` loads. Not known here: which text it is for.
+Saved in the layout that `transformers.AutoTokenizer` loads.
 """
 
 from __future__ import annotations

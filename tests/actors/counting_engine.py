@@ -15,7 +15,9 @@ from typing import Any
 from cluster.config import ConfigError, EngineConfig
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, SpeculationCounts
+from cluster.status import EngineStatus, RankInfo
 from tests.actors.fake_link import Link, OutOfStepError, PeerLostError, Rendezvous, Store
+from tests.info import rank_info
 
 __all__ = ["PeerLostError", "Rendezvous", "build", "open_store"]
 
@@ -33,10 +35,8 @@ PHASES = ("plan", "draft", "target", "extend")
 
 
 @dataclass(frozen=True)
-class Status:
-    steps: int
-    running: int
-    aborted: int
+class Status(EngineStatus):
+    aborted: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CountingEngine:
         self.left = False
         self.position = (0, "start")
         self.progress = (0, False)
-        self.on_begun: Callable[[tuple[str, ...]], None] = lambda ids: None
+        self._begun: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._waiting: dict[str, Request] = {}
         self._link = link
         self._bell = link or _alone()
@@ -99,7 +99,7 @@ class CountingEngine:
             request = self._waiting.pop(name)
             self.requests[name] = [request, request.resumed_tokens, 0]
         if taken:
-            self.on_begun(tuple(taken))
+            self._begun(tuple(taken))
 
     def _exchange(self, row: dict[str, Any], phase: str) -> list[Any]:
         assert self._link is not None
@@ -174,15 +174,13 @@ class CountingEngine:
         return outputs
 
     def status(self) -> Status:
-        return Status(self.steps, len(self.requests), self.aborted)
+        return Status(self.steps, len(self.requests), aborted=self.aborted)
 
-    def info(self) -> dict[str, Any]:
-        return {
-            "model": self.config.model_path,
-            "context_length": 4096,
-            "vocab_size": 1_000_000,
-            "speculative_num_draft_tokens": 4,
-        }
+    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
+        self._begun = call
+
+    def info(self) -> RankInfo:
+        return rank_info(self.config.page_size, speculative_num_draft_tokens=4)
 
 
 def token_at(request: Request, last: int, at: int) -> int:

@@ -46,7 +46,7 @@ class Replica:
         self.router.start()
         placement = self.gang._placement
         assert placement is not None
-        interfaces = [info["interface"] for info in self.gang.infos]
+        interfaces = [info.interface for info in self.gang.infos]
         return {"nodes": list(placement.nodes), "interfaces": interfaces}
 
     async def count(self, tokens: int) -> list[int]:

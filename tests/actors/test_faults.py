@@ -35,7 +35,7 @@ async def unhealthy(router: Router) -> str:
 
 
 def pids(gang: Gang) -> list[int]:
-    return [info["pid"] for info in gang.infos]
+    return [info.pid for info in gang.infos]
 
 
 class Crowd:
@@ -289,7 +289,7 @@ def test_followers_get_no_requests_and_are_watched() -> None:
         crowd = Crowd(router, 6, max_tokens=300)
         await crowd.flowing()
         await gang.pulse(2.0)
-        running = [beat.status["running"] for beat in gang.beats if beat is not None]
+        running = [beat.status.running for beat in gang.beats if beat is not None]
         assert running == [3, 0, 3, 0]
         os.kill(pids(gang)[3], signal.SIGKILL)
         await crowd.check()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster.actors.gang import Gang, GangError, GangSpec
+from cluster.actors.gang import Gang, GangSpec, GangStartError
 from cluster.actors.messages import Overloaded
 from cluster.actors.peers import deployment_samples, publish
 from cluster.actors.placement import Layout, PlacementError
@@ -99,8 +99,8 @@ def test_a_stall_is_seen_within_the_watchdog_and_forgiven_when_it_ends():
         ("refused", {"model_path": "missing"}, ConfigError, "model_path 'missing'"),
         ("refused-of-two", {"model_path": "missing", "world": 2}, ConfigError, "model_path 'missing'"),
         ("one-of-two", {"model_path": "bad-on-1", "world": 2}, ConfigError, "rank 1: the checkpoint differs"),
-        ("dies", {"model_path": "dies-on-1", "world": 2}, GangError, "rank 1 died while loading"),
-        ("no-factory", {"factory": "tests.actors.counting_engine:nothing"}, GangError, "rank 0 could not load"),
+        ("dies", {"model_path": "dies-on-1", "world": 2}, GangStartError, "rank 1 died while loading"),
+        ("no-factory", {"factory": "tests.actors.counting_engine:nothing"}, GangStartError, "rank 0 could not load"),
         ("too-few", {"world": 2, "tp_size": 4}, ConfigError, "tp_size 4 needs as many bundles, .* has 2"),
     ],
 )
@@ -144,7 +144,7 @@ def test_the_shards_of_a_dead_owner_go_with_it():
         async def start(self) -> int:
             self.gang = Gang(spec("orphan"))
             await self.gang.start()
-            return self.gang.infos[0]["pid"]
+            return self.gang.infos[0].pid
 
     owner = Owner.options(lifetime="detached", name="owner", namespace="test").remote()
     pid = ray.get(owner.start.remote())

@@ -82,7 +82,7 @@ def test_abort_reaches_the_engine_between_steps(loop):
     time.sleep(0.2)
     beat = loop.heartbeat()
     assert not beat.busy
-    assert beat.status["aborted"] == 1 and beat.status["running"] == 0
+    assert beat.status.aborted == 1 and beat.status.running == 0
 
 
 def test_a_request_that_cannot_be_served_is_refused_and_harms_nobody(loop):

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from cluster.actors.placement import device_of, layout_of, rank_order
-from cluster.api import flags
-from cluster.api.overlay import lay_over
-from cluster.api.plan import LOCAL_DEPLOYMENT, make_plan
+from cluster.api.launch import flags
+from cluster.api.launch.overlay import lay_over
+from cluster.api.launch.plan import LOCAL_DEPLOYMENT, make_plan
 from cluster.api.settings import DEPLOYMENT_OPTIONS, parse, resolve_engine_paths, resolve_path
 from cluster.checkout import CHECKOUT
 from cluster.config import ALIASES, ConfigError, EngineConfig

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.actors.messages import GangStatus, Overloaded
-from cluster.actors.streams import with_seed
-from cluster.api.service import ModelInfo
-from cluster.api.tokenizer import ChatTokenizer
+from cluster.api.openai.service import ModelInfo
+from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.metrics import ServingMetrics, merge
-from cluster.request import Request, RequestOutput, SpeculationCounts, TokenLogprob
+from cluster.request import Request, RequestOutput, Seeds, SpeculationCounts, TokenLogprob
 from cluster.text import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
 
 MODEL = "demo"
@@ -67,7 +65,7 @@ class ScriptedEngine:
         self.step_s = 0.0
         self.speculates = True
         self._tokenizer = tokenizer.text
-        self._seeds = random.Random(0)
+        self._seeds = Seeds(0)
 
     def _token(self, request: Request, at: int) -> int:
         if self.script is not None:
@@ -75,7 +73,7 @@ class ScriptedEngine:
         return 97 + hashlib.blake2b(f"{request.params.seed}/{at}".encode()).digest()[0] % 26
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        request = with_seed(request, self._seeds)
+        request = self._seeds.fill(request)
         self.requests.append(request)
         if self.queue_is_full:
             raise Overloaded("the queue holds 70000 tokens (max_queued_tokens is 65536)")
@@ -149,7 +147,7 @@ class ScriptedEngine:
 
 
 class ScriptedService:
-    """A `cluster.api.service.Service` over a scripted engine."""
+    """A `cluster.api.openai.service.Service` over a scripted engine."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(str(folder))

@@ -11,9 +11,9 @@ import pytest
 from fastapi import FastAPI
 
 from cluster import metrics
-from cluster.api import openapi
-from cluster.api.drain import Drain
-from cluster.api.ingress import make_app
+from cluster.api.openai import openapi
+from cluster.api.replica.drain import Drain
+from cluster.api.replica.ingress import make_app
 from cluster.logs import TextLines, request_id
 from cluster.request import Request, RequestOutput
 from tests.api.scripted import MODEL, Client, ScriptedService
@@ -23,11 +23,11 @@ from tests.api.test_streams import Visitor, until
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Any:
     """The fields of the access lines so far, with the path as `asked`."""
-    caplog.set_level(logging.INFO, "cluster.api.access")
+    caplog.set_level(logging.INFO, "cluster.api.replica.access")
     return lambda: [
         {"asked": record.getMessage(), **record.__dict__["fields"]}
         for record in caplog.records
-        if record.name == "cluster.api.access"
+        if record.name == "cluster.api.replica.access"
     ]
 
 
@@ -57,7 +57,7 @@ def test_the_line_and_all_others_of_a_call_have_its_id(client: Client, caplog: p
     caplog.set_level(logging.INFO, "cluster")
     caplog.handler.addFilter(lambda record: not seen.append((record.name, request_id.get())))
     answer = client.complete().json()
-    assert ("cluster.api.access", answer["id"]) in seen
+    assert ("cluster.api.replica.access", answer["id"]) in seen
     assert request_id.get() == ""
 
 

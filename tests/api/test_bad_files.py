@@ -82,10 +82,10 @@ FILES: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None] | N
         None,
         "model.norm.weight",
     ),
-    "no draft": (None, shutil.rmtree, "does not exist"),
+    "not a draft": (None, shutil.rmtree, "does not exist"),
     "draft config is cut off": (None, cut("config.json"), "is not valid JSON"),
     "draft weights cut off": (None, cut(WEIGHTS), "is not a readable safetensors file"),
-    "a target as its own draft": (None, the_target, "no draft"),
+    "a target as its own draft": (None, the_target, "not a draft"),
     "a draft for another width": (None, edit_config(target_hidden_size=48), "48"),
     "a draft for another vocabulary": (None, edit_config(vocab_size=80), "80"),
     "aux layers the target does not have": (

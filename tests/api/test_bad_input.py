@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.api.fields import REFUSED, WARNING_HEADER
-from cluster.api.ingress import make_app
+from cluster.api.openai.fields import REFUSED, WARNING_HEADER
+from cluster.api.replica.ingress import make_app
 from tests.api.scripted import CONTEXT, MODEL, VOCAB, Client, ScriptedService
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.api.tokenizer import ChatTokenizer
+from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.config import ConfigError, EngineConfig, tree_shape
 from tests.api.scripted import save_tokenizer
 

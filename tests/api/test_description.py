@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cluster.api.service import Limits
+from cluster.api.openai.service import Limits
 from tests.api.scripted import MODEL, Client
 from tests.api.test_bad_input import CHAT, FIELDS, HI
 

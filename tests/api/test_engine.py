@@ -6,15 +6,16 @@ The target is random and its tokens are bytes, so nearly every token ends within
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands, GangStatus, Overloaded
-from cluster.api.ingress import make_app
-from cluster.api.service import ModelInfo
-from cluster.api.tokenizer import ChatTokenizer
+from cluster.api.openai.service import ModelInfo
+from cluster.api.openai.tokenizer import ChatTokenizer
+from cluster.api.replica.ingress import make_app
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.metrics import ServingMetrics
@@ -64,14 +65,14 @@ class ThreadedEngine:
         return None
 
     async def status(self) -> GangStatus:
-        return GangStatus(True, info={"ranks": [self.loop.heartbeat().status]})
+        return GangStatus(True, info={"ranks": [asdict(self.loop.heartbeat().status)]})
 
     async def metrics(self) -> list[bytes]:
         return []
 
 
 class EngineService:
-    """A `cluster.api.service.Service` over a tiny random pair in float64."""
+    """A `cluster.api.openai.service.Service` over a tiny random pair in float64."""
 
     def __init__(self, tokenizer_folder: str, **settings: Any) -> None:
         config = EngineConfig(
@@ -89,7 +90,7 @@ class EngineService:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(tokenizer_folder)
         self.engine = ThreadedEngine(EngineLoop(engine))
         self.engine.loop.start()
-        self.model = ModelInfo(MODEL, info["context_length"], info["vocab_size"], created=0)
+        self.model = ModelInfo(MODEL, info.context_length, info.vocab_size, created=0)
         self.metrics = ServingMetrics(model_name=MODEL)
 
     async def metrics_page(self) -> bytes:
@@ -157,7 +158,7 @@ def test_visitors_that_leave_free_every_page(services: tuple[EngineService, Engi
 
     def idle() -> bool:
         status = service.engine.loop.heartbeat().status
-        return bool(status["running"] == 0 and status["waiting"] == 0 and status["pages_used"] == 0)
+        return status.running == 0 and status.waiting == 0 and status.pages_used == 0
 
     async def scene() -> None:
         app = make_app(service)

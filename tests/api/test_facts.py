@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api import ingress
-from cluster.api.fields import HARMLESS, WARNING_HEADER
-from cluster.api.ingress import make_app
-from cluster.api.tokenizer import ChatTokenizer
+from cluster.api.openai.fields import HARMLESS, WARNING_HEADER
+from cluster.api.openai.tokenizer import ChatTokenizer
+from cluster.api.replica import ingress
+from cluster.api.replica.ingress import make_app
 from cluster.config import ConfigError
 from tests.api.scripted import CONTEXT, IM_START, MODEL, Client, ScriptedService, save_tokenizer
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.api.fields import HARMLESS, REFUSED, WARNING_HEADER
-from cluster.api.ingress import make_app
-from cluster.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cluster.api.openai.fields import HARMLESS, REFUSED, WARNING_HEADER
+from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cluster.api.replica.ingress import make_app
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 NUMBERS = st.integers(-3, 300) | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

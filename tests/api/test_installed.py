@@ -63,7 +63,7 @@ def test_every_command_works_on_a_folder_or_says_where_the_demo_is(installed: Pa
     assert found["serve /no/folder"][0] == 2
     assert "'/no/folder' does not exist" in found["serve /no/folder"][1]
     assert found[commands[-2]][0] == 0
-    assert "would serve" in found[commands[-2]][1]
+    assert "can be served" in found[commands[-2]][1]
     assert found[generated][0] == 0
     assert "3 tokens" in found[generated][1]
 

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.actors.messages import GangStatus, Overloaded, Unavailable
 from cluster.actors.streams import RESUMES
-from cluster.api.feed import feed
-from cluster.api.resilient import GoneError, Item, Leaving, Refused, ResilientClient, Sign
+from cluster.api.replica.feed import feed
+from cluster.api.replica.resilient_client import GoneError, Item, Leaving, Refused, ResilientClient, Sign
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, SamplingParams, SpeculationCounts
 
@@ -63,7 +63,7 @@ class Attempt:
         self._closing = asyncio.ensure_future(self._items.aclose())
 
 
-class Door:
+class Calls:
     """Every attempt has the next fate; the last one is everybody's after that."""
 
     def __init__(self, engine: Engine) -> None:
@@ -101,7 +101,7 @@ def run(*fates: Fate, **settings: Any) -> tuple[list[RequestOutput], Engine, lis
     config = EngineConfig(**{"model_path": "m", **settings})
 
     async def whole() -> list[RequestOutput]:
-        client = ResilientClient(Door(engine), config, 0, lambda: resumed.append(None), 0.5)
+        client = ResilientClient(Calls(engine), config, 0, lambda: resumed.append(None), 0.5)
         request = Request("r", (7, 100), SamplingParams(max_tokens=TOKENS))
         outputs = [output async for output in client.generate(request)]
         await asyncio.sleep(0.01)
@@ -195,7 +195,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
     engine = Engine()
 
     async def whole() -> None:
-        client = ResilientClient(Door(engine), EngineConfig(model_path="m"), 0, lambda: None, 0.5)
+        client = ResilientClient(Calls(engine), EngineConfig(model_path="m"), 0, lambda: None, 0.5)
         async with aclosing(client.generate(Request("r", (1,), SamplingParams(max_tokens=9)))) as outputs:
             async for _ in outputs:
                 assert engine.open == 1
@@ -208,7 +208,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
 
 def test_without_engines_status_says_so_and_metrics_are_empty() -> None:
     async def whole() -> None:
-        client = ResilientClient(Door(Engine()), EngineConfig(model_path="m"), 0, lambda: None, 0.5)
+        client = ResilientClient(Calls(Engine()), EngineConfig(model_path="m"), 0, lambda: None, 0.5)
         assert await client.status() == GangStatus(False, "no engine replica answers: nobody")
         assert await client.metrics() == []
 

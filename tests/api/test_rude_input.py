@@ -9,13 +9,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cluster.api import calls, content, errors, protocol, tokenizer
-from cluster.api import fields as field_tables
-from cluster.api.body import MAX_CONTAINERS, MAX_KEYS
-from cluster.api.errors import shown
-from cluster.api.fields import MAX_WARNINGS, WARNING_HEADER, sort_fields
-from cluster.api.ingress import make_app
-from cluster.api.service import LEAST_BODY, Limits
+from cluster.api.openai import content, errors, protocol, tokenizer
+from cluster.api.openai import fields as field_tables
+from cluster.api.openai.body import MAX_CONTAINERS, MAX_KEYS
+from cluster.api.openai.errors import shown
+from cluster.api.openai.fields import MAX_WARNINGS, WARNING_HEADER, sort_fields
+from cluster.api.openai.service import LEAST_BODY, Limits
+from cluster.api.replica import calls
+from cluster.api.replica.ingress import make_app
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.config import ConfigError
-from cluster.engine.export import DIALECTS, export_draft
+from cluster.tools.export_draft import DIALECTS, export_draft
 from tests.dialects.demo import DRAFT, TARGET, accept_lens, right
 from tests.tiny import draft_folder, target_folder
 
@@ -41,7 +41,7 @@ def test_every_dialect_goes_to_every_other_and_back(tmp_path: Path) -> None:
 
 def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
     target = target_folder()
-    with pytest.raises(ConfigError, match="cannot say: norm_before_residual"):
+    with pytest.raises(ConfigError, match="cannot express: norm_before_residual"):
         export_draft(draft_folder(target, norm_before_residual=True), target, "modelopt", str(tmp_path / "a"))
     with pytest.raises(ConfigError, match="the embedding as an aux hidden state"):
         export_draft(draft_folder(target, num_aux=5), target, "specforge", str(tmp_path / "b"))

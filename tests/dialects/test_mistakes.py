@@ -150,14 +150,14 @@ def test_another_runners_pool_costs_acceptance() -> None:
         pool, attention = bind_attention([g], own.pool.kv.shape[1], own.pool.kv.dtype, own.pool.kv.device)
         pool.kv.normal_(0, 3, generator=torch.Generator().manual_seed(5))
         other = replace(own, pool=pool, attention=attention)
-        true = draft._forward
+        true = draft.draft
 
-        def forward(*given):  # type: ignore[no-untyped-def]
+        def drafting(*given):  # type: ignore[no-untyped-def]
             draft._runner = other
             out = true(*given)
             draft._runner = own
             return out
 
-        draft._forward = forward  # type: ignore[method-assign]
+        draft.draft = drafting  # type: ignore[method-assign]
 
     costs(accept_lens(DRAFT, spoil)[0])

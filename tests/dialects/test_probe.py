@@ -10,8 +10,8 @@ from cluster.arch.draft.sample import FILE
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
-from cluster.engine.probe import Reading, probe_draft
-from cluster.engine.record import settings_of
+from cluster.tools.probe_draft import Reading, probe_draft
+from cluster.tools.sample_draft import settings_of
 from tests.dialects.demo import DRAFT, TARGET
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import copy_of
@@ -55,7 +55,7 @@ def test_two_wrong_facts_are_found_and_the_sample_then_taken_holds(
 
 
 def test_what_cannot_be_probed_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="knows how it is read"):
+    with pytest.raises(ConfigError, match="settles how it is read"):
         probe_draft(DRAFT, TARGET, "EAGLE3", print)
     target = target_folder()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):

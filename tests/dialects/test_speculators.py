@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cluster.arch import DraftLayer
 from cluster.config import ConfigError
-from cluster.models.draft import Draft
+from cluster.models.draft import DraftModel
 from tests.dialects.speculators.registry import EAGLE1, FIXTURES, HERE
 from tests.tiny import target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
@@ -34,7 +34,9 @@ def as_served(layers: tuple[DraftLayer, ...], level: int) -> tuple[DraftLayer, .
 def as_trained(layers: tuple[DraftLayer, ...], level: int) -> tuple[DraftLayer, ...]:
     """The trainer's forward cuts the window out of step 0 and puts the tokens of later steps on top."""
     return tuple(
-        replace(each, geometry=replace(g, window=g.window + level)) if (g := each.geometry).window else each
+        replace(each, geometry=replace(g, sliding_window=g.sliding_window + level))
+        if (g := each.geometry).sliding_window
+        else each
         for each in layers
     )
 
@@ -45,7 +47,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def draft_of(name: str, **overrides: object) -> Draft:
+def draft_of(name: str, **overrides: object) -> DraftModel:
     return loaded(str(HERE / name), str(HERE / "target") if name in EAGLE1 else target_folder(), **overrides)
 
 
@@ -87,7 +89,7 @@ def test_what_the_library_wrote_is_read_as_it_was_meant(name: str) -> None:
     assert {flag: getattr(spec, flag) for flag in flags} == flags
     assert spec.recurrent == ("post" if made.flags.get("norm_output") else "pre")
     assert (spec.dialect, spec.aux_boundaries, spec.draft_vocab_size) == ("speculators", made.boundaries, made.vocab)
-    assert [layer.geometry.window for layer in spec.layers] == [
+    assert [layer.geometry.sliding_window for layer in spec.layers] == [
         None if i in made.full else made.window for i in range(made.layers)
     ]
 

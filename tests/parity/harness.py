@@ -8,6 +8,7 @@ import torch
 
 from cluster.config import EngineConfig, tree_shape
 from cluster.engine import Engine, StepResult, build_engine
+from cluster.engine.build import engine_of, prepare_alone
 from cluster.request import Request, RequestOutput, SamplingParams
 from tests.parity.drafts import OracleDraft, Texts, correct
 from tests.tiny import draft_folder, target_folder
@@ -87,7 +88,7 @@ def speculative(config: EngineConfig, kind: str = "model", truth: Texts | None =
     if kind == "oracle":
         shape = tree_shape(config)
         oracle = OracleDraft(shape, truth or {}, rate, VOCAB, 32)
-        engine = build_engine(config, draft=oracle)
+        engine = engine_of(prepare_alone(config), oracle)
         oracle.tie(engine)
         return engine
     engine = build_engine(config)

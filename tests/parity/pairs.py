@@ -8,9 +8,9 @@ import torch
 from cluster.arch import DraftSpec, read_target
 from cluster.config import ConfigError
 from cluster.engine import build_engine
-from cluster.models.registry import check_draft
 from cluster.request import Request
 from tests.families import FAMILIES, LAYERS, VOCAB, made
+from tests.loading import check_draft
 from tests.parity.drafts import Texts, correct
 from tests.parity.harness import SAMPLING, Run, config_of, request, run
 from tests.unit.models.draft_cases import CASES, LISTS

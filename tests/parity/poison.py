@@ -43,7 +43,7 @@ def poison(engine: Engine, memory: list[Tensor], value: float) -> None:
         cells.index_fill_(0, free, value)
     carried, idle = engine._p.lockstep.step.carried, engine._p.cache.table.idle_row
     carried.hidden[idle] = value
-    carried.topk_p[idle] = value
+    carried.topk_logprobs[idle] = value
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from cluster.engine import build_engine
-from cluster.engine.inspect import inspect
 from cluster.request import Request
+from cluster.tools.tensor_report import inspect
 from tests.families import LAYERS, VOCAB, made
 from tests.parity import harness
 from tests.parity.drafts import Texts, correct

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cluster.arch.draft.eagle3
-import cluster.engine.assemble
+import cluster.engine.assembler
 import cluster.engine.engine
 import cluster.kv.radix
 import cluster.models.draft
@@ -22,9 +22,9 @@ from cluster.kv.pages import PageAllocator
 from cluster.kv.pool import Pools
 from cluster.kv.radix import RadixTree
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import RotaryTable
-from cluster.spec.draft import EagleDraft
+from cluster.models.layer import Angles
 from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
 from cluster.spec.verify import Accepted
 from tests.parity.checks import caught, plain, short_alone, texts
@@ -191,9 +191,9 @@ def _(patch: Patch) -> None:
 @bug("positions of the draft's levels are off by one")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, batch, *rest: true(self, replace(batch, seq_lens=batch.seq_lens + 1), *rest)
+        return lambda runner, batch, *rest: true(runner, replace(batch, seq_lens=batch.seq_lens + 1), *rest)
 
-    changed(patch, EagleDraft, "_forward", make)
+    changed(patch, cluster.spec.draft, "run_level", make)
 
 
 @bug("the draft reads another request's carriers")
@@ -219,7 +219,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     changed(
         patch,
-        EagleDraft,
+        CoupledRanking,
         "propose",
         lambda true: lambda self, logits, sampling, noise: true(self, logits, sampling, None),
     )
@@ -310,15 +310,15 @@ def _(patch: Patch) -> None:
 
 @bug("rope pairs are interleaved")
 def _(patch: Patch) -> None:
-    def interleaved(self, heads, angles) -> None:  # type: ignore[no-untyped-def]
+    def interleaved(angles, heads) -> None:  # type: ignore[no-untyped-def]
         half = heads.shape[-1] // 2
         order = torch.stack([torch.arange(half), torch.arange(half) + half], 1).view(-1)
         turned = heads[..., order.argsort()].contiguous()
-        true(self, turned, angles)
+        true(angles, turned)
         heads.copy_(turned[..., order])
 
-    true = RotaryTable.apply_
-    patch.setattr(RotaryTable, "apply_", interleaved)
+    true = Angles.rotate_
+    patch.setattr(Angles, "rotate_", interleaved)
 
 
 @bug("the last committed token is not seen")
@@ -333,7 +333,7 @@ def _(patch: Patch) -> None:
 
         return short
 
-    changed(patch, cluster.engine.assemble, "reach_of", make)
+    changed(patch, cluster.engine.assembler, "reach_of", make)
 
 
 @bug("beyond its own tokens a request reads the sink")
@@ -345,12 +345,12 @@ def _(patch: Patch) -> None:
 
         return sunk
 
-    changed(patch, cluster.engine.assemble, "reach_of", make)
+    changed(patch, cluster.engine.assembler, "reach_of", make)
 
 
 @bug("beyond its own rows a short chunk reads what nobody wrote")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.engine.assemble, "reach_of", lambda true: lambda *given: true(*given[:6]))
+    changed(patch, cluster.engine.assembler, "reach_of", lambda true: lambda *given: true(*given[:6]))
 
 
 @bug("log-probabilities are those of the next token")

@@ -91,7 +91,7 @@ class Watch:
         wanted = self._expected(engine, text, self._fused[name][:at], at, batch, i)
         self.trees += 1
         near = torch.allclose(carried.hidden[i], wanted.hidden, atol=NEAR, rtol=0)
-        near = near and torch.allclose(carried.topk_p[i], wanted.topk_p, atol=NEAR, rtol=0)
+        near = near and torch.allclose(carried.topk_logprobs[i], wanted.topk_logprobs, atol=NEAR, rtol=0)
         if not near or int(carried.bonus[i]) != text[at]:
             self.errors.append(f"carriers of {name} at {at} differ from the reference")
         got = (tree.tokens[i].tolist(), tree.parents[i].tolist(), tree.depths[i].tolist())
@@ -128,7 +128,7 @@ class Expected:
     """The carriers and the tree that an engine should have."""
 
     hidden: Tensor
-    topk_p: Tensor
+    topk_logprobs: Tensor
     tokens: list[int]
     parents: list[int]
     depths: list[int]
@@ -163,7 +163,7 @@ def expand(topk, steps, nodes, known, fused, first, hidden, children) -> Expecte
     number = {-1: 0} | {c: i for i, c in enumerate(chosen, start=1)}
     return Expected(
         hidden=hidden,
-        topk_p=torch.tensor([p for p, _ in first], dtype=torch.float64),
+        topk_logprobs=torch.tensor([p for p, _ in first], dtype=torch.float64),
         tokens=[known[-1], *(pool[c][1] for c in chosen)],
         parents=[0, *(number[pool[c][2]] for c in chosen)],
         depths=[0, *(pool[c][3] for c in chosen)],

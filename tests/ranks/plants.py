@@ -89,7 +89,7 @@ def no_extend(harm: Harm) -> None:
             return true(batch, *args)
         spec, carried = draft._runner.model.spec, harm.step.carried
         rows, device = batch.rows.shape[0], carried.hidden.device
-        return EagleDraftInput.create_idle_input(spec, draft._topk, carried.hidden.dtype, device, rows)
+        return EagleDraftInput.create_idle_input(spec, draft._ranking._topk, carried.hidden.dtype, device, rows)
 
     harm.put(draft, "extend", extend)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from cluster.arch import read_target
-from cluster.models.registry import check_draft
 from tests.families import VOCAB
+from tests.loading import check_draft
 from tests.parity.pairs import algorithm_of, draft_of
 from tests.ranks.compare import Tally, check
 from tests.ranks.gang import Case

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cluster.config import EngineConfig
-from cluster.engine.build import assemble
+from cluster.engine.build import prepare
 from cluster.mesh import Axis, Mesh
 from cluster.models.checkpoint import Checkpoint, Span
 from tests.ranks.test_parity import config
@@ -42,7 +42,7 @@ def read_by(rank: int, tp: int, dp: int, monkeypatch: pytest.MonkeyPatch, **sett
     given = config(target, draft_folder(target), tp_size=tp, attn_dp_size=dp, **settings)
     attn = tp // dp
     mesh = Mesh(rank, Axis(rank, tp), Axis(rank % attn, attn) if attn > 1 else Axis())
-    assemble(EngineConfig.from_kwargs(given), mesh, torch.device("cpu"))
+    prepare(EngineConfig.from_kwargs(given), mesh, torch.device("cpu"))
     monkeypatch.setattr(Checkpoint, "take", true)
     return taken
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.arch.draft.sample import FILE
-from cluster.engine.record import sample_draft
+from cluster.tools.sample_draft import sample_draft
 from tests.parity.harness import tiny_pair
 from tests.ranks.gang import Case, Life, Lost
 from tests.ranks.test_parity import Gangs, config

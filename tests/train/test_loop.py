@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.train.loop import ThreadChoice, train_for
+from cluster.train.loop import Run, ThreadChoice, train_for
 from cluster.train.optimizer import Optimizers, clock_factor, orthogonalize
 
 
@@ -48,13 +48,11 @@ def test_a_finished_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
         optimizers = Optimizers([module.weight], [module.bias], matrix_lr=0.02, other_lr=0.01)
         x = torch.eye(4)
         steps, _ = train_for(
+            Run("linear", tmp_path / "linear.pt", minutes=0.003),
             module,
             optimizers,
             lambda _: (module(x) - 1).pow(2).mean(),
             lambda: "",
-            minutes=0.003,
-            checkpoint=tmp_path / "linear.pt",
-            label="linear",
         )
         return module, steps
 
@@ -75,8 +73,8 @@ def test_a_run_by_steps_takes_them_whatever_the_clock_says(tmp_path: Path) -> No
         return module.weight.sum()
 
     def train(steps: int) -> int:
-        checkpoint = tmp_path / "linear.pt"
-        return train_for(module, optimizers, loss_at, str, steps=steps, checkpoint=checkpoint, label="linear")[0]
+        run = Run("linear", tmp_path / "linear.pt", steps=steps)
+        return train_for(run, module, optimizers, loss_at, str)[0]
 
     assert train(10) == 10
     assert rates[1:] == [pytest.approx(0.02 * clock_factor(step / 10)) for step in range(9)]

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.arch.resolve import resolve_models
+from cluster.config import EngineConfig
 from cluster.train.command import run
-from cluster.train.eagle3 import load_draft
 from tests.train.test_command import parsed
 
 
@@ -31,7 +32,9 @@ def test_quick_run_writes_a_loadable_pair(tmp_path: Path, capsys: pytest.Capture
         [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
     )
     assert chat == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert load_draft(out / "draft").shape.aux_layer_ids == (0, 1, 2)
+    pair = EngineConfig(model_path=str(out / "target"), speculative_draft_model_path=str(out / "draft"))
+    draft = resolve_models(pair).draft
+    assert draft is not None and draft.aux_boundaries == (1, 2, 3)
     assert "accept_len" in (out / "README.md").read_text()
     # A second run finds its time spent and changes nothing.
     before = (out / "draft" / "model.safetensors").read_bytes()

@@ -24,6 +24,7 @@ from cluster.metrics import (
     StepStats,
     merge,
 )
+from cluster.status import EngineStatus
 
 STEP = StepStats(
     phase_seconds=dict.fromkeys(PHASES, 0.003),
@@ -41,12 +42,7 @@ STEP = StepStats(
     admitted=3,
     retracted=1,
     nonfinite=1,
-    running=8,
-    waiting=2,
-    queued_tokens=99,
-    pages_free=10,
-    pages_used=30,
-    pages_cached=40,
+    status=EngineStatus(running=8, waiting=2, queued_tokens=99, pages_free=10, pages_used=30, pages_cached=40),
 )
 
 
@@ -105,7 +101,7 @@ def test_gauges_follow_the_last_step_and_start_at_nothing() -> None:
     metrics = engine(0)
     assert series(merge([metrics.serialize()]))["aerie_running_requests", (("rank", "0"),)] == 0
     metrics.observe_step(STEP)
-    metrics.observe_step(StepStats(running=3, pages_free=80))
+    metrics.observe_step(StepStats(status=EngineStatus(running=3, pages_free=80)))
     page = series(merge([metrics.serialize()]))
     assert page["aerie_running_requests", (("rank", "0"),)] == 3
     assert page["aerie_kv_pages", (("rank", "0"), ("state", "used"))] == 0
@@ -247,8 +243,8 @@ def test_a_line_by_line_reader_sees_no_creation_times() -> None:
 
 
 def test_kv_usage_is_a_ratio_of_sums() -> None:
-    small = engine(0, StepStats(pages_free=10))
-    large = engine(0, StepStats(pages_used=20, pages_cached=10))
+    small = engine(0, StepStats(status=EngineStatus(pages_free=10)))
+    large = engine(0, StepStats(status=EngineStatus(pages_used=20, pages_cached=10)))
     page = series(merge([small.serialize(), large.serialize()]))
     assert page["vllm:kv_cache_usage_perc", (("engine", "0"),)] == 0.5
 

@@ -1,12 +1,12 @@
 """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same weights, only the tree differs.
 
 x = fc([embed | target's post-norm hidden]), one Llama layer without a norm before its attention, no final norm, the
-target's embedding and head. A config without `bias` means that fc has one. FR-Spec: a `d2t` picks rows of the head.
+target's embedding and head. A config without `bias` means that fc has one. FR-Spec: `d2t` picks rows of that head.
 """
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import draft_geometry, layer_count, merged, rope_layout, same_target, vocabulary_of
+from cluster.arch.draft.widths import draft_geometry, layer_count, rope_layout, same_target, same_width, vocabulary_of
 from cluster.arch.keys import Keys, Shapes, dtype_of
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
@@ -16,16 +16,12 @@ def read_eagle1(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     """The EAGLE-1/2 draft of this config and these shapes.
 
     Raises:
-        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
     """
-    keys = Keys(merged(outer.section("model").data, outer.data), folder)
+    keys = outer.section("model").over(outer.data)
     same_target(folder, keys, target)
     geometry = rope_layout(draft_geometry(folder, keys, shapes), facts, "neox", "Llama's half-split rope")
-    if geometry.hidden != target.hidden:
-        raise ConfigError(
-            f"draft {folder!r}: an EAGLE-1 draft has the target's width {target.hidden}, but its hidden_size is "
-            f"{geometry.hidden}"
-        )
+    same_width(folder, geometry.hidden, target)
     bias = keys.flag("eagle_fc_bias", False) if "eagle_fc_bias" in keys.data else keys.flag("bias", True)
     if bias != ("fc.bias" in shapes):
         state = "is there" if "fc.bias" in shapes else "is missing"

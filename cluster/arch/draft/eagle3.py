@@ -7,11 +7,12 @@ ids, nested geometry, `norm_before_residual`); ModelOpt's `eagle_config`; EAGLE-
 from cluster.arch.draft.facts import Facts, aux_boundaries
 from cluster.arch.draft.spec import DraftLayer, DraftSpec, HiddenNorm
 from cluster.arch.draft.widths import (
+    confirmed,
     draft_geometry,
     layer_count,
-    merged,
     rope_layout,
     same_target,
+    same_width,
     vocabulary_of,
     windows_of,
 )
@@ -25,11 +26,11 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     """The EAGLE-3 draft of this config and these shapes.
 
     Raises:
-        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
     """
     speculators = outer.data.get("speculators_model_type") is not None
     nested = outer.section("transformer_layer_config")
-    keys = Keys(merged(nested.data, outer.data), folder) if speculators else outer
+    keys = nested.over(outer.data) if speculators else outer
     eagle = outer.section("eagle_config")
     geometry = rope_layout(draft_geometry(folder, keys, shapes), facts, "neox", "Llama's half-split rope")
     use_aux = eagle.flag("use_aux_hidden_state", True)
@@ -39,10 +40,10 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
         boundaries = aux_boundaries(keys.data, target.num_layers, folder, facts, speculators)
     h = geometry.hidden
     _check_fc(folder, shapes, use_aux, h, boundaries, target)
-    concat, per_aux = "input_norm.weight" in shapes, any(name.startswith("fc_norm.") for name in shapes)
-    _confirm(folder, keys, eagle, "norm_before_fc", concat, "input_norm.weight")
-    flag = "use_aux_norm" if keys.data.get("fc_norm") is None else "fc_norm"
-    _confirm(folder, keys, eagle, flag, per_aux, "fc_norm.0.weight")
+    flag, both = "use_aux_norm" if keys.data.get("fc_norm") is None else "fc_norm", keys.over(eagle.data)
+    concat = confirmed(folder, both, "norm_before_fc", "input_norm.weight", "input_norm.weight" in shapes)
+    per_aux = any(name.startswith("fc_norm.") for name in shapes)
+    confirmed(folder, both, flag, "fc_norm.0.weight", per_aux)
     vocabulary = vocabulary_of(folder, keys, shapes, target, h)
     convention = "speculators' class default (vLLM assumes true)" if speculators else "EAGLE-3's un-normed residual"
     before_residual = facts.flag("norm_before_residual", keys, False, convention)
@@ -81,10 +82,10 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
 
 
 def later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
-    """A layer after the first, in the meaning that shape and presence tell.
+    """A layer after the first; its kind follows from the shape of its q_proj and from the tensors present.
 
-    Its q_proj reads 2 H: it takes the embedding again (DeepSpec). It reads H and has a `hidden_norm`: that is its
-    norm before attention (SGLang). Else it is an ordinary layer (ModelOpt, speculators, vLLM).
+    If q_proj reads 2 H, the layer takes the embedding again (DeepSpec). If it reads H and there is a `hidden_norm`,
+    that is the norm before attention (SGLang). Otherwise it is an ordinary layer (ModelOpt, speculators, vLLM).
     """
     name = "q_proj" if geometry.latent is None else "q_a_proj"
     query = shapes.get(f"{prefix}.self_attn.{name}.weight", ())
@@ -108,19 +109,8 @@ def _check_fc(
                 f"draft {folder!r}: fc.weight is {list(shapes['fc.weight'])} but {len(boundaries)} aux hidden states "
                 f"of {target.hidden} make it {list(made)}; correct num_aux_hidden_states or the layer ids"
             )
-    elif hidden != target.hidden:
-        raise ConfigError(
-            f"draft {folder!r}: use_aux_hidden_state is false, so it takes the target's hidden of {target.hidden} as "
-            f"it is, but its hidden_size is {hidden}"
-        )
-
-
-def _confirm(folder: str, keys: Keys, eagle: Keys, key: str, present: bool, name: str) -> None:
-    """Refuse a config that says the opposite of the tensors."""
-    given = keys if keys.data.get(key) is not None else eagle
-    if given.data.get(key) is not None and given.flag(key) != present:
-        state = "is there" if present else "is missing"
-        raise ConfigError(f"draft {folder!r}: config.json says {key} {given.data[key]} but tensor {name!r} {state}")
+    else:
+        same_width(folder, hidden, target)
 
 
 def _dialect(outer: Keys, shapes: Shapes, speculators: bool, newer: bool) -> str:

@@ -1,7 +1,7 @@
-"""The facts that a draft's tensors do not tell: each from an override, the format's convention, or the config.
+"""Facts that a draft's tensors cannot show; each comes from an override, the config, or the format's convention.
 
-Source: draft-checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM; a layer numbering one off took
-first-position acceptance from 45% to 10% (vLLM #43671).
+Source: draft-checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM; aux layers numbered one off
+lowered first-position acceptance from 45% to 10% (vLLM #43671).
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ class Facts:
         self.choices: list[Choice] = []
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
-        """The override of `fact`, or `value` as `source` has it."""
+        """The override of `fact` if there is one, else `value`, which comes from `source`; the choice is recorded."""
         if fact in self._overrides:
             value, source = self._overrides[fact], OVERRIDE
         self.choices.append(Choice(fact, value, source))
         return value
 
     def flag(self, fact: str, keys: Keys, default: bool, convention: str) -> bool:
-        """A fact that the config may state under its own name."""
+        """A true-or-false fact that the config may state under the same name, else `default`, as `convention` says."""
         given = keys.data.get(fact) is not None
         return bool(self.choose(fact, keys.flag(fact, default), "config" if given else convention))
 
@@ -38,13 +38,13 @@ class Facts:
 def aux_boundaries(
     data: Mapping[str, Any], target_layers: int, where: str, facts: Facts | None = None, speculators: bool = False
 ) -> tuple[int, ...]:
-    """Which residual-stream boundaries the draft reads.
+    """Which residual-stream boundaries the draft reads; boundary j is the stream that enters target layer j.
 
-    The count: `num_aux_hidden_states`, then the length of `eagle_config.eagle_aux_hidden_state_layer_ids`, then of the
-    top-level list (or DeepSpec's `target_layer_ids`), then 3. Numbering: a top-level list and speculators number
-    boundaries; `eagle_config` and `target_layer_ids` number the layer whose *output* is read, so boundary id + 1,
-    unless they name the layer count itself, which no output has (gpt-oss v3: SGLang #32334), or are the default
-    boundaries (Kimi: SGLang #25454). Without ids and with 3: (2, L // 2, L - 3), EAGLE-3's own choice.
+    Ids: `eagle_config.eagle_aux_hidden_state_layer_ids`, else the top-level list of that name, else DeepSpec's
+    `target_layer_ids`, else EAGLE-3's own choice (2, L // 2, L - 3); `num_aux_hidden_states` must be their count.
+    Numbering: a top-level list and speculators number boundaries. `eagle_config` and `target_layer_ids` number the
+    layer whose *output* is read, which is boundary id + 1, unless they contain L, which is no layer's number (gpt-oss
+    v3: SGLang #32334), or equal EAGLE-3's default boundaries (Kimi: SGLang #25454).
 
     Raises:
         ConfigError: ids and count disagree, or boundaries that do not ascend within the target.
@@ -64,7 +64,7 @@ def aux_boundaries(
     if speculators:
         numbering, source = "boundaries", "format speculators"
     elif numbering == "outputs" and target_layers in ids:
-        numbering, source = "boundaries", f"{target_layers} is no output of {target_layers} layers"
+        numbering, source = "boundaries", f"no layer has the number {target_layers}"
     elif numbering == "outputs" and ids == default:
         numbering, source = "boundaries", "the ids are EAGLE-3's default boundaries"
     if facts.choose("aux_numbering", numbering, source) == "outputs":
@@ -78,6 +78,6 @@ def aux_boundaries(
     if not ids or sorted(set(ids)) != ids or ids[0] < 0 or ids[-1] > target_layers:
         raise ConfigError(
             f"config.json of {where!r}: {IDS} give boundaries {ids}, which must ascend within the target's 0 to "
-            f"{target_layers}; {OVERRIDE}: {{aux_numbering: outputs or boundaries}} says how ids count"
+            f"{target_layers}; set {OVERRIDE}: {{aux_numbering: outputs or boundaries}} to say how ids are numbered"
         )
     return tuple(ids)

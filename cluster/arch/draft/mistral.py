@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import latent_geometry, rope_layout, same_target, vocabulary_of
+from cluster.arch.draft.widths import latent_geometry, rope_layout, same_target, same_width, vocabulary_of
 from cluster.arch.families.mistral_native import NAMES, NOT_SERVED, mistral_native
 from cluster.arch.keys import Keys, Shapes
 from cluster.arch.layer import LayerGeometry
@@ -36,7 +36,7 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
     """The Mistral EAGLE draft of this params.json and these shapes.
 
     Raises:
-        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
     """
     given = {key: value for key, value in params.data.items() if key not in NOT_SERVED}
     plain = mistral_native(Keys(given | {"sliding_window": None}, folder, "params.json"))
@@ -46,18 +46,15 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
     if latent != bool(asked):
         raise ConfigError(
             f"draft {folder!r}: its tensors are {'MLA' if latent else 'GQA'} attention but params.json "
-            f"{'names no latent ranks' if latent else f'has {asked}, which are of MLA'}"
+            f"{f'has none of {list(LATENT_KEYS)}' if latent else f'has {asked}, which belong to MLA'}"
         )
     geometry = _latent(params, plain) if latent else plain.layer
-    if geometry.hidden != target.hidden:
-        raise ConfigError(
-            f"draft {folder!r} does not fit the target: dim {geometry.hidden} against the target's {target.hidden}"
-        )
+    same_width(folder, geometry.hidden, target)
     geometry = rope_layout(geometry, facts, "interleaved", "Mistral's format")
     windows = params.data.get("sliding_window")
     listed = windows if isinstance(windows, list) else [windows] * plain.num_layers
     if len(listed) != plain.num_layers or any(w is not None and (type(w) is not int or w < 1) for w in listed):
-        raise ConfigError(f"params.json of {folder!r}: sliding_window must be a size, or one per layer: {windows!r}")
+        raise ConfigError(f"params.json of {folder!r}: sliding_window must be a size or one per layer, got {windows!r}")
     vocabulary = vocabulary_of(folder, Keys({}, folder, "params.json"), _common(shapes), target, geometry.hidden)
     scaling = params.section("llama_4_scaling")
     grown = None
@@ -66,7 +63,7 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
     return DraftSpec(
         kind="mistral",
         dialect="mistral-mla" if latent else "mistral",
-        layers=tuple(DraftLayer(replace(geometry, window=w), False, "input_layernorm") for w in listed),
+        layers=tuple(DraftLayer(replace(geometry, sliding_window=w), False, "input_layernorm") for w in listed),
         target_hidden=target.hidden,
         vocab_size=target.vocab_size,
         draft_vocab_size=vocabulary.size,
@@ -82,13 +79,12 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
 
 
 def _common(shapes: Shapes) -> Shapes:
-    """Shapes of embedding and head under their common names."""
     known = {"tok_embeddings.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
     return {ours: shapes[theirs] for theirs, ours in known.items() if theirs in shapes}
 
 
 def _latent(params: Keys, plain: TargetArch) -> LayerGeometry:
-    """The dense MLA layer that these params describe, read as DeepSeek's. YaRN's `apply_scale` grows the softmax."""
+    """These params' dense MLA layer, as DeepSeek's; with `apply_scale` YaRN scales the softmax, not cos and sin."""
     g, yarn = plain.layer, plain.layer.rope.yarn
     data: dict[str, Any] = {key: params.data.get(key) for key in (*LATENT_KEYS, "qk_nope_head_dim", "qk_rope_head_dim")}
     data |= {

@@ -1,8 +1,8 @@
 """MTP layers that ship inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, Qwen3-Next.
 
 x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), one full decoder layer, a norm, a head. Sources: the report
-of DeepSeek-V3 (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Layers beyond one are a draft runner list (SGLang
-#22954).
+of DeepSeek-V3 (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Several layers make a draft runner list
+(SGLang #22954).
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Literal
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target
+from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target, same_width
 from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
 from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, qwen3_next_experts
@@ -23,9 +23,10 @@ from cluster.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one producer spells an MTP layer. `prefix` holds {index}, the layer's number; `inner` its decoder layer.
+    """How one producer names an MTP layer's tensors, and its conventions, which `DraftSpec` explains.
 
-    `names` are the producer's for parts of the decoder layer.
+    `prefix` precedes all names and `inner` those of the decoder layer, {index} being the layer's number; `joined` is
+    the fc, `names` are the producer's for parts of the decoder layer.
     """
 
     dialect: str
@@ -91,7 +92,7 @@ QWEN = Format(
 
 
 def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
-    """The producer's spelling, and the numbers of the MTP layers."""
+    """The producer's format, and the numbers of the MTP layers."""
     mimo = {int(m[1]) for n in shapes if (m := re.match(r"mtp_layers\.(\d+)\.", n))}
     if mimo:
         return MIMO, sorted(mimo)
@@ -105,27 +106,24 @@ def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
 
 
 def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
-    """The MTP draft of this config and these shapes; what belongs to the target in the same checkpoint is left to it.
+    """The MTP draft of this config and these shapes; the target's tensors in the same checkpoint are ignored.
 
     Raises:
-        ConfigError: they disagree, or do not fit the target; the message gives both numbers.
+        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
     """
     same_target(folder, keys, target)
     form, numbers = format_of(shapes)
     if form is QWEN and numbers != [0]:
-        raise ConfigError(f"draft {folder!r}: 'mtp.layers' are {numbers}; one layer, 0, behind 'mtp.fc' is served")
+        raise ConfigError(f"draft {folder!r}: 'mtp.layers' are {numbers}, but only one layer, 0, is served")
     if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        raise ConfigError(f"draft {folder!r}: its MTP layers are {numbers}, which must follow each other")
+        raise ConfigError(f"draft {folder!r}: its MTP layers are {numbers}, which must be consecutive")
     given = keys.data.get("num_nextn_predict_layers")
     if given is not None and given != len(numbers):
         raise ConfigError(f"draft {folder!r}: num_nextn_predict_layers is {given} but it holds MTP layers {numbers}")
     geometry = _geometry(folder, keys, shapes, form, form.inner.format(index=numbers[0]).rstrip("."))
     if form.unit_offset:
         geometry = replace(geometry, unit_offset=True)
-    if geometry.hidden != target.hidden:
-        raise ConfigError(
-            f"draft {folder!r} does not fit the target: hidden_size {geometry.hidden} against {target.hidden}"
-        )
+    same_width(folder, geometry.hidden, target)
     at = form.prefix.format(index=numbers[0])
     own_embed = f"{at}embed_tokens.weight" in shapes
     names = (
@@ -163,11 +161,11 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
 
 
 def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str) -> LayerGeometry:
-    """The decoder layer's sizes: latent attention is DeepSeek's, grouped heads beside NextN experts are GLM's."""
+    """The decoder layer: latent attention is read as DeepSeek's, grouped heads with NextN experts as GLM's."""
     dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if form is QWEN:
-        given = {**NEXT_DEFAULTS, **{key: value for key, value in keys.data.items() if value is not None}}
-        gated = replace(draft_geometry(folder, Keys(given, folder), shapes, prefix, partial=True), gated=True)
+        given = keys.over(NEXT_DEFAULTS)
+        gated = replace(draft_geometry(folder, given, shapes, prefix, partial=True), gated=True)
         return gated if dense else replace(gated, moe=qwen3_next_experts(keys))
     if is_latent(shapes, prefix):
         return latent_geometry(keys, dense)
@@ -180,7 +178,7 @@ def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str
 
 
 def _others(form: Format, numbers: list[int]) -> tuple[str, ...]:
-    """Patterns of what belongs to the target, or to another runner."""
+    """Patterns of the target's tensors in the same checkpoint."""
     of_target = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\."]
     listed = "|".join(str(n) for n in numbers)
     if form.prefix.startswith("layers."):

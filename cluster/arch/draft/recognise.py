@@ -27,7 +27,7 @@ REFUSED_NAMES = (
     (r"^medusa", "Medusa heads (arXiv 2401.10774)"),
     (r"^hydra", "Hydra heads"),
     (r"^mlp_?speculator", "an MLP speculator"),
-    (r"^mtp(draftmodel)?$", "speculators' MTP layer, which has MiMo's names and not its order"),
+    (r"^mtp(draftmodel)?$", "speculators' MTP layer, which has MiMo's names but not its order"),
 )
 MTP = r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.|^mtp\."
 SERVED = "EAGLE-1/2, EAGLE-3 and 3.1, Mistral EAGLE, and MTP layers"
@@ -38,10 +38,10 @@ def _refuse(folder: str, what: str, by: str) -> ConfigError:
 
 
 def refuse_unserved(folder: str, data: Mapping[str, Any], shapes: Shapes) -> None:
-    """Name a known format that is not served.
+    """Refuse a known format that is not served.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the draft has such a format; the message names it.
     """
     for pattern, what in REFUSED_TENSORS:
         found = next((name for name in shapes if re.search(pattern, name)), None)
@@ -63,7 +63,7 @@ def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
     """The kind of draft that these tensors are.
 
     Raises:
-        ConfigError: a format that is not served, named where it is known.
+        ConfigError: a format that is not served; the message names it where it is known.
     """
     refuse_unserved(folder, data, shapes)
     if is_native(shapes):
@@ -79,11 +79,11 @@ def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
     whole = {"embed_tokens.weight", "norm.weight", "layers.1.self_attn.q_proj.weight"} <= shapes.keys()
     entrance = {"fc.weight", "layers.0.hidden_norm.weight"} & shapes.keys()
     if whole and not entrance and query[-1] == data.get("hidden_size"):
-        raise _refuse(folder, "a whole model, no draft", "its layers read a hidden state and nothing beside it")
+        raise _refuse(folder, "a whole model, not a draft", "its layers read a hidden state and nothing beside it")
     signs = ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight")
     return "eagle3" if any(name in shapes for name in signs) else "eagle1"
 
 
 def is_native(shapes: Shapes) -> bool:
-    """Whether these are Mistral's names for a draft's tensors."""
+    """Whether these tensors have Mistral's own names."""
     return "eagle_linear.weight" in shapes or any(name.startswith("layers.0.attention.") for name in shapes)

@@ -1,7 +1,7 @@
-"""`draft_sample.json`: what a draft gave on some tokens when it was known to be right. Loading checks it.
+"""`draft_sample.json`: a draft's output on some tokens, recorded when it was known to be right and checked on load.
 
-A draft that is read wrongly still loads and still serves; it only accepts less, by half or by a few percent. Its own
-output at one place tells every such mistake from the rounding of any dtype.
+A draft that is read wrongly still loads and serves; only fewer of its tokens are accepted, by half or by a few percent.
+Its output at one position distinguishes every such mistake from the rounding of any dtype.
 """
 
 import math
@@ -15,8 +15,9 @@ FILE = "draft_sample.json"
 
 
 class Sample(NamedTuple):
-    """`tokens` of a prompt and what the draft's extend gives at the last one: the recurrent `hidden` `[H]`, the
-    likeliest `token` in the target's numbering and its log-probability.
+    """`tokens` of a prompt, and the output of the draft's extend at the last one.
+
+    It is the recurrent `hidden` `[H]`, the likeliest `token` (a target id) and that token's log-probability.
     """
 
     tokens: tuple[int, ...]
@@ -29,7 +30,7 @@ def read_sample(folder: str, vocab_size: int, width: int) -> Sample | None:
     """The sample in a draft's folder, or None where there is none.
 
     Raises:
-        ConfigError: the file is malformed, or of another draft.
+        ConfigError: the file is malformed, or belongs to another draft.
     """
     if not (Path(folder) / FILE).is_file():
         return None

@@ -1,6 +1,6 @@
 """The one frozen `DraftSpec` of a draft: every width, layer number and convention that speculation needs.
 
-Resolved once, from tensor names and shapes first and the config second; nobody else reads those keys.
+Resolved once, from tensor names and shapes first and the config second; no other code reads those keys.
 """
 
 import re
@@ -14,7 +14,7 @@ HiddenNorm = Literal["hidden_norm", "input_layernorm", "none"]
 
 
 class Choice(NamedTuple):
-    """A fact that tensors do not tell, its value, and where that comes from."""
+    """A fact that the tensors cannot show, its value, and the source of that value."""
 
     fact: str
     value: Any
@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 class DraftLayer:
     """One layer. `pair`: its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H wide, else H.
 
-    `hidden_norm` names the norm of the hidden before attention.
+    `hidden_norm` names the norm of the hidden state before attention.
     """
 
     geometry: LayerGeometry
@@ -37,19 +37,19 @@ class DraftLayer:
 class DraftSpec:
     """A draft, resolved. Legend: H its width, Ht the target's, A what it takes from the target at extend.
 
-    `aux_boundaries[j]` is the residual stream *entering* target layer j (so `num_layers` means before the final norm);
-    `input_source` says whether those are taken, or the hidden after the target's final norm. `norm_before_fc`: one
-    RMSNorm over their concatenation; `fc_norm`: one for each. `fc` joins aux hidden states at extend (`eagle3`) or
-    embedding and hidden in every forward (the others), in `concat_order`. `recurrent`: the next level reads the
-    output before or after the final norm. `zero_first`: the embedding of position 0 counts as zeros. `query_scaling`
-    (length, beta): queries at position p grow by 1 + beta log(1 + p // length).
+    An entry j of `aux_boundaries` is the residual stream *entering* target layer j (`num_layers`: before the final
+    norm); `input_source` says whether the draft takes those, or the hidden after the target's final norm.
+    `norm_before_fc`: one RMSNorm over their concatenation; `fc_norm`: one for each. `fc` joins aux hidden states at
+    extend (`eagle3`) or embedding and hidden in every forward (the others), in `concat_order`, normed first if
+    `pair_norms`. `norm_before_residual`: the residual of a `pair` layer is the normed hidden. `recurrent`: the next
+    level reads the output before or after the final norm. `zero_first`: a runner's first row has zeros as embedding.
+    `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
 
-    `token_map`: the ids that the draft ranks, where they come from a file of their own; else all, or `vocab_map`, those
-    of the checkpoint's `d2t`.
+    The draft ranks all target ids, those of its `d2t` (`vocab_map`), or those of a separate file (`token_map`).
 
     `runners` models of these `layers` make the draft runner list; when `chained`, runner i reads the output of runner
-    i - 1, else the target's hidden. `names` turn the names that the model asks for into those of the checkpoint, in
-    order, {index} being `first_index` plus the runner's number.
+    i - 1, else the target's hidden. `names` turn the model's tensor names into the checkpoint's, applied in order,
+    {index} being `first_index` plus the runner's number.
     """
 
     kind: Kind
@@ -85,7 +85,7 @@ class DraftSpec:
 
     @property
     def algorithm(self) -> Literal["EAGLE", "EAGLE3", "NEXTN"]:
-        """The `speculative_algorithm` that is this kind's."""
+        """The value of `speculative_algorithm` for this kind of draft."""
         if self.kind == "eagle3":
             return "EAGLE3"
         return "NEXTN" if self.kind == "mtp" else "EAGLE"
@@ -107,7 +107,7 @@ class DraftSpec:
 
     @property
     def use_aux_hidden_state(self) -> bool:
-        """Whether the target captures boundaries for this draft."""
+        """Whether the target captures aux hidden states for this draft."""
         return self.input_source == "aux"
 
     @property
@@ -121,7 +121,7 @@ class DraftSpec:
         return self.num_aux * self.target_hidden
 
     def stored_name(self, name: str, runner: int = 0) -> str:
-        """What the checkpoint calls `name` of a runner."""
+        """What the checkpoint calls the tensor `name` of runner `runner`."""
         for pattern, replacement in self.names:
             name = re.sub(pattern, replacement.replace("{index}", str(self.first_index + runner)), name)
         return name
@@ -134,7 +134,7 @@ class DraftSpec:
         return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({others})\.")
 
     def described(self) -> dict[str, Any]:
-        """What was resolved, and the facts that tensors do not tell with their source; JSON-ready."""
+        """What was resolved, and the source of each fact that tensors cannot show; JSON-ready."""
         return {
             "kind": self.kind,
             "dialect": self.dialect,

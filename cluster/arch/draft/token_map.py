@@ -7,7 +7,7 @@ import json
 import struct
 from pathlib import Path
 
-from cluster.arch.header import read_header
+from cluster.arch.safetensors.header import read_header
 from cluster.config import ConfigError
 
 SETTING = "speculative_token_map"
@@ -24,13 +24,13 @@ def read_token_map(file: str, vocab_size: int) -> tuple[int, ...]:
     """
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"{SETTING}: {file!r} is no file")
+        raise ConfigError(f"{SETTING}: {file!r} is not a file")
     if path.stat().st_size > LARGEST:
-        raise ConfigError(f"{SETTING}: {file!r} is larger than {LARGEST} bytes, so it is no list of token ids")
+        raise ConfigError(f"{SETTING}: {file!r} is larger than {LARGEST} bytes, so it is not a list of token ids")
     ids = _from_json(path) if path.suffix == ".json" else _from_tensor(path)
     wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
     if wrong is not None:
-        raise ConfigError(f"{SETTING}: {file!r} holds {wrong}, which is no id of the target's {vocab_size}")
+        raise ConfigError(f"{SETTING}: {file!r} holds {wrong}, which is not an id of the target's {vocab_size}")
     if not ids or len(set(ids)) != len(ids):
         raise ConfigError(f"{SETTING}: {file!r} must hold each id once, and at least one; it holds {len(ids)}")
     return tuple(sorted(ids))

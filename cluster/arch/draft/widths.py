@@ -1,23 +1,22 @@
-"""Sizes of a draft's layers and vocabulary, read from shapes and config together and held against each other."""
+"""Sizes of a draft's layers and vocabulary, read from shapes and config, which must agree."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.keys import Keys, Shapes
-from cluster.arch.layer import LayerGeometry, geometry_of, sliding, windowed
+from cluster.arch.layer import LayerGeometry, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
 def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
-    """How many `layers.i` there are, which the config must confirm.
+    """How many layers the config says that there are, 1 by default; the tensors must not hold more.
 
     Raises:
-        ConfigError: naming both numbers.
+        ConfigError: a tensor belongs to a later layer; the message names it.
     """
     numbers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
     count = keys.integer("num_hidden_layers", 1)
@@ -30,12 +29,12 @@ def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
 def draft_geometry(
     folder: str, keys: Keys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
 ) -> LayerGeometry:
-    """One layer's sizes: heads from the config, head_dim from `q_proj` where the config has none, biases by presence.
+    """One layer's sizes: heads from the config, head_dim from `q_proj` where the config has none, biases from tensors.
 
-    `partial`: the format may rotate a part of each head.
+    `partial`: the format may rotate only a part of each head.
 
     Raises:
-        ConfigError: a bias that the config denies.
+        ConfigError: config and tensors disagree on a bias.
     """
     if is_latent(shapes, prefix):
         return latent_geometry(keys)
@@ -46,18 +45,18 @@ def draft_geometry(
     heads = data.get("num_attention_heads")
     if data.get("head_dim") is None and query and isinstance(heads, int) and heads > 0 and query[0] % heads == 0:
         data["head_dim"] = query[0] // heads
-    geometry = geometry_of(Keys(data, keys.where), partial=partial)
+    out, mlp = f"{prefix}.self_attn.o_proj.bias", f"{prefix}.mlp.up_proj.bias"
     return replace(
-        geometry,
+        geometry_of(Keys(data, keys.where), partial=partial),
         attention_bias=f"{prefix}.self_attn.q_proj.bias" in shapes,
-        out_bias=_bias(folder, keys, shapes, "attention_bias", f"{prefix}.self_attn.o_proj.bias"),
+        out_bias=confirmed(folder, keys, "attention_bias", out, out in shapes),
         qk_norm=any(f"{prefix}.self_attn.{part}_norm.weight" in shapes for part in "qk"),
-        mlp_bias=_bias(folder, keys, shapes, "mlp_bias", f"{prefix}.mlp.up_proj.bias"),
+        mlp_bias=confirmed(folder, keys, "mlp_bias", mlp, mlp in shapes),
     )
 
 
 def is_latent(shapes: Shapes, prefix: str) -> bool:
-    """Whether the layer's attention is latent, by any of its tensors."""
+    """Whether the layer holds any tensor that only latent attention has."""
     return any(
         f"{prefix}.self_attn.{part}.weight" in shapes for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
     )
@@ -70,27 +69,31 @@ def latent_geometry(keys: Keys, dense: bool = True) -> LayerGeometry:
 
 
 def windows_of(keys: Keys, geometry: LayerGeometry, count: int) -> tuple[LayerGeometry, ...]:
-    """Every layer's geometry: `layer_types` says which look through `sliding_window`; without it, all that do or none.
+    """Every layer's geometry: `layer_types` says which have the `sliding_window`; without that list, all or none do.
 
-    Qwen's configs carry a `sliding_window` that `use_sliding_window` false switches off.
+    Qwen's configs carry a `sliding_window` that applies only with `use_sliding_window` true.
     """
     if keys.data.get("sliding_window") is None:
         return (geometry,) * count
     off = str(keys.data.get("model_type")).startswith("qwen")
     used = keys.flag("use_sliding_window", not off)
-    return windowed(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
+    return with_sliding_window(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
 
 
 def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: str) -> LayerGeometry:
-    """The layer with its rotary pairs as the checkpoint has them; latent attention always has neighbours."""
+    """The layer with its checkpoint's rotary layout; that of latent attention is always neighbouring pairs."""
     if geometry.latent is not None:
         return geometry
     layout = facts.choose("rope_layout", convention, source)
     return replace(geometry, interleaved=layout == "interleaved")
 
 
-def _bias(folder: str, keys: Keys, shapes: Shapes, key: str, name: str) -> bool:
-    present = name in shapes
+def confirmed(folder: str, keys: Keys, key: str, name: str, present: bool) -> bool:
+    """Whether tensor `name` is there (`present`), which a flag `key` of the config may not deny.
+
+    Raises:
+        ConfigError: the config says the opposite.
+    """
     if keys.data.get(key) is not None and keys.flag(key) != present:
         state = "is there" if present else "is missing"
         raise ConfigError(f"draft {folder!r}: config.json says {key} {keys.data[key]} but tensor {name!r} {state}")
@@ -114,7 +117,7 @@ def vocabulary_of(
     `mapped`: a `d2t` may pick rows of the target's head; else a draft with a `d2t` has a head of its own.
 
     Raises:
-        ConfigError: sizes disagree, or there is nothing that could be shared.
+        ConfigError: sizes disagree, or the target's embedding or head, which the draft needs, does not fit.
     """
     own_embed, own_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     size = keys.integer("draft_vocab_size", target.vocab_size)
@@ -143,11 +146,23 @@ def vocabulary_of(
     return Vocabulary("own" if own_embed else "target", head, size, "d2t" in shapes)
 
 
+def same_width(folder: str, hidden: int, target: TargetArch) -> None:
+    """Refuse a draft whose layers are not as wide as the target's.
+
+    Raises:
+        ConfigError: giving both widths.
+    """
+    if hidden != target.hidden:
+        raise ConfigError(
+            f"draft {folder!r} does not fit the target: its width is {hidden}, the target's {target.hidden}"
+        )
+
+
 def same_target(folder: str, keys: Keys, target: TargetArch) -> None:
     """Refuse a draft that was made for a target of other widths.
 
     Raises:
-        ConfigError: naming both numbers.
+        ConfigError: the widths differ; the message gives both.
     """
     given = keys.integer("target_hidden_size", target.hidden)
     if given != target.hidden:
@@ -159,8 +174,3 @@ def same_target(folder: str, keys: Keys, target: TargetArch) -> None:
             f"draft {folder!r} does not fit the target: vocab_size {keys.data['vocab_size']} against "
             f"{target.vocab_size}"
         )
-
-
-def merged(nested: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested geometry with what only the outer config says."""
-    return {**outer, **{key: value for key, value in nested.items() if value is not None}}

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, experts chosen by groups under a sigmoid, and one that every token takes."""
+"""DeepSeek-V3: latent attention, experts chosen by groups with sigmoid scores, and one that every token takes."""
 
 from dataclasses import replace
 
@@ -48,10 +48,10 @@ def deepseek_v3(keys: Keys) -> TargetArch:
 
 
 def grouped_experts(keys: Keys) -> Moe:
-    """Experts chosen by groups under a sigmoid with a correction, beside shared ones that every token takes.
+    """Experts chosen by groups with sigmoid scores and a correction bias, and shared ones that every token takes.
 
     Raises:
-        ConfigError: the experts do not fall into the groups.
+        ConfigError: the experts cannot be divided into the groups, or too many groups are chosen.
     """
     width = keys.integer("moe_intermediate_size", 2048)
     moe = Moe(
@@ -68,7 +68,7 @@ def grouped_experts(keys: Keys) -> Moe:
     )
     if moe.experts % moe.groups or moe.top_groups > moe.groups:
         raise ConfigError(
-            f"{keys.file} of {keys.where!r}: {moe.experts} experts do not fall into n_group {moe.groups} groups of "
-            f"which topk_group {moe.top_groups} are chosen"
+            f"{keys.file} of {keys.where!r}: {moe.experts} experts cannot be split into n_group {moe.groups} groups, "
+            f"of which topk_group {moe.top_groups} are chosen"
         )
     return moe

@@ -1,4 +1,4 @@
-"""Gemma-3, its text: norms of 1 + weight around both blocks, local and global layers with a rope each."""
+"""Gemma-3's language model: norms of 1 + weight before and after both blocks; local and global layers."""
 
 from dataclasses import replace
 
@@ -21,9 +21,7 @@ def gemma3(keys: Keys) -> TargetArch:
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if keys.data.get(key):
             raise ConfigError(f"{keys.file} of {keys.where!r}: {key} {keys.data[key]!r} is not served")
-    defaults = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
-    data = defaults | {key: value for key, value in keys.data.items() if value is not None}
-    full = Keys(data, keys.where, keys.file)
+    full = keys.over({"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208})
     every = keys.integer("sliding_window_pattern", 6)
     which = sliding(keys, count, [(i + 1) % every != 0 for i in range(count)])
     layer = replace(
@@ -34,7 +32,7 @@ def gemma3(keys: Keys) -> TargetArch:
         unit_offset=True,
         sandwich=True,
     )
-    local = replace(layer, rope=_local_rope(full), window=keys.integer("sliding_window", 4096))
+    local = replace(layer, rope=_local_rope(full), sliding_window=keys.integer("sliding_window", 4096))
     cap = keys.data.get("final_logit_softcapping")
     return target_of(
         full,
@@ -49,7 +47,7 @@ def gemma3(keys: Keys) -> TargetArch:
 
 
 def _local_rope(keys: Keys) -> Rope:
-    """The rope of local layers: listed by type, or `rope_local_base_freq` without scaling."""
+    """The rope of local layers: as `rope_parameters` lists it, else `rope_local_base_freq` without scaling."""
     if "sliding_attention" in keys.section("rope_parameters").data:
         return rope_of(keys, 10000.0, "sliding_attention")
     return Rope(keys.number("rope_local_base_freq", 10000.0))

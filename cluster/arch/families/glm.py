@@ -1,4 +1,4 @@
-"""GLM-4-MoE (GLM-4.5, 4.6): grouped heads of which a part is rotated, and DeepSeek's choice of experts."""
+"""GLM-4-MoE (GLM-4.5, 4.6): grouped-query attention with partly rotated heads, and DeepSeek's experts."""
 
 from dataclasses import replace
 
@@ -17,13 +17,12 @@ DEFAULTS = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-"""What a config means where it says nothing."""
+"""Defaults of keys that a config leaves out."""
 
 
 def glm4_moe(given: Keys) -> TargetArch:
-    """`Glm4MoeForCausalLM`: q, k and v may have biases, the output never. Layers beyond the last are MTP drafts."""
-    data = DEFAULTS | {key: value for key, value in given.data.items() if value is not None}
-    keys = Keys(data, given.where, given.file)
+    """`Glm4MoeForCausalLM`: q, k and v may have biases, the output never; further layers are MTP drafts."""
+    keys = given.over(DEFAULTS)
     count = keys.integer("num_hidden_layers")
     dense = replace(geometry_of(keys, partial=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))
     sparse = replace(dense, moe=grouped_experts(keys))
@@ -31,7 +30,7 @@ def glm4_moe(given: Keys) -> TargetArch:
     return target_of(
         keys,
         "Glm4MoeForCausalLM",
-        tuple(dense if i < data["first_k_dense_replace"] else sparse for i in range(count)),
+        tuple(dense if i < keys.data["first_k_dense_replace"] else sparse for i in range(count)),
         names=NAMES,
         ignored=tuple(rf"^layers\.{count + i}\." for i in range(drafts)),
     )

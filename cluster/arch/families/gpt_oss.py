@@ -1,17 +1,16 @@
-"""gpt-oss: attention sinks, every other layer windowed, YaRN, biases, and experts in one tensor, bf16 or MXFP4."""
+"""gpt-oss: attention sinks, sliding windows in every other layer, YaRN, biases, stacked experts in bf16 or MXFP4."""
 
 from dataclasses import replace
 
 from cluster.arch.keys import Keys
-from cluster.arch.layer import Moe, geometry_of, sliding, windowed
+from cluster.arch.layer import Moe, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 
 
 def gpt_oss(keys: Keys) -> TargetArch:
     """`GptOssForCausalLM`."""
     count = keys.integer("num_hidden_layers")
-    data = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5}
-    data |= {key: value for key, value in keys.data.items() if value is not None}
+    full = keys.over({"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5})
     width = keys.integer("intermediate_size")
     moe = Moe(
         experts=keys.integer("num_local_experts", keys.integer("num_experts", 128)),
@@ -21,7 +20,7 @@ def gpt_oss(keys: Keys) -> TargetArch:
         stacked=True,
         clamp=(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)),
     )
-    layer = replace(geometry_of(Keys(data, keys.where, keys.file), theta=150000.0), sinks=True, moe=moe)
+    layer = replace(geometry_of(full, theta=150000.0), sinks=True, moe=moe)
     which = sliding(keys, count, [i % 2 == 0 for i in range(count)])
-    layers = windowed(layer, keys.integer("sliding_window", 128), which)
+    layers = with_sliding_window(layer, keys.integer("sliding_window", 128), which)
     return target_of(keys, "GptOssForCausalLM", layers)

@@ -1,7 +1,7 @@
-"""Llama 2 and 3.x, and Mistral, which adds one window to all layers."""
+"""Llama 2 and 3.x, and Mistral, which adds one sliding window for all layers."""
 
 from cluster.arch.keys import Keys
-from cluster.arch.layer import geometry_of, windowed
+from cluster.arch.layer import geometry_of, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 
 
@@ -12,10 +12,10 @@ def llama(keys: Keys) -> TargetArch:
 
 
 def mistral(keys: Keys) -> TargetArch:
-    """`MistralForCausalLM`: a window in every layer, 4096 where the config does not say, none where it says null."""
+    """`MistralForCausalLM`: a sliding window in every layer, 4096 if the config lacks the key, none if it is null."""
     count = keys.integer("num_hidden_layers")
     window = None
     if keys.data.get("sliding_window", 4096) is not None:
         window = keys.integer("sliding_window", 4096)
-    layers = windowed(geometry_of(keys), window, [window is not None] * count)
+    layers = with_sliding_window(geometry_of(keys), window, [window is not None] * count)
     return target_of(keys, "MistralForCausalLM", layers)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.arch.keys import Keys
-from cluster.arch.layer import geometry_of, windowed
+from cluster.arch.layer import geometry_of, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
@@ -35,7 +35,7 @@ END_OF_TEXT = 2
 
 
 def mistral_native(params: Keys) -> TargetArch:
-    """A dense Mistral. What params.json does not say: end of text is token 2, 128,000 positions.
+    """A dense Mistral; params.json never names the end token, which is 2, and 128,000 positions are its default.
 
     Raises:
         ConfigError: it holds experts, latent attention, position-dependent scales or a vision tower.
@@ -63,5 +63,5 @@ def mistral_native(params: Keys) -> TargetArch:
     count = keys.integer("num_hidden_layers")
     layer = replace(geometry_of(keys), interleaved=True)
     longest = params.integer("max_position_embeddings", params.integer("max_seq_len", 128000))
-    layers = windowed(layer, window, [window is not None] * count)
+    layers = with_sliding_window(layer, window, [window is not None] * count)
     return target_of(keys, "Mistral (native)", layers, names=NAMES, max_position=longest)

@@ -23,6 +23,6 @@ def mixtral(keys: Keys) -> TargetArch:
     )
     layer = replace(geometry_of(keys, theta=1e6), moe=moe)
     if keys.data.get("sliding_window") is not None:
-        layer = replace(layer, window=keys.integer("sliding_window"))
+        layer = replace(layer, sliding_window=keys.integer("sliding_window"))
     layers = (layer,) * keys.integer("num_hidden_layers")
     return target_of(keys, "MixtralForCausalLM", layers, names=NAMES)

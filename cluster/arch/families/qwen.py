@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cluster.arch.keys import Keys
-from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, windowed
+from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
@@ -16,17 +16,14 @@ def qwen2(keys: Keys) -> TargetArch:
 
 def qwen3(keys: Keys) -> TargetArch:
     """`Qwen3ForCausalLM`; heads of 128 where the config does not say."""
-    data = {"head_dim": 128} | {key: value for key, value in keys.data.items() if value is not None}
-    layer = replace(geometry_of(Keys(data, keys.where, keys.file)), qk_norm=True)
+    layer = replace(geometry_of(keys.over({"head_dim": 128})), qk_norm=True)
     return target_of(keys, "Qwen3ForCausalLM", _windows(keys, layer))
 
 
 def qwen3_moe(keys: Keys) -> TargetArch:
     """`Qwen3MoeForCausalLM`: layers of `mlp_only_layers`, and those between sparse steps, are dense."""
     count, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
-    dense = replace(geometry_of(keys), qk_norm=True)
-    if keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None:
-        dense = replace(dense, window=keys.integer("sliding_window", 4096))
+    dense = replace(geometry_of(keys), qk_norm=True, sliding_window=_window(keys))
     moe = Moe(
         experts=keys.integer("num_experts", keys.integer("num_local_experts", 128)),
         active=keys.integer("num_experts_per_tok", 8),
@@ -41,7 +38,7 @@ def qwen3_moe(keys: Keys) -> TargetArch:
 
 
 NEXT_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
-"""What Qwen3-Next's configs mean where they say nothing."""
+"""Qwen3-Next's defaults of keys that a config leaves out."""
 NEXT_NAMES = (
     (r"\.mlp\.router\.", ".mlp.gate."),
     (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
@@ -50,10 +47,10 @@ NEXT_NAMES = (
 
 
 def qwen3_next_experts(keys: Keys) -> Moe:
-    """Qwen3-Next's experts: softmax over all, and one that every token takes behind a gate of its own."""
+    """Qwen3-Next's experts: softmax over all, and one with a gate of its own that every token takes."""
     experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
     if active > experts:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: num_experts_per_tok {active} of {experts} experts")
+        raise ConfigError(f"{keys.file} of {keys.where!r}: num_experts_per_tok {active} exceeds the {experts} experts")
     return Moe(
         experts=experts,
         active=active,
@@ -64,12 +61,16 @@ def qwen3_next_experts(keys: Keys) -> Moe:
     )
 
 
+def _window(keys: Keys) -> int | None:
+    """The sliding window, which applies only with `use_sliding_window`."""
+    used = keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None
+    return keys.integer("sliding_window", 4096) if used else None
+
+
 def _windows(keys: Keys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
-    """With `use_sliding_window`, layers from `max_window_layers` on look through the window."""
-    count, window = keys.integer("num_hidden_layers"), None
-    if keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None:
-        window = keys.integer("sliding_window", 4096)
+    """With `use_sliding_window`, layers from `max_window_layers` on have the sliding window."""
+    count, window = keys.integer("num_hidden_layers"), _window(keys)
     first = keys.data.get("max_window_layers", 28)
     default = [window is not None and i >= first for i in range(count)]
     which = sliding(keys, count, default)
-    return windowed(layer, window, [small and window is not None for small in which])
+    return with_sliding_window(layer, window, [small and window is not None for small in which])

@@ -1,4 +1,4 @@
-"""LLaVA-style wrappers: a vision tower and a projector around one of our language models, served for text."""
+"""LLaVA-style wrappers: a vision tower and a projector around a known language model; only text is served."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -14,6 +14,8 @@ from cluster.actors.messages import Overloaded
 from cluster.config import EngineConfig
 from cluster.request import Request, SamplingParams
 
+PLENTY = 1 << 24  # tokens of KV: slots run out first
+
 
 def config(**settings: Any) -> EngineConfig:
     return EngineConfig.model_validate(
@@ -40,7 +42,7 @@ class Simulation:
     def run(self, arrivals: list[tuple[float, int, int]], until: float) -> None:
         """`arrivals` are (time, max_tokens, tokens that it really takes)."""
         admission = Admission(self.settings, clock=lambda: self.now)
-        admission.started(None)
+        admission.started(PLENTY)
         coming = [(at, number, most, length) for number, (at, most, length) in enumerate(arrivals)]
         heapq.heapify(coming)
         waiting: list[tuple[str, float, int]] = []
@@ -137,7 +139,7 @@ class Hand:
 def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
     """An admission whose slots are taken by requests of 100 tokens that get 10 tokens a second each."""
     admission = Admission(config(**settings), clock)
-    admission.started(None)
+    admission.started(PLENTY)
     for i in range(count):
         admission.entered(request(f"r{i}"))
     for _ in range(10):
@@ -149,7 +151,7 @@ def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
 
 def test_requests_in_the_queue_are_counted() -> None:
     admission = Admission(config(max_queued_requests=5), Hand())
-    admission.started(None)
+    admission.started(PLENTY)
     for i in range(5):
         admission.check(request(f"r{i}"))
         admission.entered(request(f"r{i}"))
@@ -162,7 +164,7 @@ def test_before_anything_was_measured_as_many_wait_as_a_slow_server_would_serve_
     bound_s: float, taken: int
 ) -> None:
     admission = Admission(config(max_queue_wait_s=bound_s), Hand())  # 8 slots
-    admission.started(None)
+    admission.started(PLENTY)
     for i in range(200):
         if admission.full() is not None:
             assert i == taken
@@ -194,7 +196,7 @@ def test_tokens_of_the_queue_are_bounded() -> None:
 def test_long_prompts_before_one_count_while_slots_are_free() -> None:
     clock = Hand()
     admission = Admission(config(max_queue_wait_s=5.0, max_queued_tokens=10**6), clock)
-    admission.started(None)
+    admission.started(PLENTY)
     admission.entered(request("first", prompt=1000))
     clock.now += 1.0
     admission.progressed("first", 1)  # a thousand prompt tokens a second
@@ -212,7 +214,7 @@ def test_long_prompts_before_one_count_while_slots_are_free() -> None:
 def test_the_time_from_a_slot_to_the_first_token_counts() -> None:
     clock = Hand()
     admission = Admission(config(max_running_requests=1, max_queue_wait_s=60.0), clock)
-    admission.started(None)
+    admission.started(PLENTY)
     admission.entered(request("r0", max_tokens=50))
     clock.now += 4.0  # its prompt
     for _ in range(10):
@@ -252,14 +254,14 @@ def test_a_gang_that_is_down_says_nothing_of_time() -> None:
     admission.stopped()
     clock.now += 100.0
     assert admission.full() is None
-    admission.started(None)
+    admission.started(PLENTY)
     assert admission.wait_s() == pytest.approx(9.0, rel=0.2)  # the 100 s do not count
 
 
 def test_an_outage_is_no_time_to_a_first_token() -> None:
     clock = Hand()
     admission = Admission(config(max_running_requests=64), clock)
-    admission.started(None)
+    admission.started(PLENTY)
     for i in range(32):
         admission.entered(request(f"r{i}"))
     clock.now += 0.5
@@ -267,7 +269,7 @@ def test_an_outage_is_no_time_to_a_first_token() -> None:
     for i in range(32, 64):
         admission.entered(request(f"r{i}"))
     clock.now += 40.0
-    admission.started(None)
+    admission.started(PLENTY)
     clock.now += 0.5
     for _ in range(50):
         for i in range(64):

@@ -12,6 +12,7 @@ from cluster.kv.radix import RadixTree
 from cluster.request import Request, SamplingParams
 
 PAGE = 4
+PLENTY = 1 << 24  # pages: no text of these tests fills them
 
 
 def request(name: str, tokens: int = 8, first: int = 0, most: int = 64, **more: object) -> Request:
@@ -109,10 +110,11 @@ def test_a_low_accept_length_is_more_load() -> None:
 
 def test_a_newcomer_is_expected_to_accept_like_the_gang() -> None:
     plain, told = Balancer("expected_load", 2, PAGE), Balancer("expected_load", 2, PAGE)
-    told.observe(0, {"accept_length": 3.0})
-    told.observe(1, {"accept_length": 0.0, "steps": 0})  # has not stepped
+    told.choose(request("earlier", 8, 500, most=300), 300.0)
+    told.progressed("earlier", 3, 1)
+    told.ended("earlier")
     for balancer in (plain, told):
-        balancer.choose(request("a", 8, most=300), 300.0)
+        balancer.choose(request("a", 8, most=300, routed_dp_rank=0), 300.0)
     assert sum(plain.load(0).work) == pytest.approx(3 * sum(told.load(0).work), rel=0.01)
 
 
@@ -178,7 +180,7 @@ def test_a_restart_empties_the_caches_and_queues_what_is_open() -> None:
     balancer.choose(request("a", 41, routed_dp_rank=0), 8.0)
     balancer.started("a")
     balancer.progressed("a", 5, 2)
-    balancer.restarted()
+    balancer.restarted(PLENTY)
     assert [balancer.load(rank).pages for rank in range(2)] == [0, 0]
     assert balancer.load(0).queued_tokens == 41
     moved = replace(request("a", 46, routed_dp_rank=1), resumed_tokens=5)
@@ -246,7 +248,7 @@ def test_random_histories_keep_the_books(policy: str, seed: int) -> None:
             stem = tuple(range(100 * draw.randrange(3), 100 * draw.randrange(3) + draw.randrange(1, 40)))
             choose(f"r{at}", (*stem, *draw.choices(range(5), k=draw.randrange(1, 12))))
         elif event == "restart":
-            balancer.restarted()
+            balancer.restarted(PLENTY)
             for one in known.values():
                 one.queued = len(one.ids)
             held = [set(), set(), set()]
@@ -281,7 +283,7 @@ def test_random_histories_keep_the_books(policy: str, seed: int) -> None:
     assert len(known) > 3
     for name in list(known):
         balancer.ended(name)
-    balancer.restarted()
+    balancer.restarted(PLENTY)
     assert [balancer.load(rank) for rank in range(3)] == [RankLoad()] * 3
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from cluster.actors.gang import Gang
-from cluster.actors.life import GangError, GangSpec, Life
+from cluster.actors.life import GangSpec, GangStartError, Life
 from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig
 from cluster.kv.budget import Capacity, page_count
+from tests.info import rank_info
 
 
 def life() -> Life:
@@ -61,12 +62,12 @@ def test_while_one_rank_does_something_the_others_may_take_their_time() -> None:
 
 
 def test_where_no_rank_does_anything_the_load_is_given_up() -> None:
-    with pytest.raises(GangError, match="rank 0, 1 did not load: no rank has done anything for"):
+    with pytest.raises(GangStartError, match="rank 0, 1 did not load: no rank has done anything for"):
         load(life(), never, never, time_s=30, still_s=0.5)
 
 
 def test_progress_does_not_lengthen_the_time_that_there_is() -> None:
-    with pytest.raises(GangError, match=r"rank 1 did not load within \d+ s"):
+    with pytest.raises(GangStartError, match=r"rank 1 did not load within \d+ s"):
         load(life(), soon, never, time_s=2.0, still_s=0.5, progress=True)
 
 
@@ -96,7 +97,7 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
             begun.append(spec)
             size = spec.config.max_total_tokens
             by = "max_total_tokens" if size else f"mem_fraction_static {spec.config.mem_fraction_static}"
-            self.infos = [{"kv_tokens": size or 4096, "kv_sized_by": by} for _ in range(2)]
+            self.infos = [rank_info(kv_tokens=size or 4096, kv_sized_by=by) for _ in range(2)]
 
         async def begin(self, timeout_s: float, still_s: float) -> None: ...
 
@@ -110,4 +111,4 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
     for spec in begun[1:]:
         assert EngineConfig.model_validate(spec.config.model_dump()) == spec.config, "one size, not two"
         assert page_count(spec.config, Capacity(4096, ""), 5) * 16 == spec.config.max_total_tokens == 4096
-    assert [info["kv_sized_by"] for info in gang.infos] == ["mem_fraction_static 0.5"] * 2
+    assert [info.kv_sized_by for info in gang.infos] == ["mem_fraction_static 0.5"] * 2

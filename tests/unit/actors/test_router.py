@@ -13,6 +13,8 @@ from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, SamplingParams
+from cluster.status import RankInfo
+from tests.info import rank_info
 
 LOSS = Loss(0, "died", 7, "target", "the process died", 0, 0.0, 0.1)
 Said = asyncio.Queue[Any]
@@ -53,13 +55,13 @@ class Gang:
     def __init__(self) -> None:
         config = EngineConfig(model_path="m", page_size=4)
         self.spec = GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand")
-        self.infos: list[dict[str, Any]] = []
+        self.infos: list[RankInfo] = []
         self.start_s, self.lost = 12.3, ""
         self.taking: Callable[[Commands], None] = lambda commands: None
         self.life: Any = None
 
     def begin(self) -> Life:
-        self.infos = [{"kv_pages": 30}]
+        self.infos = [rank_info(page_size=4, kv_pages=30)]
         self.life = Life(self.spec, self.taking)
         return self.life
 

@@ -1,12 +1,10 @@
 """How a stream remembers what it was sent, and in which order streams come back."""
 
-import random
-
 import pytest
 
 from cluster.actors.messages import Loss
-from cluster.actors.streams import RESUMES, Recovery, Stream, with_seed
-from cluster.request import Request, RequestOutput, SamplingParams, SpeculationCounts
+from cluster.actors.streams import RESUMES, Recovery, Stream
+from cluster.request import Request, RequestOutput, SamplingParams, Seeds, SpeculationCounts
 
 LOSS = Loss(1, "died", 7, "target", "the process died", 0, 0.0, 0.1)
 
@@ -237,6 +235,6 @@ def test_a_token_wipes_the_slate_clean() -> None:
 
 def test_every_request_has_a_seed_and_keeps_its_own() -> None:
     own = Request("a", (1,), SamplingParams(seed=5))
-    assert with_seed(own, random.Random(0)) is own
-    given = [with_seed(Request("a", (1,)), random.Random(3)).params.seed for _ in range(2)]
+    assert Seeds(0).fill(own) is own
+    given = [Seeds(3).fill(Request("a", (1,))).params.seed for _ in range(2)]
     assert given[0] is not None and given[0] == given[1]

@@ -124,7 +124,7 @@ def test_where_all_wait_for_each_other_the_one_furthest_behind_is_blamed(age: fl
     signs = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs(beat(1, 11, "draft", age_s=age, waits=True))]
     verdict = judge(signs, LIMIT)
     assert verdict is not None and (verdict.rank, verdict.phase, verdict.final) == (1, "draft", final)
-    assert "all ranks wait" in verdict.reason
+    assert "all ranks have waited" in verdict.reason
     asleep = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs(beat(1, 12, age_s=age, busy=False))]
     verdict = judge(asleep, LIMIT)
     assert verdict is not None and verdict.rank == 1
@@ -139,7 +139,7 @@ def test_computing_without_an_end_is_frozen_after_a_hundred_limits(unmarked: flo
     )
     assert (verdict is not None) is frozen
     if verdict is not None:
-        assert (verdict.rank, verdict.final) == (0, True) and "without an end" in verdict.reason
+        assert (verdict.rank, verdict.final) == (0, True) and "stuck in one part of the step" in verdict.reason
 
 
 def test_a_verdict_names_rank_step_and_phase() -> None:

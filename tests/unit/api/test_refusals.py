@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from cluster.actors.messages import Overloaded
-from cluster.api.errors import overloaded
+from cluster.api.openai.errors import overloaded
 from cluster.api.proxy import JsonErrors, WholeRequests
 from cluster.api.refusals import FULL, REPEATED, Refusals, TellsProxy, held_s
 

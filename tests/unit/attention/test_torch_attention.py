@@ -36,7 +36,7 @@ def test_rows_see_their_committed_tokens_and_their_own_ancestors(heads: int, kv_
     committed = torch.tensor([5, 0, 9, 1])
     rows, q, window = torch.tensor([2, 0, 4, 3]), 3, 6
     table = scattered(6, 20, 200)
-    pool = KVPool(2, 200, kv_heads, D, torch.float64, CPU)
+    pool = KVPool(2, 200, (2, kv_heads, D), torch.float64, CPU)
     pool.kv.normal_()
     before = pool.kv.clone()
     visible = torch.ones(4, q, q).tril().bool() if seen == "causal" else torch.rand(4, q, q) < 0.5
@@ -44,7 +44,7 @@ def test_rows_see_their_committed_tokens_and_their_own_ancestors(heads: int, kv_
     reach = reach_of(table, rows, committed, int(committed.max()), window, torch.float64)
     bias = causal_bias(q, torch.float64, CPU) if seen == "causal" else bias_of(visible, torch.float64)
     write = reach.window[:, :q].reshape(-1)
-    attention = TorchAttention(pool, heads, kv_heads, D)
+    attention = TorchAttention(pool, heads)
     attention.bind(AttentionPlan.of(write, window_group(reach, bias, slice(0, 4 * q))))
     queries = torch.randn(4 * q, heads, D, dtype=torch.float64)
     new = torch.randn(4 * q, 2, kv_heads, D, dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_groups_of_unequal_length_are_padded_and_unpadded() -> None:
     """Two requests of 2 and 4 rows in one group, after a group of one row."""
     torch.manual_seed(0)
     table = scattered(3, 12, 60)
-    pool = KVPool(1, 60, 2, D, torch.float64, CPU)
+    pool = KVPool(1, 60, (2, 2, D), torch.float64, CPU)
     pool.kv.normal_()
     before = pool.kv.clone()
     starts, lengths = torch.tensor([3, 0]), [2, 4]
@@ -79,7 +79,7 @@ def test_groups_of_unequal_length_are_padded_and_unpadded() -> None:
         window_group(first, causal_bias(1, torch.float64, CPU), slice(0, 1)),
         window_group(padded, causal_bias(4, torch.float64, CPU), rows, back),
     )
-    attention = TorchAttention(pool, 4, 2, D)
+    attention = TorchAttention(pool, 4)
     attention.bind(plan)
     queries, new = torch.randn(7, 4, D, dtype=torch.float64), torch.randn(7, 2, 2, D, dtype=torch.float64)
     out = attention(0, queries, new)
@@ -93,8 +93,8 @@ def test_groups_of_unequal_length_are_padded_and_unpadded() -> None:
 
 
 def test_a_batch_without_rows_attends_to_nothing() -> None:
-    pool = KVPool(1, 8, 2, D, torch.float64, CPU)
-    attention = TorchAttention(pool, 4, 2, D)
+    pool = KVPool(1, 8, (2, 2, D), torch.float64, CPU)
+    attention = TorchAttention(pool, 4)
     none = torch.zeros(0, dtype=torch.int64)
     reach = reach_of(scattered(2, 4, 9), none, none, 0, 3, torch.float64)
     attention.bind(AttentionPlan.of(none, window_group(reach, causal_bias(3, torch.float64, CPU), slice(0, 0))))
@@ -126,9 +126,9 @@ def test_slots_that_follow_one_another_are_read_where_they_lie(monkeypatch: pyte
     start = torch.randn(1, 60, 2, 2, D)
 
     def attend() -> Tensor:
-        pool = KVPool(1, 60, 2, D, torch.float32, CPU)
+        pool = KVPool(1, 60, (2, 2, D), torch.float32, CPU)
         pool.kv.copy_(start)
-        attention = TorchAttention(pool, 4, 2, D)
+        attention = TorchAttention(pool, 4)
         attention.bind(plan)
         return attention(0, queries, new)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import bias_of, causal_bias, reach_of, window_group, windowed
+from cluster.attention.plan import bias_of, causal_bias, reach_of, slid, window_group
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
@@ -40,7 +40,7 @@ def test_a_row_of_a_tree_sees_the_last_tokens_of_its_own_path(window: int | None
     torch.manual_seed(window or 0)
     heads, kv_heads, parts, values = (4, 1, 1, 5) if latent else (4, 2, 2, D)
     committed, nodes = torch.tensor([6, 0, 2]), len(PARENTS)
-    pool = KVPool(2, 90, kv_heads, D, torch.float64, CPU, parts)
+    pool = KVPool(2, 90, (parts, kv_heads, D), torch.float64, CPU)
     pool.kv.normal_()
     before = pool.kv.clone()
     table = (torch.randperm(89) + 1)[:60].view(3, 20)
@@ -48,7 +48,7 @@ def test_a_row_of_a_tree_sees_the_last_tokens_of_its_own_path(window: int | None
     seen = ancestors().expand(3, -1, -1)
     own = window_group(reach, bias_of(seen, torch.float64), slice(0, 3 * nodes))
     write = reach.window.reshape(-1)
-    attention = TorchAttention(pool, heads, kv_heads, D, (None, window), 0.3, values)
+    attention = TorchAttention(pool, heads, (None, window), 0.3, values)
     attention.bind(AttentionPlan.of(write, own))
     q = torch.randn(3 * nodes, heads, D, dtype=torch.float64)
     new = torch.randn(3 * nodes, parts, kv_heads, D, dtype=torch.float64)
@@ -64,10 +64,10 @@ def test_a_row_of_a_tree_sees_the_last_tokens_of_its_own_path(window: int | None
 
 def test_other_layers_keep_the_whole_text() -> None:
     torch.manual_seed(1)
-    pools = [KVPool(2, 30, 2, D, torch.float64, CPU) for _ in range(2)]
+    pools = [KVPool(2, 30, (2, 2, D), torch.float64, CPU) for _ in range(2)]
     for pool in pools:
         pool.kv.copy_(torch.ones_like(pool.kv).cumsum(1).sin())
-    plain, mixed = TorchAttention(pools[0], 4, 2, D), TorchAttention(pools[1], 4, 2, D, (3, None))
+    plain, mixed = TorchAttention(pools[0], 4), TorchAttention(pools[1], 4, (3, None))
     reach = reach_of(torch.arange(1, 21)[None], torch.tensor([0]), torch.tensor([9]), 9, 4, torch.float64)
     plan = AttentionPlan.of(reach.window.view(-1), window_group(reach, causal_bias(4, torch.float64, CPU), slice(0, 4)))
     q, kv = torch.randn(4, 4, D, dtype=torch.float64), torch.randn(4, 2, 2, D, dtype=torch.float64)
@@ -80,8 +80,8 @@ def test_other_layers_keep_the_whole_text() -> None:
 def test_a_window_counts_what_is_visible_from_the_end() -> None:
     hidden = float("-inf")
     bias = torch.tensor([[[0, 0, 0, hidden, 0, hidden, 0], [0, hidden, hidden, hidden, 0, 0, hidden]]])
-    narrow = windowed(bias, 2)
+    narrow = slid(bias, 2)
     assert (narrow == 0).tolist() == [
         [[False, False, False, False, True, False, True], [False, False, False, False, True, True, False]]
     ]
-    assert torch.equal(windowed(bias, 7), bias)
+    assert torch.equal(slid(bias, 7), bias)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.bench import acceptance, command, demo, offline, serving
+from cluster.bench import command
+from cluster.bench.cases import acceptance, demo, offline, serving
 
 
 def parsed(*words: str) -> argparse.Namespace:

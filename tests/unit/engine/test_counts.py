@@ -7,7 +7,7 @@ import pytest
 
 from cluster.batch import Batch, Order
 from cluster.engine import Engine, build_engine
-from cluster.engine.lockstep import Lockstep, Ran
+from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.kv.slots import SlotTable
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
 
@@ -32,7 +32,7 @@ def test_a_quiet_step_loses_nothing_of_the_slot_journal() -> None:
     """What those who follow replay from the orders that were sent is the leader's table, whenever one is sent."""
     engine = build_engine(config_of(tiny_pair()[0], disable_radix_cache=True))
     table = engine._p.cache.table
-    table.journal = []
+    table._journal = []
     copy = SlotTable(table.idle_row, table.slots.shape[1], table.page_size, table.slots.device)
     sent = watched(engine, copy)
     for turn in range(3):
@@ -78,7 +78,7 @@ def test_prompts_give_way_to_those_who_decode_in_other_groups(
 ) -> None:
     true = Lockstep.run
 
-    def with_others(*given: Any) -> Ran:
+    def with_others(*given: Any) -> GangStep:
         ran = true(*given)
         decode_us, prompt_rows = (ran.plan.decode_us + of_others, ran.plan.prompt_rows + of_others)
         return replace(ran, plan=ran.plan._replace(decode_us=decode_us, prompt_rows=prompt_rows))

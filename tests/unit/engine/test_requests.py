@@ -1,6 +1,7 @@
 """What the engine refuses, what it reports, and how runs are cut."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -38,15 +39,15 @@ def test_what_cannot_be_served_is_refused_by_name(asked: Request, message: str, 
 
 
 def test_what_is_told_to_fit_is_what_is_admitted(engine: Engine) -> None:
-    most = engine.info()["max_request_tokens"]
+    most = engine.info().max_request_tokens
     assert most == 40 - 1, "all but the window"
     engine.check(request("r", [5] * 20, GREEDY, max_tokens=most - 20))
     with pytest.raises(ValueError, match="KV cache of 40 tokens"):
         engine.check(request("r", [5] * 20, GREEDY, max_tokens=most - 19))
     target = target_folder()
     roomy = build_engine(config_of(target, draft_folder(target), 4, 3, context_length=60))
-    assert roomy.info()["max_request_tokens"] == 60
-    assert roomy.info()["kv_sized_by"] == "max_total_tokens"
+    assert roomy.info().max_request_tokens == 60
+    assert roomy.info().kv_sized_by == "max_total_tokens"
 
 
 def test_a_request_id_is_used_once_at_a_time(engine: Engine) -> None:
@@ -98,7 +99,7 @@ def test_status_and_statistics_tell_the_load(engine: Engine) -> None:
     step = engine.step()
     assert (step.stats.decode_requests, step.stats.target_rows, step.stats.drafts) == (1, 1, 0)
     assert status.accept_length == 0.0
-    assert step.forward_seconds > 0
+    assert step.stats.forward_seconds > 0
     assert set(step.stats.phase_seconds) >= {"draft", "target", "extend", "schedule", "commit"}
 
 
@@ -126,16 +127,17 @@ def test_statistics_of_a_speculating_step() -> None:
 
 def test_the_resolved_settings_are_told(engine: Engine) -> None:
     info = engine.info()
-    assert json.loads(json.dumps(info)) == info
-    assert info["dtype"] == "float64"
-    assert info["kv_pages"] == 10
-    assert info["speculative_num_draft_tokens"] == 1
+    assert json.loads(json.dumps(asdict(info))) == asdict(info)
+    assert info.dtype == "float64"
+    assert info.kv_pages == 10
+    assert info.speculative_num_draft_tokens == 1
     target = target_folder()
     other = build_engine(config_of(target, draft_folder(target, num_aux=5), 2, 4)).info()
-    told = other["draft"]
+    told = other.draft
+    assert told is not None
     assert (told["kind"], told["aux_boundaries"], told["num_aux"]) == ("eagle3", [0, 1, 2, 3, 4], 5)
     assert told["choices"]["aux_numbering"]["value"] == "boundaries"
-    assert (other["speculative_num_steps"], other["speculative_eagle_topk"]) == (4, 2)
+    assert (other.speculative_num_steps, other.speculative_eagle_topk) == (4, 2)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache
+from cluster.kv.slots import SlotTable
 from cluster.request import Request, SamplingParams
 
 WINDOW = 6
 
 
 def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix: bool = False) -> Scheduler:
-    cache = KVCache(pages, page_size, rows, 200, radix, torch.device("cpu"))
+    cache = KVCache(pages, SlotTable(rows, 200, page_size, torch.device("cpu")), radix)
     return Scheduler(EngineConfig(model_path="", chunked_prefill_size=budget), cache, WINDOW)
 
 
@@ -25,9 +26,9 @@ def sequence(name: str, prompt: int, max_tokens: int = 20) -> Sequence:
 
 
 def of_tokens(name: str, ids: list[int], max_tokens: int = 20) -> Sequence:
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, seed=0)
     finish = FinishCheck(params, (), None, ids)
-    return Sequence(Request(name, tuple(ids), params), 0, finish, ids, len(ids), accepted=[0])
+    return Sequence(Request(name, tuple(ids), params), finish, ids, len(ids), accepted=[0])
 
 
 def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
@@ -257,7 +258,7 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
         speculative_eagle_topk=1,
         speculative_num_steps=5,
     )
-    cache = KVCache(120 // page_size, page_size, 6, 200, bool(seed % 2), torch.device("cpu"))
+    cache = KVCache(120 // page_size, SlotTable(6, 200, page_size, torch.device("cpu")), bool(seed % 2))
     scheduler, admissions, retracted = Scheduler(config, cache, WINDOW), 0, 0
     for number in range(60):
         scheduler.waiting.append(sequence(f"{number}", random.randint(1, 40), random.randint(1, 40)))

@@ -7,7 +7,7 @@ from scipy import stats
 
 from cluster.config import TreeShape
 from cluster.forward.sampler import filtered, gumbel, gumbel_of, noise_keys, scores
-from cluster.spec.draft import EagleDraft
+from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import Growth
 from cluster.spec.verify import accept, choose
 from tests.unit.forward.samplings import sampling_of
@@ -142,10 +142,9 @@ class Tables:
         r, shape = len(seeds), TreeShape(num_steps=2, topk=topk, num_draft_tokens=min(7, 1 + topk + topk * topk))
         sampling = sampling_of(r, seeds, **options)
         noise = gumbel(seeds, torch.arange(5, 9).expand(r, -1), VOCAB, torch.float64)
-        draft = EagleDraft.__new__(EagleDraft)
-        draft._topk, draft._target_ids = topk, torch.arange(VOCAB)
-        first_p, first = draft.propose(self.drafted[torch.zeros(r, 1, dtype=torch.int64)], sampling, noise[:, :1])
-        second_p, second = draft.propose(self.drafted[first[:, 0]], sampling, noise[:, 1:2])
+        ranking = CoupledRanking(torch.arange(VOCAB), topk)
+        first_p, first = ranking.propose(self.drafted[torch.zeros(r, 1, dtype=torch.int64)], sampling, noise[:, :1])
+        second_p, second = ranking.propose(self.drafted[first[:, 0]], sampling, noise[:, 1:2])
         grown = Growth(first[:, 0], first_p[:, 0])
         grown.add(second, second_p)
         none = torch.zeros(r, dtype=torch.int64)

@@ -10,7 +10,7 @@ import torch
 from cluster.config import ConfigError, EngineConfig
 from cluster.kv import budget
 from cluster.kv.budget import Capacity, kv_capacity, page_count
-from cluster.kv.memory import free_memory
+from cluster.kv.free_memory import free_memory
 from cluster.mesh import Mesh
 
 CPU = torch.device("cpu")

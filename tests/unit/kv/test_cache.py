@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def small(pages: int = 12, page_size: int = 4, rows: int = 3, radix: bool = True) -> KVCache:
-    return KVCache(pages, page_size, rows, 64, radix, CPU)
+    return KVCache(pages, SlotTable(rows, 64, page_size, CPU, journaled=True), radix)
 
 
 def opened(cache: KVCache, tokens: list[int], reach: int) -> Lease:
@@ -140,7 +140,7 @@ def test_of_two_who_computed_the_same_page_the_later_goes_on_with_the_trees() ->
     one, other = opened(cache, tokens, 12), opened(cache, tokens, 12)
     kept = one.own[:2]
     cache.publish(one, tokens, 9)
-    cache.table.journal = []
+    cache.table.sent()
     before, mine = cache.free, other.own[:]
     cache.publish(other, tokens, 9)
     assert other.locked == one.locked and other.own == mine[2:]
@@ -263,8 +263,7 @@ def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
     table follows the first one by its journal.
     """
     random = Random(seed)
-    cache = KVCache(48 // page_size, page_size, 4, 48, True, CPU)
-    cache.table.journal = []
+    cache = KVCache(48 // page_size, SlotTable(4, 48, page_size, CPU, journaled=True), True)
     follower = SlotTable(4, 48, page_size, CPU)
     contents: dict[int, tuple[int, ...]] = {}  # slot -> the text up to and after it that was written there
     running: list[tuple[Lease, list[int], int]] = []  # lease, tokens, committed

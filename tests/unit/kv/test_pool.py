@@ -15,20 +15,20 @@ def resident() -> int:
 
 
 def test_a_move_reads_all_sources_before_it_writes() -> None:
-    pool = KVPool(2, 6, 1, 2, torch.float64, CPU)
+    pool = KVPool(2, 6, (2, 1, 2), torch.float64, CPU)
     pool.kv.copy_(torch.arange(6.0).view(1, 6, 1, 1, 1).expand_as(pool.kv))
     pool.move_kv_cache(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
     assert pool.kv[:, :, 0, 0, 0].tolist() == [[0, 2, 3, 1, 4, 5]] * 2
 
 
 def test_bytes_of_a_slot_are_those_of_the_tensor() -> None:
-    pool = KVPool(3, 8, 2, 4, torch.bfloat16, CPU)
-    assert pool.kv.numel() * 2 == 8 * slot_bytes(3, 2, 4, torch.bfloat16)
+    pool = KVPool(3, 8, (2, 2, 4), torch.bfloat16, CPU)
+    assert pool.kv.numel() * 2 == 8 * slot_bytes(3, (2, 2, 4), torch.bfloat16)
 
 
 def test_a_pool_is_zero_and_takes_memory_only_where_it_is_written() -> None:
     before = resident()
-    pool = KVPool(1, 1 << 20, 4, 64, torch.float32, CPU)
+    pool = KVPool(1, 1 << 20, (2, 4, 64), torch.float32, CPU)
     assert pool.kv.data_ptr() % 64 == 0
     assert pool.kv[0, 12345].count_nonzero() == 0
     pool.kv[0, 12345] = 1.0
@@ -37,7 +37,7 @@ def test_a_pool_is_zero_and_takes_memory_only_where_it_is_written() -> None:
 
 
 def test_cells_of_a_page_are_copied_in_every_pool_before_any_is_overwritten() -> None:
-    parts = [KVPool(layers, 16, 1, 2, torch.float64, CPU) for layers in (1, 3)]
+    parts = [KVPool(layers, 16, (2, 1, 2), torch.float64, CPU) for layers in (1, 3)]
     for pool in parts:
         pool.kv.copy_(torch.arange(16.0).view(1, 16, 1, 1, 1).expand_as(pool.kv))
     Pools(parts, 4, CPU).copy([PageCopy(1, 2, 3), PageCopy(2, 3, 2)])

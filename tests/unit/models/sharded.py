@@ -14,8 +14,8 @@ from cluster.attention.plan import causal_bias, reach_of, window_group
 from cluster.batch import AttentionPlan
 from cluster.mesh import Part
 from cluster.models.exchange import NoExchange, TokenExchange
-from cluster.models.load import Sharding, local_heads
-from cluster.models.registry import load_target
+from cluster.models.load import local_heads
+from tests.loading import context, load_target
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def _run(
     folder: str, tokens: list[int], chunks: list[int], part: Part, exchange: TokenExchange
 ) -> tuple[Tensor, list[Tensor]]:
     count, slots = len(tokens), 2 * len(tokens) + 7
-    target = load_target(folder, torch.float64, CPU, exchange, Sharding(part, part, part), count + 1)
+    target = load_target(folder, context(exchange=exchange, part=part, max_position=count + 1))
     arch: TargetArch = target.arch
     _, attention = bind_attention([local_heads(g, part) for g in arch.layers], slots, torch.float64, CPU)
     pages = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(4)) + 1)[None, : count + 1]

@@ -72,7 +72,7 @@ def test_a_bad_config_file_is_named(content: str | None, tmp_path: Path) -> None
         ({}, {"eagle_config": [0, 1, 2]}, "eagle_config must be an object"),
         ({}, {"hidden_size": 48}, "fc.weight|embed_tokens"),
         ({"own_head": False}, {"draft_vocab_size": 40}, "shares the target's head"),
-        ({"use_aux": False, "hidden": 48}, {}, "hidden_size is 48"),
+        ({"use_aux": False, "hidden": 48}, {}, "its width is 48, the target's 32"),
     ],
 )
 def test_a_draft_that_does_not_fit_is_refused(
@@ -137,8 +137,8 @@ def test_widths_have_one_source(num_aux: int, hidden: int | None, use_aux: bool,
         idle = EagleDraftInput.create_idle_input(spec, 4, dtype, cpu, requests)
         assert idle.hidden.shape == (requests, recurrent)
         assert idle.hidden.dtype == EagleDraftInput.dtype_for(dtype) == dtype
-        assert idle.topk_p.shape == idle.topk_index.shape == (requests, 4)
-        assert idle.topk_p.dtype in (torch.float32, torch.float64), "log-probabilities are not rounded to half"
+        assert idle.topk_logprobs.shape == idle.topk_index.shape == (requests, 4)
+        assert idle.topk_logprobs.dtype in (torch.float32, torch.float64), "log-probabilities are not rounded to half"
         assert idle.bonus.shape == (requests,)
     extend = EagleDraftExtendInput.create_idle_input(spec, dtype, cpu)
     assert extend.hidden.shape == (0, taken)
@@ -156,6 +156,6 @@ def test_carriers_are_taken_and_put_by_row() -> None:
     rows = torch.tensor([3, 1])
     new = EagleDraftInput(torch.rand(2, 2).double(), torch.randint(9, (2, 2)), torch.rand(2, 32).double(), rows + 40)
     table.put(rows, new)
-    for name in ("topk_p", "topk_index", "hidden", "bonus"):
+    for name in ("topk_logprobs", "topk_index", "hidden", "bonus"):
         assert torch.equal(getattr(table.take(rows), name), getattr(new, name))
         assert not getattr(table, name)[[0, 2, 4]].any()

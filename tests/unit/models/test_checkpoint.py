@@ -7,14 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.arch.stored import normal_name
+from cluster.arch.safetensors.stored import normal_name
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import NoExchange
-from cluster.models.load import WHOLE
-from cluster.models.registry import load_draft, load_target
 from cluster.models.target import DecoderTarget
+from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
@@ -22,11 +20,11 @@ CPU = torch.device("cpu")
 
 
 def target_in(folder: str) -> DecoderTarget:
-    return load_target(folder, torch.float64, CPU, NoExchange(), WHOLE, 64)
+    return load_target(folder, context())
 
 
 def draft_in(folder: str) -> Eagle3Draft:
-    return load_draft(folder, target_in(target_folder()), torch.float64, CPU, NoExchange(), WHOLE, 64)
+    return load_draft(folder, target_in(target_folder()), context())
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -47,7 +45,7 @@ BAD_TARGETS = {
     ),
     "transposed": (
         lambda t: t.update({"model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].T}),
-        r"up_proj\.weight' in '.*model\.safetensors' is \[32, 64\] but the config makes it \[64, 32\]",
+        r"up_proj\.weight' in '.*model\.safetensors' is \[32, 64\] but the config requires \[64, 32\]",
     ),
     "short": (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight' in .* is \[31\]"),
     "no head": (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight' is missing"),
@@ -58,7 +56,7 @@ BAD_DRAFTS = {
     "extra": (lambda t: t.update({"fc.bias": torch.ones(32)}), r"does not know.*fc\.bias"),
     "plain qkv": (
         lambda t: t.update({"midlayer.self_attn.q_proj.weight": torch.ones(32, 32)}),
-        r"q_proj\.weight' in .* is \[32, 32\] but the config makes it \[32, 64\]",
+        r"q_proj\.weight' in .* is \[32, 32\] but the config requires \[32, 64\]",
     ),
     "head of another size": (lambda t: t.update({"lm_head.weight": torch.ones(41, 32)}), r"lm_head\.weight"),
     "absolute d2t": (lambda t: t.update({"d2t": t["d2t"] + torch.arange(40)}), r"d2t.*must hold\s+offsets"),
@@ -137,8 +135,8 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     [
         ({"weight_map": {"x": "../a.safetensors"}}, "outside the folder"),
         ({"weight_map": {"x": "c.safetensors"}}, "c.safetensors is missing"),
-        ([], "no weight index"),
-        ({}, "no weight index"),
+        ([], "not a weight index"),
+        ({}, "not a weight index"),
     ],
 )
 def test_a_bad_index_is_refused(index: object, message: str, tmp_path: Path) -> None:

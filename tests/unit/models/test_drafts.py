@@ -7,10 +7,8 @@ from torch import Tensor
 from cluster.arch import DraftLayer, read_draft, read_target
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.draft import Draft
-from cluster.models.layer import NoExchange
-from cluster.models.load import WHOLE
-from cluster.models.registry import load_draft, load_target
+from cluster.models.draft import DraftModel
+from tests.loading import context, load_draft, load_target
 from tests.parity.reference import target_reference
 from tests.tiny import target_folder
 from tests.unit.models import draft_folders as write
@@ -35,13 +33,12 @@ class Causal:
         k, v = both[:, 0], both[:, -1, :, : g.value_dim]
         weights = torch.einsum("qhd,khd->hqk", q, k) * g.softmax_scale
         far = torch.arange(seen.shape[0] - q.shape[0], seen.shape[0])[:, None] - torch.arange(seen.shape[0])
-        hidden = (far < 0) | (far >= (g.window or seen.shape[0]))
+        hidden = (far < 0) | (far >= (g.sliding_window or seen.shape[0]))
         return torch.einsum("hqk,khd->qhd", weights.masked_fill(hidden, float("-inf")).softmax(-1), v).flatten(1)
 
 
-def loaded(folder: str, target: str, **overrides: object) -> Draft:
-    model = load_target(target, torch.float64, CPU, NoExchange(), WHOLE, 64)
-    return load_draft(folder, model, torch.float64, CPU, NoExchange(), WHOLE, 64, overrides)
+def loaded(folder: str, target: str, **overrides: object) -> DraftModel:
+    return load_draft(folder, load_target(target, context()), context(), overrides)
 
 
 def distance(case: Case, folder: str, **overrides: object) -> float:

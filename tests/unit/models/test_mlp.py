@@ -1,17 +1,15 @@
-"""Experts: each once on its rows equals every expert on every row; the router's groups; shared embedding and head."""
+"""Experts: each once on its rows equals every expert on every row; the gate's groups; shared embedding and head."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from cluster.arch import Moe
-from cluster.mesh import Part
 from cluster.models.exchange import NoExchange
-from cluster.models.load import WHOLE, Sharding
-from cluster.models.mlp import Experts, Mlp, Router, gelu_tanh
-from cluster.models.registry import load_target
-from cluster.models.vocab import Head
+from cluster.models.experts import Experts, Gate
+from cluster.models.mlp import Mlp, gelu_tanh
 from tests.families import made
+from tests.loading import context, load_target
 
 CPU = torch.device("cpu")
 H, COLUMNS = 12, 10
@@ -22,9 +20,9 @@ def random(*shape: int) -> Tensor:
 
 
 def experts_of(moe: Moe, biases: bool = False, shared: bool = False) -> Experts:
-    router = Router(random(H, moe.experts), None, random(moe.experts) if moe.correction else None, moe)
+    gate = Gate(random(H, moe.experts), None, random(moe.experts) if moe.correction else None, moe)
     return Experts(
-        router,
+        gate,
         random(moe.experts, H, 2 * COLUMNS),
         random(moe.experts, COLUMNS, H),
         random(moe.experts, 2 * COLUMNS) if biases else None,
@@ -32,6 +30,13 @@ def experts_of(moe: Moe, biases: bool = False, shared: bool = False) -> Experts:
         Mlp(random(H, 2 * COLUMNS), random(COLUMNS, H), None, None) if shared else None,
         gelu_tanh,
     )
+
+
+def dense_experts(experts: Experts, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Every expert on every row, with weight 0 where it was not chosen."""
+    every = rows.new_zeros(rows.shape[0], experts.gate_up.shape[0]).scatter_(1, chosen, weights)
+    parts = [experts._expert(i, rows) * every[:, i, None] for i in range(every.shape[1])]
+    return torch.stack(parts).sum(0)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 9, 64])
@@ -48,9 +53,9 @@ def test_grouped_experts_equal_dense_ones(moe: Moe, rows: int) -> None:
     torch.manual_seed(rows)
     experts = experts_of(moe, biases=moe.clamp is not None)
     hidden = random(rows, H)
-    weights, chosen = experts.router(hidden)
+    weights, chosen = experts.gate(hidden)
     assert weights.shape == chosen.shape == (rows, moe.active)
-    grouped, dense = experts.grouped(hidden, weights, chosen), experts.dense(hidden, weights, chosen)
+    grouped, dense = experts.grouped(hidden, weights, chosen), dense_experts(experts, hidden, weights, chosen)
     assert torch.allclose(grouped, dense, rtol=1e-12, atol=1e-12)
     alone = [experts.grouped(hidden[i : i + 1], weights[i : i + 1], chosen[i : i + 1]) for i in range(rows)]
     assert not alone or torch.allclose(torch.cat(alone), grouped, rtol=1e-12, atol=1e-12)
@@ -62,7 +67,7 @@ def test_a_shared_expert_is_added_once() -> None:
     experts = experts_of(moe, shared=True)
     assert experts.shared is not None
     hidden = random(5, H)
-    routed = experts.dense(hidden, *experts.router(hidden))
+    routed = dense_experts(experts, hidden, *experts.gate(hidden))
     assert torch.allclose(experts(hidden, NoExchange()), routed + experts.shared(hidden, NoExchange()), atol=1e-12)
 
 
@@ -71,11 +76,11 @@ def test_only_the_best_groups_are_chosen_from() -> None:
     moe = Moe(6, 2, COLUMNS, scoring="sigmoid", groups=3, top_groups=1, correction=True, renormalise=False)
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.55, 0.2, 0.3]], dtype=torch.float64)
     weight = torch.linalg.lstsq(torch.ones(1, 1, dtype=torch.float64), scores.logit()).solution
-    plain = Router(weight, None, torch.zeros(6, dtype=torch.float64), moe)
+    plain = Gate(weight, None, torch.zeros(6, dtype=torch.float64), moe)
     rows = torch.ones(1, 1, dtype=torch.float64)
     weights, chosen = plain(rows)
     assert chosen.tolist() == [[2, 3]], "0.6 + 0.55 beats 0.9 + 0.1"
-    moved = Router(weight, None, torch.tensor([0, 0, 0, 0, 0.6, 0.6], dtype=torch.float64), moe)
+    moved = Gate(weight, None, torch.tensor([0, 0, 0, 0, 0.6, 0.6], dtype=torch.float64), moe)
     weights, chosen = moved(rows)
     assert chosen.tolist() == [[5, 4]]
     assert torch.allclose(weights, torch.tensor([[0.3, 0.2]], dtype=torch.float64))
@@ -83,20 +88,18 @@ def test_only_the_best_groups_are_chosen_from() -> None:
 
 def test_half_precision_routes_in_float32() -> None:
     moe = Moe(8, 2, COLUMNS, scoring="sigmoid")
-    router = Router(torch.randn(H, 8), None, None, moe)
-    weights, _ = router(torch.randn(3, H).bfloat16())
+    gate = Gate(torch.randn(H, 8), None, None, moe)
+    weights, _ = gate(torch.randn(3, H).bfloat16())
     assert weights.dtype == torch.bfloat16
 
 
-def test_embedding_and_head_are_handed_over_and_taken() -> None:
-    target = load_target(made("gemma3", "own layer types").folder, torch.float64, CPU, NoExchange(), WHOLE, 8)
+def test_tied_embedding_and_head_are_handed_over() -> None:
+    target = load_target(made("gemma3", "own layer types").folder, context(max_position=8))
     embed, head = target.get_embed_and_head()
-    assert torch.equal(embed.weight, head.weight.t()), "tied"
+    assert torch.equal(embed.weight, head.weight.t())
     hidden = random(2, target.arch.hidden)
-    before = target.logits(hidden)
-    target.set_embed_and_head(embed, Head(2 * head.weight, head.vocab))
-    assert torch.allclose(target.logits(hidden), 2 * before)
-    assert target.get_embed_and_head()[0] is embed
+    cap = target.arch.softcap or 1e9
+    assert torch.allclose(target.logits(hidden), cap * (hidden @ head.weight / cap).tanh())
 
 
 @pytest.mark.parametrize(("family", "case"), [("gemma3", "own layer types"), ("gpt_oss", "yarn")])
@@ -107,10 +110,9 @@ def test_half_precision_is_near_float64(family: str, case: str) -> None:
     def attend(layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         return q.flatten(1)
 
-    part = Part(0, 1)
     logits = []
     for dtype in (torch.float64, torch.bfloat16):
-        target = load_target(folder, dtype, CPU, NoExchange(), Sharding(part, part, part), 16)
+        target = load_target(folder, context(dtype, max_position=16))
         hidden, aux = target.forward(ids, ids, attend, (0, 4))
         assert {t.dtype for t in (hidden, *aux)} == {dtype}
         logits.append(target.logits(hidden).double())

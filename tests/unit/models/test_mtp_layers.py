@@ -15,13 +15,13 @@ from torch import Tensor
 from cluster.arch import read_target
 from cluster.config import ConfigError
 from cluster.mesh import Part
-from cluster.models.load import Sharding, local_heads
-from cluster.models.registry import check_draft, load_draft, load_target
+from cluster.models.load import local_heads
+from tests.loading import check_draft, context, load_draft, load_target
 from tests.tiny import target_folder
 from tests.unit.models.draft_cases import CASES
 from tests.unit.models.draft_folders import mtp, rewritten
 from tests.unit.models.mtp_layers import qwen_next
-from tests.unit.models.sharded import CPU, Summed
+from tests.unit.models.sharded import Summed
 from tests.unit.models.test_drafts import TEXT, Causal
 
 
@@ -34,8 +34,8 @@ def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
 
     def rank(number: int) -> tuple[Tensor, Tensor]:
         part, exchange = Part(number, size), Summed(number, table, barrier)
-        given = (torch.float64, CPU, exchange, Sharding(part, part, part), 64)
-        draft = load_draft(folder, load_target(target, *given), *given)
+        given = context(exchange=exchange, part=part)
+        draft = load_draft(folder, load_target(target, given), given)
         own = tuple(replace(one, geometry=local_heads(one.geometry, part)) for one in draft.spec.layers)
         normed, recurrent = draft.forward(tokens, torch.arange(len(TEXT)), hidden, Causal(own))
         logits = draft.logits(normed)
@@ -61,7 +61,7 @@ def test_two_ranks_make_what_one_makes(name: str) -> None:
         (lambda: qwen_next(partial_rotary_factor=1.5), "partial_rotary_factor must be at most 1, got 1.5"),
         (lambda: qwen_next(partial_rotary_factor=0.4), "partial_rotary_factor 0.4 of head_dim 8 is 3 dimensions"),
         (lambda: qwen_next(num_experts=0), "num_experts must be a positive integer"),
-        (lambda: qwen_next(num_experts_per_tok=7), "num_experts_per_tok 7 of 6 experts"),
+        (lambda: qwen_next(num_experts_per_tok=7), "num_experts_per_tok 7 exceeds the 6 experts"),
         (
             lambda: rewritten(mtp("mimo"), {r"\.mlp\.": ".mlp.experts.0."}, dict),
             "mimo layers with experts are not served",

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.arch import read_target
-from cluster.arch.tensors import check_tensors
+from cluster.arch.safetensors.tensors import check_tensors
 from cluster.config import ConfigError
 from cluster.models.quant import block_scaled, mxfp4
-from cluster.models.registry import check_target
 from tests.exact import Oracle, exact
 from tests.families import SIZES, random_model
+from tests.loading import check_target
 from tests.tiny import folder_of_session
 from tests.unit.models.checkpoints import Tensors, copy_of
 from tests.unit.models.sharded import run_text
@@ -141,7 +141,7 @@ def test_every_mxfp4_value() -> None:
         (
             "mxfp4",
             lambda t: t.update({"model.layers.1.mlp.experts.down_proj_blocks": torch.ones(3, 64, 2, 16).byte()}),
-            r"down_proj_blocks' in .* is \[3, 64, 2, 16\] but the config makes it \[3, 64, 3, 16\]",
+            r"down_proj_blocks' in .* is \[3, 64, 2, 16\] but the config requires \[3, 64, 3, 16\]",
         ),
     ],
 )

@@ -10,13 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.arch.header import Stored, read_header
+from cluster.arch.safetensors.header import Stored, read_header
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.exchange import NoExchange
-from cluster.models.load import Sharding
-from cluster.models.registry import load_target
 from tests.families import FAMILIES, made
+from tests.loading import context, load_target
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -34,7 +32,7 @@ def painted(folder: str, part: Part, patch: pytest.MonkeyPatch) -> dict[tuple[Pa
         return read(self, path, entry, index)
 
     patch.setattr(Checkpoint, "_read", note)
-    load_target(folder, torch.float64, CPU, NoExchange(), Sharding(part, part, part), 8)
+    load_target(folder, context(part=part, max_position=8))
     patch.undo()
     return seen
 
@@ -62,13 +60,11 @@ def test_a_rank_reads_each_number_at_most_once_and_all_ranks_read_all(
 LOADING = """
 import json, resource, sys, torch
 from cluster.mesh import Part
-from cluster.models.exchange import NoExchange
-from cluster.models.load import Sharding
-from cluster.models.registry import load_target
+from tests.loading import context, load_target
 torch.set_num_threads(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 part = Part(1, 2)
-target = load_target(sys.argv[1], torch.float32, torch.device("cpu"), NoExchange(), Sharding(part, part, part), 64)
+target = load_target(sys.argv[1], context(torch.float32, part=part))
 print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
 """
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.arch import read_target
 from cluster.config import ConfigError
-from cluster.models.registry import check_draft
+from tests.loading import check_draft
 from tests.unit.models.draft_cases import CASES
 from tests.unit.models.draft_folders import Tensors
 

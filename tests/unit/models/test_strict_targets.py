@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.arch import TARGET_FAMILIES, read_target
-from cluster.arch.stored import normal_name
-from cluster.arch.tensors import check_tensors, target_tensors
+from cluster.arch.safetensors.stored import normal_name
+from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.registry import check_target
 from tests.families import FAMILIES, all_cases, made
+from tests.loading import check_target
 from tests.unit.models.checkpoints import Tensors, copy_of
 
 FOREIGN = re.compile(r"vision|projector")
@@ -188,7 +188,7 @@ def test_what_is_not_served_is_named(config: dict[str, object], message: str, tm
         ("qwen3", {"layer_types": ["linear_attention"] * 4}, r"\['linear_attention'\] are recognised and not served"),
         ("qwen3", {"layer_types": ["full_attention"] * 3}, "layer_types must list the 4 layers"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not served"),
-        ("deepseek_v3", {"n_group": 3}, "8 experts do not fall into n_group 3"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts cannot be split into n_group 3"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false"),
         ("llava", {"text_config": {"model_type": "mamba"}}, "LlavaForConditionalGeneration around 'mamba'"),
     ],

@@ -16,14 +16,12 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.draft import Draft
-from cluster.models.layer import NoExchange
-from cluster.models.load import WHOLE, Sharding
-from cluster.models.registry import load_draft, load_target
+from cluster.models.draft import DraftModel
+from tests.loading import context, load_draft, load_target
 from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, tiny_pair
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
-from tests.unit.models.sharded import CPU, Summed
+from tests.unit.models.sharded import Summed
 
 HOT = [3, 60, 7, 44, 12, 0, 63]
 ROWS = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -39,9 +37,8 @@ def as_tensor(folder: Path, **tensors: Tensor) -> str:
     return str(folder / "hot.safetensors")
 
 
-def loaded(folder: str, token_map: str | None) -> Draft:
-    model = load_target(target_folder(), torch.float64, CPU, NoExchange(), WHOLE, 64)
-    return load_draft(folder, model, torch.float64, CPU, NoExchange(), WHOLE, 64, token_map=token_map)
+def loaded(folder: str, token_map: str | None) -> DraftModel:
+    return load_draft(folder, load_target(target_folder(), context()), context(), token_map=token_map)
 
 
 def near(ours: Tensor, theirs: Tensor) -> bool:
@@ -81,8 +78,8 @@ def test_two_ranks_share_the_rows(tmp_path: Path) -> None:
 
     def rank(number: int) -> Tensor:
         part = Part(number, 2)
-        given = (torch.float64, CPU, Summed(number, table, barrier), Sharding(part, part, part), 64)
-        return load_draft(folder, load_target(target_folder(), *given), *given, token_map=file).logits(ROWS)
+        given = context(exchange=Summed(number, table, barrier), part=part)
+        return load_draft(folder, load_target(target_folder(), given), given, token_map=file).logits(ROWS)
 
     with ThreadPoolExecutor(2) as pool:
         for logits in pool.map(rank, range(2)):
@@ -111,12 +108,12 @@ def test_text_is_that_of_plain_decoding(sampling: str, topk: int, tmp_path: Path
 
 
 BAD = {
-    "is no file": lambda folder: str(folder / "nowhere.json"),
+    "is not a file": lambda folder: str(folder / "nowhere.json"),
     "not valid JSON": lambda folder: broken(folder / "hot.json", b"[1, 2"),
     "not valid JSON:": lambda folder: broken(folder / "hot.json", b"[" * 100_000),
     "must hold a list of token ids": lambda folder: as_json(folder, {"ids": [1]}),
     "a list of token ids, ": lambda folder: as_json(folder, [1, True]),
-    "holds 64, which is no id of the target's 64": lambda folder: as_json(folder, [1, 64]),
+    "holds 64, which is not an id of the target's 64": lambda folder: as_json(folder, [1, 64]),
     "holds -1,": lambda folder: as_json(folder, [-1, 1]),
     "each id once": lambda folder: as_json(folder, [1, 2, 1]),
     "at least one; it holds 0": lambda folder: as_json(folder, []),
@@ -169,4 +166,4 @@ def test_inspect_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["draft"]["draft_vocab_size"] == len(HOT)
     assert "token_map" not in report["draft"]["spec"], "32,000 numbers help nobody"
     assert main([*words, as_json(tmp_path, [99])]) == 1
-    assert "99, which is no id" in capsys.readouterr().out
+    assert "99, which is not an id" in capsys.readouterr().out

@@ -15,13 +15,11 @@ from torch import Tensor
 from cluster.batch import Batch, PromptRows, Reach, SamplingBatch
 from cluster.config import TreeShape
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import NoExchange
-from cluster.models.load import WHOLE
-from cluster.models.registry import load_draft, load_target
 from cluster.models.target import DecoderTarget
 from cluster.spec.extend import extend_input
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
 from cluster.spec.verify import Accepted
+from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
 
 CPU = torch.device("cpu")
@@ -69,7 +67,7 @@ def shapes_of(num_aux: int) -> list[Shape]:
 
 @cache
 def target_in(dtype: torch.dtype) -> DecoderTarget:
-    return load_target(target_folder(**TARGET), dtype, CPU, NoExchange(), WHOLE, POSITIONS)
+    return load_target(target_folder(**TARGET), context(dtype, max_position=POSITIONS))
 
 
 def draft_of(shape: Shape) -> Eagle3Draft:
@@ -86,7 +84,7 @@ def draft_of(shape: Shape) -> Eagle3Draft:
         norm_before_residual=shape.norm_before_residual,
         own_head=shape.own_head,
     )
-    return load_draft(folder, target_in(shape.dtype), shape.dtype, CPU, NoExchange(), WHOLE, POSITIONS)
+    return load_draft(folder, target_in(shape.dtype), context(shape.dtype, max_position=POSITIONS))
 
 
 def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, tabl
     made = EagleDraftInput(likely.values, draft.target_ids[likely.indices], hidden, bonus)
     table.put(batch.rows, made)  # refuses another width or dtype
     carried = table.take(batch.rows)
-    for name in ("topk_p", "topk_index", "hidden", "bonus"):
+    for name in ("topk_logprobs", "topk_index", "hidden", "bonus"):
         assert torch.equal(getattr(carried, name), getattr(made, name)), name
     draft.forward(carried.topk_index[:, 0], carried.bonus, carried.hidden, attend)
 
@@ -166,7 +164,7 @@ def check_idle(draft: Eagle3Draft, dtype: torch.dtype, shape: Shape) -> None:
     for requests in (0, 3):
         idle = EagleDraftInput.create_idle_input(draft.spec, SHAPE.topk, dtype, CPU, requests)
         assert (idle.hidden.shape, idle.hidden.dtype) == ((requests, shape.hidden), dtype)
-        assert (idle.topk_p.shape, idle.topk_p.dtype) == ((requests, SHAPE.topk), PROPOSAL_DTYPE[dtype])
+        assert (idle.topk_logprobs.shape, idle.topk_logprobs.dtype) == ((requests, SHAPE.topk), PROPOSAL_DTYPE[dtype])
         assert (idle.topk_index.shape, idle.bonus.shape) == ((requests, SHAPE.topk), (requests,))
         normed, recurrent = draft.forward(idle.topk_index[:, 0], idle.bonus, idle.hidden, attend)
         assert normed.shape == recurrent.shape == idle.hidden.shape

@@ -1,0 +1,71 @@
+"""The temporary folder of a local Ray: accessible to its user only, and removed when its owner ends.
+
+Ray makes its folder accessible to everyone, so it is put inside a folder that only the user may enter. A process that
+is killed cannot remove its folder; the next one that starts does.
+"""
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+PREFIX = "aerie-"
+INSIDE = "r"  # one letter, because the paths of Ray's sockets are limited
+OWNER = "owner"  # locked by the process that made the folder, for as long as it lives
+SOCKET_LIMIT = 107  # characters that Linux allows in the path of a Unix socket
+SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store") + 4
+
+
+class OwnedFolder:
+    """A new folder in the system's temporary folder; Ray gets the folder `inside` it."""
+
+    def __init__(self) -> None:
+        """Raises RuntimeError where the system's temporary folder has too long a path for Ray's sockets."""
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # 0700
+        self.inside = self.path / INSIDE
+        if len(str(self.inside)) + SOCKET_TAIL > SOCKET_LIMIT:
+            self.path.rmdir()
+            raise RuntimeError(
+                f"the path of the temporary folder {tempfile.gettempdir()!r} is too long for Ray's sockets; set TMPDIR "
+                "to a shorter one, such as /tmp"
+            )
+        self.inside.mkdir()
+        unlocked = self.path / f"{OWNER}.new"
+        self._lock: int | None = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(self.path / OWNER)  # never seen unlocked under this name while its owner lives
+
+    def remove(self) -> None:
+        """Remove it with all that it holds. Safe to call twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_orphans() -> list[Path]:
+    """Remove this user's folders whose owners are gone; returns those removed.
+
+    A folder is an orphan only if this user alone has access to it and it has an owner file that nobody has locked.
+    """
+    removed = []
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            facts = path.lstat()
+            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+                continue
+            lock = os.open(path / OWNER, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+        finally:
+            os.close(lock)
+    return removed

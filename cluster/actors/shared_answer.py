@@ -1,0 +1,44 @@
+"""One answer for all callers that ask at about the same time, made by a task that belongs to none of them."""
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+FRESH_S = 0.25
+
+
+class Shared(Generic[T]):
+    """The result of `make`, which runs at most once at a time and at most once in `fresh_s`.
+
+    When a client leaves, Serve cancels every call that the task of its request has made, and Ray passes that on to the
+    called actor. So no request calls an actor itself: `make` runs in the context in which this object was created,
+    which must not be a request's, and continues even if all its callers stop waiting.
+    """
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], fresh_s: float = FRESH_S) -> None:
+        self._make, self._fresh_s = make, fresh_s
+        self._context = contextvars.copy_context()
+        self._task: asyncio.Task[T] | None = None
+        self._made = 0.0
+
+    async def get(self) -> T:
+        """The latest answer, or the one that is being made.
+
+        Raises:
+            Exception: what `make` raised; the next call runs it again.
+        """
+        task = self._task
+        if task is None or (task.done() and (task.cancelled() or task.exception() or self._age() > self._fresh_s)):
+            task = self._task = asyncio.create_task(self._make(), context=self._context)
+            task.add_done_callback(self._note)
+        return await asyncio.shield(task)
+
+    def _age(self) -> float:
+        return time.monotonic() - self._made
+
+    def _note(self, _: "asyncio.Task[T]") -> None:
+        self._made = time.monotonic()

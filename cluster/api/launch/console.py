@@ -1,0 +1,42 @@
+"""Shows the warnings and errors of all processes of the server on the terminal of `aerie serve`."""
+
+import logging
+import sys
+import threading
+
+from cluster.logs import Follower, level_and_logger
+
+POLL_S = 0.3
+OWN = "cluster.api.launch.serve"  # prints its own lines itself
+
+
+class Console:
+    """Follows the log in a thread of its own, from construction until `stop`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._follower = Follower(path)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Show the lines that are left, then end the thread."""
+        self._over.set()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(POLL_S):
+            self._show()
+        self._show()
+
+    def _show(self) -> None:
+        worst = 0
+        for line in self._follower.lines():
+            level, logger = level_and_logger(line)
+            if level >= logging.WARNING and logger != OWN:
+                print(line, file=sys.stderr)
+                worst = max(worst, level)
+        if worst >= logging.ERROR:
+            print(f"aerie serve: more in the log, {self._path}", file=sys.stderr)
+        sys.stderr.flush()

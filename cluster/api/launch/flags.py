@@ -1,0 +1,80 @@
+"""The flags of `aerie serve`, and the settings that they stand for. All other settings are given by `--set`."""
+
+import argparse
+
+from cluster.api.launch.overlay import Override
+from cluster.api.launch.plan import here
+from cluster.config import ConfigError
+
+FLAGS: dict[str, str] = {
+    "host": "http_host",
+    "port": "http_port",
+    "served_model_name": "model_id",
+    "tp_size": "tp_size",
+    "dp_size": "attn_dp_size",
+    "context_length": "context_length",
+    "dtype": "dtype",
+    "draft": "speculative_draft_model_path",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is served, and where."""
+    parser.add_argument(
+        "model", nargs="?", metavar="DIR", help="folder of the target; without it and --config, the demo pair"
+    )
+    parser.add_argument("--model-path", "--model", metavar="DIR", help="another way to give DIR")
+    parser.add_argument("--draft", metavar="DIR", help="folder of a draft for it: EAGLE, EAGLE-3 or MTP layers")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: the folder's name)"
+    )
+    parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: 8000)")
+    parser.add_argument("--tp-size", "--tp", "--tensor-parallel-size", type=int, metavar="N", help="ranks (default: 1)")
+    parser.add_argument(
+        "--dp-size",
+        "--dp",
+        "--data-parallel-size",
+        type=int,
+        metavar="N",
+        help="attention groups that these ranks form, each with requests of its own; divides --tp (default: 1)",
+    )
+    parser.add_argument(
+        "--context-length",
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="most tokens of prompt and output together (default: the model's)",
+    )
+    parser.add_argument("--dtype", help="auto, bfloat16, float16, float32 or float64 (default: auto)")
+    parser.add_argument("--config", metavar="FILE", help="a Serve config; the other options override it")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one setting: an engine setting (mem_fraction_static=0.5), http_host, http_port, or a dotted key "
+        "(deployment_config.num_replicas=2); speculative_algorithm=null turns speculation off; may be repeated",
+    )
+
+
+def model_of(args: argparse.Namespace) -> str | None:
+    """The folder of the target, given as DIR or as --model-path; None for the config's.
+
+    Raises:
+        ConfigError: it is given twice.
+    """
+    if args.model is not None and args.model_path is not None:
+        raise ConfigError("the model is given twice, as DIR and as --model-path; give it once")
+    model: str | None = args.model if args.model is not None else args.model_path
+    return model
+
+
+def overrides_of(args: argparse.Namespace) -> list[Override]:
+    """What the flags and `--set` ask for, in that order: where both name a setting, `--set` wins."""
+    given = {flag: getattr(args, flag) for flag in FLAGS}
+    if given["draft"] is not None:
+        given["draft"] = here(given["draft"])
+    flags: list[Override] = [(FLAGS[flag], value) for flag, value in given.items() if value is not None]
+    return [*flags, *args.overrides]

@@ -1,0 +1,175 @@
+"""Single settings that override a Serve config: the flags of `aerie serve` and its `--set key=value`."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.api.settings import DEPLOYMENT_OPTIONS, AppSettings, LLMConfig, read_yaml, resolve_path
+from cluster.config import ALIASES, SPECULATIVE_CONFIG, ConfigError, EngineConfig, nearest, spelled
+
+Override = str | tuple[str, Any]
+"""`key=value`, the value read as YAML, or a key with its value."""
+
+MODEL_KEYS = {"model": "model_source", "model_path": "model_source", "tokenizer": "tokenizer_source"} | {
+    name: name for name in ("model_id", "model_source", "tokenizer_source")
+}
+HTTP_KEYS = {"http_host": "host", "http_port": "port"}
+FILE_KEYS = ("proxy_location", "http_options", "logging_config")
+APP_KEYS = tuple(name for name in AppSettings.model_fields if name != "llm_configs")
+OWN_KEYS = ("allow_unauthenticated", "accelerator_type")
+SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")
+"""Set to null, either turns speculation off."""
+
+
+def lay_over(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+    """A copy of a Serve config with the overrides applied, the model's first: another model drops the file's draft,
+    tokenizer and name.
+
+    Raises:
+        ConfigError: an unknown key, with the nearest known one, or a file whose parts have the wrong form.
+    """
+    made: dict[str, Any] = deepcopy(dict(data))
+    pairs = [_read(override) if isinstance(override, str) else override for override in overrides]
+    for key, value in sorted(pairs, key=lambda pair: MODEL_KEYS.get(pair[0]) != "model_source"):
+        _set(made, key, value)
+    return made
+
+
+def llm_entry(data: dict[str, Any]) -> dict[str, Any]:
+    """The one entry of llm_configs, made when it is missing and read when it is the path of a file.
+
+    Raises:
+        ConfigError: the entry is neither a mapping nor a path.
+    """
+    args = _app_args(data)
+    entries = args.get("llm_configs")
+    entries = [{}] if entries in (None, []) else [entries] if isinstance(entries, str) else entries
+    if not isinstance(entries, list):
+        raise ConfigError("applications.args.llm_configs must be a list with one entry, or the path of a file")
+    if isinstance(entries[0], str):
+        entries[0] = read_yaml(resolve_path(entries[0]))
+    if not isinstance(entries[0], dict):
+        raise ConfigError("applications.args.llm_configs must hold a mapping with model_loading_config")
+    args["llm_configs"] = entries
+    entry: dict[str, Any] = entries[0]
+    return entry
+
+
+def _read(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set takes key=value, got {override!r}")
+    try:
+        return key, yaml.safe_load(text)
+    except yaml.YAMLError:
+        return key, text
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    if key in HTTP_KEYS:
+        _inner(data, "http_options")[HTTP_KEYS[key]] = value
+        return
+    if key == "allow_unauthenticated":
+        data[key] = value
+        return
+    head, _, rest = key.partition(".")
+    if head in FILE_KEYS:
+        _descend(data, key, value)
+        return
+    if head in APP_KEYS:
+        _descend(_app_args(data), key, value)
+        return
+    llm = llm_entry(data)
+    if MODEL_KEYS.get(key) == "model_source":
+        _set_model(llm, value)
+    elif key in MODEL_KEYS:
+        _inner(llm, "model_loading_config")[MODEL_KEYS[key]] = value
+    elif ALIASES.get(key, key) in EngineConfig.model_fields:  # before Serve's: max_queued_requests is in both
+        _set_engine(llm, key, value)
+    elif key in DEPLOYMENT_OPTIONS:
+        _inner(llm, "deployment_config")[key] = value
+    elif head == "speculative_config" and rest in SPECULATIVE_CONFIG:
+        _set_engine(llm, SPECULATIVE_CONFIG[rest], spelled(rest, value))
+    elif key == "accelerator_type":
+        llm[key] = value
+    elif head == "engine_kwargs" and ALIASES.get(rest, rest) in EngineConfig.model_fields:
+        _set_engine(llm, rest, value)
+    elif head in LLMConfig.model_fields and rest:
+        _descend(llm, key, value)
+    else:
+        known = [
+            *EngineConfig.model_fields,
+            *ALIASES,
+            *HTTP_KEYS,
+            *MODEL_KEYS,
+            *DEPLOYMENT_OPTIONS,
+            *OWN_KEYS,
+            *APP_KEYS,
+        ]
+        raise ConfigError(f"unknown setting {key!r}{nearest(key, known)}")
+
+
+def _set_model(llm: dict[str, Any], folder: Any) -> None:
+    """Serve the target in `folder`, without the config's draft, tokenizer and name: they are the old model's."""
+    loading = _inner(llm, "model_loading_config")
+    before = loading.get("model_source") or loading.get("model_id")
+    loading["model_source"] = folder
+    if before is not None and resolve_path(str(before)) == resolve_path(str(folder)):
+        return
+    loading.pop("tokenizer_source", None)
+    loading["model_id"] = Path(resolve_path(str(folder))).resolve().name or str(folder)
+    engine = _inner(llm, "engine_kwargs")
+    for name in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
+        del engine[name]
+    for name in ("tokenizer", "tokenizer_path"):
+        engine.pop(name, None)
+
+
+def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
+    """Set an engine setting, replacing all spellings of it; turning speculation off drops the file's tree as well."""
+    engine = _inner(llm, "engine_kwargs")
+    name = ALIASES.get(key, key)
+    nested = _inner(engine, "speculative_config", "engine_kwargs.speculative_config")
+    del engine["speculative_config"]
+    for sub, sub_value in nested.items():
+        engine[SPECULATIVE_CONFIG.get(sub, f"speculative_config.{sub}")] = spelled(sub, sub_value)
+    for spelling in [other for other in engine if ALIASES.get(other, other) == name]:
+        del engine[spelling]
+    if name in SWITCHES and value is None:
+        for other in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
+            del engine[other]
+    engine[name] = value
+
+
+def _inner(data: dict[str, Any], name: str, shown: str = "") -> dict[str, Any]:
+    """The mapping `name` of `data`, made when it is missing or empty."""
+    inner = data.get(name)
+    if inner is None:
+        inner = data[name] = {}
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{shown or name} must be a mapping, got {inner!r}")
+    return inner
+
+
+def _descend(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key, making the mappings on the way."""
+    *path, last = key.split(".")
+    for part in path:
+        inner = data.get(part)
+        if inner is None:
+            inner = data[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"unknown setting {key!r}: {part!r} is a value, not a mapping")
+        data = inner
+    data[last] = value
+
+
+def _app_args(data: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the application, made when they are missing."""
+    applications = data.setdefault("applications", [{}])
+    if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
+        raise ConfigError("applications must be a list with one entry, the application to serve")
+    return _inner(applications[0], "args", "applications.args")

@@ -1,0 +1,184 @@
+"""What `aerie serve` will do, validated before anything starts: a Serve config, overridden by flags and `--set`."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from cluster.api.launch.overlay import Override, lay_over, llm_entry
+from cluster.api.settings import AppSettings, parse, read_yaml, resolve_engine_paths, resolve_path
+from cluster.arch.resolve import check_models
+from cluster.checkout import DEMO_CONFIG, demo_path
+from cluster.config import ALIASES, ConfigError, EngineConfig, Settings, as_config_error
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOCAL_DEPLOYMENT = {"graceful_shutdown_timeout_s": 10, "max_constructor_retry_count": 1}
+"""Options for a model that is served without a config file: Ctrl-C waits so many seconds for open streams, and a start
+that fails is not tried again."""
+
+
+class HttpOptions(Settings):
+    """Where the proxy listens, and the rest of Serve's HTTP options."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    keep_alive_timeout_s: int = Field(default=90, ge=1)
+    request_timeout_s: float | None = Field(default=None, gt=0)
+
+
+class ApplicationEntry(Settings):
+    """One entry of a Serve config's `applications`."""
+
+    name: str = "aerie"
+    route_prefix: Literal["/"] = "/"
+    import_path: Literal["cluster.api.app:build_openai_app"] = "cluster.api.app:build_openai_app"
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+class ServeFile(Settings):
+    """The parts of a Serve config that `aerie serve` honours."""
+
+    proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
+    http_options: HttpOptions = Field(default_factory=HttpOptions)
+    logging_config: dict[str, Any] = Field(default_factory=lambda: {"enable_access_log": False})
+    applications: list[ApplicationEntry] = Field(min_length=1, max_length=1)
+    allow_unauthenticated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """Everything that `aerie serve` needs, validated."""
+
+    file: ServeFile
+    settings: AppSettings
+    engine: EngineConfig
+    left_behind: str = ""  # a note for the user: the config's draft is unused, as another model is served
+
+    @property
+    def http(self) -> HttpOptions:
+        """Where to listen."""
+        return self.file.http_options
+
+    @property
+    def url(self) -> str:
+        """Where clients find the server on this machine."""
+        host = "127.0.0.1" if self.http.host in ("0.0.0.0", "::") else self.http.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.http.port}"
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas start: the number that is given, else autoscaling's initial or minimum number."""
+        fixed = self.settings.llm.fixed_replicas
+        scaling = self.settings.llm.deployment_config.get("autoscaling_config") or {}
+        count = fixed if fixed is not None else scaling.get("initial_replicas") or scaling.get("min_replicas")
+        return max(1, int(count or 1))
+
+    def resources(self, name: str, gpus: float = 0.0) -> float:
+        """How much of a resource the gangs of the first replicas need together, in a cluster of so many GPUs; the extra
+        replica of a redeploy is not counted.
+        """
+        layout = self.settings.llm.layout(self.settings.llm.device(gpus)[0])
+        return self.replicas * sum(bundle.get(name, 0.0) for bundle in layout.bundles)
+
+    def check_room(self, available: Mapping[str, float]) -> None:
+        """Refuse gangs that need more of a resource than `available` has; a resource it does not name is not checked.
+
+        Raises:
+            ConfigError: naming the resource.
+        """
+        for name, there in available.items():
+            asked = self.resources(name, available.get("GPU", 0.0))
+            if asked > there:
+                remedy = "lower tp_size or num_replicas" if there else "set device to cpu"
+                raise ConfigError(
+                    f"{self.replicas} replica(s) of {self.engine.tp_size} rank(s) need {asked:g} {name}, and this "
+                    f"machine has {there:g}; {remedy}, change placement_group_config, or give the --address of a "
+                    "cluster that has them"
+                )
+
+
+def make_plan(config: str | None, overrides: Sequence[Override], model: str | None = None) -> ServePlan:
+    """Read the config, apply the overrides to it, and refuse what is known to fail.
+
+    `model` is the folder to serve in place of the config's model. Without a config it is served with the defaults;
+    without a config and a model, the demo's config is served.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if model is not None:
+        overrides = [("model_source", here(model)), *overrides]
+    data = _base(config, model)
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"config {config!r} must be a mapping with http_options and applications")
+    made = lay_over(data, overrides)
+    try:
+        file = ServeFile.model_validate(made)
+    except ValidationError as error:
+        raise as_config_error(error) from None
+    settings = parse(file.applications[0].args)
+    engine = resolve_engine_paths(settings.llm.engine_config())
+    draft = engine.speculative_draft_model_path
+    if draft is not None and not any((Path(draft) / name).is_file() for name in ("config.json", "params.json")):
+        raise ConfigError(f"speculative_draft_model_path {draft!r} has no config.json; give the folder of a draft")
+    check_models(engine)
+    if file.http_options.host not in LOOPBACK and not file.allow_unauthenticated:
+        raise ConfigError(
+            f"http_host {file.http_options.host!r} is reachable from other machines and there are no API keys; "
+            "use 127.0.0.1 behind a gateway, or add --set allow_unauthenticated=true"
+        )
+    return ServePlan(file, settings, engine, _left_behind(data, engine) if overrides else "")
+
+
+def here(folder: str) -> str:
+    """A folder from the command line: absolute if it exists, else as given, to be resolved like one in a config."""
+    return str(Path(folder).resolve()) if Path(folder).exists() else folder
+
+
+def _base(config: str | None, model: str | None) -> Any:
+    """The config to override: the file, one of mere defaults where a model is given without a file, or the demo's."""
+    if config is not None:
+        return read_yaml(config)
+    if model is not None:
+        llm = {"deployment_config": dict(LOCAL_DEPLOYMENT)}
+        return {"applications": [{"args": {"llm_configs": [llm]}}]}
+    return read_yaml(demo_path(DEMO_CONFIG, "give the folder of a model, aerie serve DIR, or --config FILE"))
+
+
+def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:
+    """A note that the config's draft is not used because another target is served; empty where that is not so."""
+    llm = llm_entry(lay_over(data, []))
+    source = (llm.get("model_loading_config") or {}).get("model_source")
+    given = llm.get("engine_kwargs") or {}
+    nested = given.get("speculative_config")
+    flat = (v for k, v in given.items() if ALIASES.get(k, k) == "speculative_draft_model_path")
+    draft = nested.get("model") if isinstance(nested, Mapping) else next(flat, None)
+    if (
+        draft is None
+        or engine.speculative_draft_model_path is not None
+        or resolve_path(str(source)) == engine.model_path
+    ):
+        return ""
+    return f"the config's draft {draft!r} belongs to {source!r} and is not used; --draft sets another"
+
+
+def check_port(http: HttpOptions) -> None:
+    """Refuse an address or a port that cannot be listened on.
+
+    Raises:
+        ConfigError: naming http_host or http_port.
+    """
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((http.host, http.port))
+        except socket.gaierror as error:
+            raise ConfigError(f"http_host {http.host!r} is not an address: {error.strerror}") from None
+        except OSError as error:
+            raise ConfigError(
+                f"http_port {http.port} on {http.host} cannot be used: {error.strerror}; set another http_port"
+            ) from None

@@ -1,0 +1,247 @@
+"""`aerie serve`: one model on a Ray of its own (or on a running one), until it is told to stop.
+
+The settings are checked before anything starts. Then Ray starts while the Serve application is imported beside it,
+the application is deployed, and its URL is printed once `/health` says 200. On SIGINT or SIGTERM new calls are refused
+and open ones end, then Serve, then Ray, and no process is left. Warnings and errors of all processes are shown on the
+terminal as they come; the log has them too, and outlives the server.
+"""
+
+import argparse
+import functools
+import importlib
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import ray
+from ray.exceptions import RayError
+
+from cluster.actors.local import LocalRay, gpus_here, uses_haproxy
+from cluster.api.launch import flags
+from cluster.api.launch.console import Console
+from cluster.api.launch.plan import ServePlan, check_port, make_plan
+from cluster.api.launch.stop import StopSignals, drain
+from cluster.api.proxy import CALLBACK, IMPORT_PATH
+from cluster.config import ConfigError
+from cluster.logs import LogFormat, configure, default_path, drop_old
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+DELETE_TIMEOUT_S = 2.0
+FAILED = 1
+SHOWN_LINES = 12  # of an error that came up through Ray
+
+
+class StartError(RuntimeError):
+    """The application did not come up; the message is for the terminal."""
+
+
+class Phases:
+    """Measures how long each part of the start takes."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        """Note that phase `name` ends now, and the next begins."""
+        now = time.monotonic()
+        self.seconds[name] = now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s ({parts})"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `aerie serve`."""
+    flags.add_arguments(parser)
+    parser.add_argument(
+        "--address", metavar="ADDRESS", help="deploy to this running Ray cluster ('auto' finds it) (env: RAY_ADDRESS)"
+    )
+    parser.add_argument(
+        "--log-file",
+        metavar="FILE",
+        help="the log of the whole server (default: one per start in ~/.cache/aerie/logs; the latest 20 are kept)",
+    )
+    parser.add_argument("--log-format", choices=get_args(LogFormat), help="lines of text, or one JSON object per line")
+    parser.add_argument("--verbose", action="store_true", help="print the logs of Ray's processes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes. 0 after a clean stop, 1 when the application failed to start."""
+    phases = Phases()
+    address = args.address or os.environ.get("RAY_ADDRESS")
+    plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
+    if plan.left_behind:
+        _say(plan.left_behind)
+    plan = _with_log(plan, args, own_ray=not address)
+    name = plan.file.applications[0].name
+    check_port(plan.http)
+    if not address:
+        plan.check_room({"GPU": gpus_here()})
+    log = plan.settings.log(name)
+    configure(log, to_stderr=False)
+    phases.end("settings")
+    signals = StopSignals()
+    signals.install()
+    os.environ.setdefault(CALLBACK, IMPORT_PATH)
+    if uses_haproxy():
+        _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
+    _say(f"log: {log.path}" + (" on every node" if address else ""))
+    with ThreadPoolExecutor(1) as beside:
+        importing = beside.submit(importlib.import_module, "cluster.api.app")
+        cluster = None if address else _local_ray(plan, args.verbose)
+        signals.on_second(functools.partial(_delete_soon, name) if cluster is None else cluster.kill)
+        console = None if address or args.verbose else Console(log.path)
+        serving = False
+        try:
+            _connect(cluster, address)
+            signals.install()
+            phases.end("ray")
+            serving = True
+            _deploy(plan, importing, phases)
+            _wait_ready(plan, signals)
+            phases.end("model")
+            _say(f"started in {phases}")
+            print(f"READY {plan.url}/v1", flush=True)
+            signals.wait()
+            _say("stopping")
+            drain(importlib.import_module("ray.serve"), name, plan.settings.drain_timeout_s, _say)
+        except (RuntimeError, RayError, TimeoutError) as error:
+            _say("\n".join(str(error).splitlines()[-SHOWN_LINES:]) or type(error).__name__, error=True)
+            return FAILED
+        except KeyboardInterrupt:
+            _say("stopping before the start was over")
+        finally:
+            if console is not None:
+                console.stop()
+            _shut_down(cluster, plan, serving)
+            _say(f"ended; the log stays: {log.path}")
+    return 0
+
+
+def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:
+    """The plan with the log that was asked for; by default each start of a Ray of its own gets a new file."""
+    given: dict[str, str] = {}
+    if args.log_file is not None:
+        given["log_file"] = str(Path(args.log_file).absolute())
+    elif plan.settings.log_file is None and own_ray:
+        path = default_path(f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        drop_old(path.parent)
+        given["log_file"] = str(path)
+    if args.log_format is not None:
+        given["log_format"] = args.log_format
+    return replace(plan, settings=plan.settings.model_copy(update=given))
+
+
+def _delete_soon(name: str) -> None:
+    """Have Serve delete the application from a shared cluster; in a thread, since a signal handler calls this."""
+    serve = importlib.import_module("ray.serve")
+    thread = threading.Thread(target=serve.delete, args=(name,), kwargs={"_blocking": False}, daemon=True)
+    thread.start()
+    thread.join(timeout=DELETE_TIMEOUT_S)
+
+
+def _local_ray(plan: ServePlan, verbose: bool) -> LocalRay:
+    """A Ray of its own that declares the CPUs that the plan needs, however few cores there are: it reserves no core."""
+    cpus = max(os.cpu_count() or 1, round(plan.resources("CPU") + plan.replicas + 0.5))
+    return LocalRay(num_cpus=cpus, verbose=verbose)
+
+
+def _connect(cluster: LocalRay | None, address: str | None) -> None:
+    if cluster is not None:
+        cluster.start()
+        return
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster answers at {address!r} (--address or RAY_ADDRESS): {error}") from None
+
+
+def _deploy(plan: ServePlan, importing: "Future[Any]", phases: Phases) -> None:
+    """Start Serve and hand it the application, without waiting for the model."""
+    app = importing.result()
+    serve = app.serve
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(
+        proxy_location=plan.file.proxy_location,
+        http_options=plan.http.model_dump(exclude_none=True),
+        logging_config=plan.file.logging_config,
+    )
+    phases.end("serve")
+    target = serve.RunTarget(
+        target=app.build_app(plan.settings),
+        name=plan.file.applications[0].name,
+        route_prefix=plan.file.applications[0].route_prefix,
+    )
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _wait_ready(plan: ServePlan, signals: StopSignals) -> None:
+    """Wait until the proxy answers for a healthy engine.
+
+    Raises:
+        ConfigError: the engine refused its settings or files.
+        StartError: the application failed otherwise.
+    """
+    serve = importlib.import_module("ray.serve")
+    name = plan.file.applications[0].name
+    while True:
+        time.sleep(POLL_S)
+        if signals.asked:
+            raise KeyboardInterrupt
+        application = serve.status().applications.get(name)
+        if application is None:
+            continue
+        if application.status == "RUNNING":
+            if _is_healthy(plan.url):
+                return
+        elif application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            text = "\n".join([application.message, *(d.message for d in application.deployments.values())])
+            if refusal := re.findall(r"ConfigError: (.*)", text):
+                raise ConfigError(refusal[-1])
+            raise StartError(f"the application did not start ({application.status}):\n{text}")
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def _shut_down(cluster: LocalRay | None, plan: ServePlan, serving: bool) -> None:
+    """End what was started here: a Ray of its own as a whole, on a shared cluster only the application."""
+    serve = importlib.import_module("ray.serve")
+    if cluster is None:
+        try:
+            if serving and ray.is_initialized():
+                serve.delete(plan.file.applications[0].name)
+        finally:
+            ray.shutdown()
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # Ray reports each actor that we end
+        try:
+            if serving and ray.is_initialized():
+                serve.shutdown()
+        finally:
+            cluster.stop()
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    logger.log(logging.ERROR if error else logging.INFO, "%s", text)
+    print(f"aerie serve: {text}", file=sys.stderr if error else sys.stdout, flush=True)

@@ -1,0 +1,184 @@
+"""The sequences of one call: each is a Request of its own; their outputs come back merged, step by step."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from cluster.actors.messages import EngineClient, Overloaded, Unavailable
+from cluster.api.openai.errors import ApiError, internal, overloaded, unavailable
+from cluster.metrics import Outcome, RequestTimer
+from cluster.request import FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
+from cluster.text import StoppedText
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """One sequence of a call. `index` is its place among the choices: prompt by prompt, n each."""
+
+    def __init__(
+        self, index: int, prompt_index: int, request: Request, text: StoppedText | None, include_stop: bool = False
+    ) -> None:
+        self.index = index
+        self.prompt_index = prompt_index
+        self.request = request
+        self.timer: RequestTimer | None = None
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.speculation: SpeculationCounts | None = None
+        self.finished = False
+        self._text = text
+        self._include_stop = include_stop
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.request.prompt_token_ids)
+
+    def began(self, timer: RequestTimer) -> None:
+        """The call was let in; `timer` is told about tokens and the end."""
+        self.timer = timer
+
+    def take(self, output: RequestOutput) -> Delta:
+        """Account for one output and turn it into text.
+
+        Raises:
+            ApiError: the engine ended the sequence early.
+        """
+        if output.finish_reason in ("error", "abort"):
+            ours = output.finish_reason == "error"
+            why = output.error or output.finish_reason
+            logger.log(logging.ERROR if ours else logging.INFO, "request %s was ended: %s", output.request_id, why)
+            if not ours:
+                raise unavailable(f"the server ended request {output.request_id} early; it may be shutting down")
+            if output.error_code is not None and output.error is not None:
+                raise ApiError(output.error, status=500, kind="server_error", code=output.error_code)
+            raise internal(output.request_id)
+        self.tokens += len(output.token_ids)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.speculation = output.speculation or self.speculation
+        self.finished = output.finish_reason is not None
+        if self.timer:
+            self.timer.on_tokens(len(output.token_ids))
+            if output.finish_reason:
+                self.timer.on_finish(output.finish_reason, self.prompt_tokens)
+        text = ""
+        if self._text:
+            # A token that ends a sequence is no part of its text, like a stop string.
+            by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
+            hidden = by_token and not self._include_stop
+            text = self._text.push(output.token_ids[:-1] if hidden else output.token_ids)
+            if self.finished:
+                text += self._text.finish()
+        end = (output.finish_reason, output.stop_reason)
+        return Delta(self.index, text, output.token_ids, output.logprobs, *end)
+
+
+def joined(index: int, deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one sequence as a single one, for an answer that is not streamed."""
+    return Delta(
+        index,
+        "".join(delta.text for delta in deltas),
+        tuple(token for delta in deltas for token in delta.token_ids),
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        deltas[-1].finish_reason if deltas else None,
+        deltas[-1].stop_reason if deltas else None,
+    )
+
+
+async def run(engine: EngineClient, choices: Sequence[Choice]) -> AsyncGenerator[Delta, None]:
+    """The deltas of all choices as their steps come. Closing it, or a failure of one choice, aborts all of them.
+
+    Raises:
+        ApiError: 503 when the queue is full or the engine ends, 400 when it refuses the request, 500 when it fails.
+    """
+    outcome: Outcome = "abort"
+    try:
+        async with aclosing(_merged(engine, choices)) as outputs:
+            async for choice, output in outputs:
+                if output.token_ids or output.finish_reason:
+                    yield choice.take(output)
+        if late := [choice.request.request_id for choice in choices if not choice.finished]:
+            logger.error("the engine ended the stream of %s without a finish reason", late)
+            raise internal(late[0])
+    except ApiError as error:
+        outcome = "overloaded" if error.code == "overloaded" else "invalid" if error.status < 500 else "error"
+        raise
+    except Exception:
+        outcome = "error"
+        logger.exception("request %s failed", choices[0].request.request_id)
+        raise internal(choices[0].request.request_id) from None
+    finally:
+        for choice in choices:
+            if choice.timer:
+                choice.timer.on_finish(outcome, choice.prompt_tokens)  # changes nothing for one that ended
+
+
+async def _merged(
+    engine: EngineClient, choices: Sequence[Choice]
+) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+    if len(choices) == 1:  # no task and no queue between the engine and the client
+        async with aclosing(_outputs(engine, choices[0].request)) as outputs:
+            async for output in outputs:
+                yield choices[0], output
+        return
+    queue: asyncio.Queue[tuple[Choice, RequestOutput | Exception | None]] = asyncio.Queue()
+
+    async def pump(choice: Choice) -> None:
+        try:
+            async with aclosing(_outputs(engine, choice.request)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((choice, output))
+            queue.put_nowait((choice, None))
+        except Exception as error:
+            queue.put_nowait((choice, error))
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    try:
+        running = len(tasks)
+        while running:
+            choice, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield choice, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    """One request's outputs; the engine's iterator is always closed, which aborts what still runs."""
+    stream = engine.generate(request)
+    try:
+        async for output in stream:
+            yield output
+    except Overloaded as error:
+        raise overloaded(error) from None
+    except Unavailable as error:
+        raise unavailable(str(error), error.retry_after_s) from None
+    except ValueError as error:
+        name, colon, _ = str(error).partition(": ")  # a message that begins with a field's name blames that field
+        blamed = name if colon and name.isidentifier() else None
+        raise ApiError(str(error), param=blamed, code="invalid_value") from None
+    finally:
+        close = getattr(stream, "aclose", None)
+        if close is not None:
+            await close()

@@ -1,0 +1,221 @@
+"""The requests this server honours, in OpenAI's names with vLLM's and SGLang's extensions.
+
+What is not honoured is in `.fields`; what a prompt or a message may be, in `.content`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
+
+from cluster.api.openai.content import ChatMessage, Strict, Text, check_messages, list_of_prompts, list_of_stops
+from cluster.api.openai.errors import ApiError, shown
+from cluster.api.openai.service import Limits, ModelInfo
+from cluster.request import GREEDY_BELOW, SamplingParams
+
+MAX_TEMPERATURE = 100.0
+Prompts = str | list[str] | list[int] | list[list[int]]
+Stops = str | list[str]
+# A client may send lists of any length, so their validation ends at the first mistake.
+Ids = Annotated[list[int], FailFast()]
+Messages = Annotated[list[ChatMessage], FailFast()]
+
+
+def check_model(model: ModelInfo, asked: str | None) -> None:
+    """Refuse a model name other than the served one; a missing name is accepted.
+
+    Raises:
+        ApiError: 404.
+    """
+    if asked is not None and asked != model.model_id:
+        message = f"the model {shown(asked)} does not exist; this server has {model.model_id!r}"
+        raise ApiError(message, status=404, param="model", code="model_not_found")
+
+
+class StreamOptions(Strict):
+    """`continuous_usage_stats` puts the usage so far into every chunk."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationFields(Strict):
+    """What both endpoints share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=MAX_TEMPERATURE)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: Annotated[list[Text], FailFast(), BeforeValidator(list_of_stops, json_schema_input_type=Stops)] = Field(
+        default_factory=list
+    )
+    stop_token_ids: Ids = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    routed_dp_rank: int | None = Field(default=None, ge=0)
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
+
+    def top_logprobs_wanted(self) -> int | None:
+        """How many alternatives beside each token's log-probability; None for no log-probabilities."""
+        raise NotImplementedError
+
+    def check(self, model: ModelInfo, limits: Limits) -> None:
+        """Check what the types of the fields cannot.
+
+        Raises:
+            ApiError: 404 for another model, 400 for a value beyond a limit or fields that contradict each other.
+        """
+        check_model(model, self.model)
+        tops = self.top_logprobs_wanted()
+        field = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
+        long_stop = max((len(stop) for stop in self.stop), default=0)
+        vocab = model.vocab_size
+        checks = (
+            (self.n <= limits.choices, "n", f"must be at most {limits.choices}, got {self.n}"),
+            (len(self.stop) <= limits.stops, "stop", f"at most {limits.stops} strings, got {len(self.stop)}"),
+            (all(self.stop), "stop", "an empty string would stop everything; leave it out"),
+            (long_stop <= limits.stop_characters, "stop", f"at most {limits.stop_characters} characters per string"),
+            (
+                len(self.stop_token_ids) <= limits.stop_token_ids,
+                "stop_token_ids",
+                f"at most {limits.stop_token_ids} ids",
+            ),
+            (
+                all(0 <= token < vocab for token in self.stop_token_ids),
+                "stop_token_ids",
+                f"ids must lie in [0, {vocab})",
+            ),
+            (tops is None or tops <= limits.logprobs, field, f"must be at most {limits.logprobs}, got {tops}"),
+            (self.stream_options is None or self.stream, "stream_options", "only allowed when stream is true"),
+            (
+                None in (self.max_tokens, self.max_completion_tokens) or self.max_tokens == self.max_completion_tokens,
+                "max_tokens",
+                f"differs from max_completion_tokens ({self.max_completion_tokens}); send one of them",
+            ),
+        )
+        for ok, name, message in checks:
+            if not ok:
+                raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
+
+    def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> SamplingParams:
+        """Sampling settings for one prompt; `prompt` is the field to blame when it leaves no room by itself. Without
+        `max_tokens` the output may have `default_tokens`, or as many as fit.
+
+        Raises:
+            ApiError: 400 when prompt and output do not fit into the context, or the KV cache, together.
+        """
+        room = model.room - prompt_tokens
+        asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        wanted = min(default_tokens, max(room, 1)) if asked is None else asked
+        if wanted > room:
+            param = prompt if room < 1 else ("max_completion_tokens" if self.max_tokens is None else "max_tokens")
+            has = f"the context length of this model is {model.context_length} tokens"
+            if model.room < model.context_length:
+                has = f"the KV cache of this server has room for {model.room} tokens of one request"
+            raise ApiError(
+                f"{param}: {has}, but the request needs "
+                f"{prompt_tokens + wanted} ({prompt_tokens} in the prompt, {wanted} for the output); "
+                + ("shorten the prompt" if room < 1 else f"ask for at most {room}"),
+                param=param,
+                code="context_length_exceeded",
+            )
+        return SamplingParams(
+            temperature=0.0 if self.temperature < GREEDY_BELOW else self.temperature,
+            top_k=0 if self.top_k < 0 or self.top_k >= model.vocab_size else self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_tokens=wanted,
+            stop=tuple(dict.fromkeys(self.stop)),
+            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
+            ignore_eos=self.ignore_eos,
+            logprobs=self.top_logprobs_wanted(),
+        )
+
+    def seed_of(self, sample: int) -> int | None:
+        """The seed of sample i of a prompt: the request's own for the first, one derived from it for the others.
+
+        None without a seed: the router draws one for each sequence that it admits, from the server's `random_seed`.
+        """
+        if self.seed is None:
+            return None
+        if sample == 0:
+            return self.seed
+        digest = hashlib.blake2b(f"{self.seed}/{sample}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+
+class CompletionRequest(GenerationFields):
+    """The body of /v1/completions; `logprobs` is the number of alternatives to report."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(list_of_prompts, json_schema_input_type=Prompts)]
+    logprobs: int | None = Field(default=None, ge=0)
+    add_special_tokens: bool = True
+
+    def top_logprobs_wanted(self) -> int | None:
+        """The value of `logprobs` itself."""
+        return self.logprobs
+
+
+class ChatRequest(GenerationFields):
+    """The body of /v1/chat/completions."""
+
+    messages: Messages = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0)
+    add_special_tokens: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def top_logprobs_wanted(self) -> int | None:
+        """None unless `logprobs` is true."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self, model: ModelInfo, limits: Limits) -> None:
+        """Check the messages too: text only, known roles, no tools."""
+        super().check(model, limits)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
+        check_messages(self.messages, limits.messages)
+
+
+class TokenizeRequest(Strict):
+    """The body of /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Messages = Field(default_factory=list)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """The request and warnings; exactly one of prompt and messages has to be there."""
+        fields, warnings = super().read(body)
+        if (fields.prompt is None) == (not fields.messages):
+            raise ApiError("prompt: send either prompt or messages", param="prompt", code="invalid_value")
+        return fields, warnings
+
+    def check(self, model: ModelInfo, limits: Limits) -> None:
+        """Check what the types of the fields cannot; see `GenerationFields.check`."""
+        check_model(model, self.model)
+        check_messages(self.messages, limits.messages)
+
+
+class DetokenizeRequest(Strict):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Ids

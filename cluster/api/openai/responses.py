@@ -1,0 +1,195 @@
+"""The answers, as OpenAI writes them: the whole body, or the chunks of a stream, for text and for chat."""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cluster.api.openai.choices import Choice, Delta, joined
+from cluster.api.openai.usage import speculation_metrics, usage, usage_so_far
+from cluster.request import TokenLogprob
+from cluster.text import TextTokenizer
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a client asked for besides text: tokens named by id, all token ids, usage at the end or in each chunk."""
+
+    ids_as_text: bool = False
+    token_ids: bool = False
+    usage_at_end: bool = False
+    usage_in_chunks: bool = False
+
+
+class Shape:
+    """What all answers share: id, time, model and usage. One per call; it remembers which sequences have begun."""
+
+    object_of_body: ClassVar[str]
+    object_of_chunk: ClassVar[str]
+
+    def __init__(
+        self,
+        call_id: str,
+        created: int,
+        model: str,
+        choices: Sequence[Choice],
+        tokenizer: TextTokenizer | None,
+        extras: Extras,
+    ) -> None:
+        self.choices = choices
+        self._head = {"id": call_id, "created": created, "model": model}
+        self._tokenizer = tokenizer
+        self._ids_as_text = extras.ids_as_text or tokenizer is None
+        self._with_token_ids = extras.token_ids or tokenizer is None
+        self._extras = extras
+        self._begun: set[int] = set()
+
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The whole answer from all deltas of all sequences."""
+        whole = [joined(at, [delta for delta in deltas if delta.index == at]) for at in range(len(self.choices))]
+        body: dict[str, Any] = {"object": self.object_of_body, **self._head}
+        body["choices"] = [self._choice(delta) for delta in whole]
+        body["usage"] = usage(self.choices)
+        if metrics := speculation_metrics(self.choices):
+            body["metrics"] = metrics
+        return body
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks of one delta: one, with the opening of its sequence (such as the role) in or before the first."""
+        pieces = [self._chunk_choice(delta)]
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            pieces = self._opening(delta.index, pieces[0])
+        return [self._chunk([piece], self.choices[delta.index]) for piece in pieces]
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """The chunk with the call's usage, when the client asked for one."""
+        if not self._extras.usage_at_end:
+            return None
+        chunk = self._chunk([], None)
+        chunk["usage"] = usage(self.choices)
+        if metrics := speculation_metrics(self.choices):
+            chunk["metrics"] = metrics
+        return chunk
+
+    def _chunk(self, pieces: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
+        chunk: dict[str, Any] = {"object": self.object_of_chunk, **self._head, "choices": pieces}
+        if self._extras.usage_in_chunks and choice:
+            chunk["usage"] = usage_so_far(choice)
+        elif self._extras.usage_at_end:
+            chunk["usage"] = None
+        return chunk
+
+    def _end(self, delta: Delta) -> dict[str, Any]:
+        """The fields after the text of a choice."""
+        end: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if self._with_token_ids:
+            end["token_ids"] = list(delta.token_ids)
+        return end
+
+    def _prompt_token_ids(self, index: int) -> dict[str, Any]:
+        ids = self.choices[index].request.prompt_token_ids
+        return {"prompt_token_ids": list(ids)} if self._with_token_ids else {}
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        if self._ids_as_text or self._tokenizer is None:
+            text = f"token_id:{token_id}"
+            return text, text.encode()
+        return self._tokenizer.token_text(token_id)
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _opening(self, index: int, first: dict[str, Any]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+
+class CompletionShape(Shape):
+    """`text_completion`, in both the body and the chunks."""
+
+    object_of_body = object_of_chunk = "text_completion"
+    _offsets: dict[int, "_Offsets"]
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        return {**self._chunk_choice(delta), **self._prompt_token_ids(delta.index)}
+
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs(delta) if delta.logprobs else None
+        return {"index": delta.index, "text": delta.text, "logprobs": logprobs, **self._end(delta)}
+
+    def _opening(self, index: int, first: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**first, **self._prompt_token_ids(index)}]
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        if not hasattr(self, "_offsets"):
+            self._offsets = {}
+        offsets = self._offsets.setdefault(delta.index, _Offsets())
+        named = [(*self._token(entry.token_id), entry) for entry in delta.logprobs]
+        return {
+            "tokens": [text for text, _, _ in named],
+            "token_logprobs": [_number(entry.logprob) for _, _, entry in named],
+            "top_logprobs": [
+                {self._token(i)[0]: _number(p) for i, p in (*entry.top, (entry.token_id, entry.logprob))}
+                for _, _, entry in named
+            ],
+            "text_offset": [offsets.before(raw) for _, raw, _ in named],
+        }
+
+
+class ChatShape(Shape):
+    """`chat.completion`, and `chat.completion.chunk` whose first chunk names the role."""
+
+    object_of_body = "chat.completion"
+    object_of_chunk = "chat.completion.chunk"
+
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The prompt's ids stand beside the choices, since all have the same prompt."""
+        return {**super().body(deltas), **self._prompt_token_ids(0)}
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": delta.index, "message": message, "logprobs": self._logprobs(delta), **self._end(delta)}
+
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        content = {"content": delta.text}
+        return {"index": delta.index, "delta": content, "logprobs": self._logprobs(delta), **self._end(delta)}
+
+    def _opening(self, index: int, first: dict[str, Any]) -> list[dict[str, Any]]:
+        role = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": role, "logprobs": None, "finish_reason": None}, first]
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not delta.logprobs:
+            return None
+        content = [self._entry(entry) for entry in delta.logprobs]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        top = [self._named(*pair) for pair in entry.top]
+        return {**self._named(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = self._token(token_id)
+        return {"token": text, "logprob": _number(logprob), "bytes": list(raw)}
+
+
+class _Offsets:
+    """Where each token begins in the text, in characters; a character split over tokens begins at its first."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def before(self, raw: bytes) -> int:
+        at = self._characters
+        self._characters += len(self._decoder.decode(raw))
+        return at
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

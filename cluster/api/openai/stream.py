@@ -1,0 +1,92 @@
+"""Server-sent events, and work that ends when its client leaves."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.api.openai.errors import ApiError, ClientGoneError, internal
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def json_bytes(data: Any) -> bytes:
+    """JSON in UTF-8 without spaces."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One event of a stream."""
+    return b"data: " + json_bytes(data) + b"\n\n"
+
+
+async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes the connection.
+
+    Call it after the body has been read: then all that can be received is the disconnect.
+
+    Raises:
+        ClientGoneError: the client left first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A stream of events. However it ends, `events` and their `source` are closed before the call returns."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they come; stop when the client leaves, also while a send to it is blocked."""
+        async with aclosing(self._source), aclosing(self._events):
+            try:
+                await until_client_leaves(receive, self._send(send))
+            except (ClientGoneError, OSError):
+                return
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ApiError as error:
+            await send({"type": "http.response.body", "body": event(error.envelope()), "more_body": True})
+        except OSError:
+            raise
+        except Exception:
+            logger.exception("a stream failed")
+            failure = event(internal("stream").envelope())
+            await send({"type": "http.response.body", "body": failure, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,246 @@
+"""One call of /v1/completions or /v1/chat/completions, from its body to its answer."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from cluster.api.openai.body import Intake
+from cluster.api.openai.choices import Choice, Delta, run
+from cluster.api.openai.errors import ApiError, overloaded, shown
+from cluster.api.openai.fields import warning_headers
+from cluster.api.openai.offload import off_loop
+from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.openai.responses import ChatShape, CompletionShape, Extras, Shape
+from cluster.api.openai.service import Limits, Service
+from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
+from cluster.api.replica import access
+from cluster.request import Request
+from cluster.text import StoppedText
+
+F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
+G = TypeVar("G", CompletionRequest, ChatRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings."""
+
+    call_id: str
+    choices: list[Choice]
+    shape: Shape
+    stream: bool
+    headers: dict[str, str]
+
+
+async def answer(service: Service, limits: Limits, intake: Intake, request: HttpRequest, kind: type[G]) -> Response:
+    """Answer /v1/completions or /v1/chat/completions."""
+    arrived = time.perf_counter()
+    try:
+        if (why := service.engine.full()) is not None:  # before its body costs anything
+            raise overloaded(why, whoever=True)
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
+            call = await _understand(service, limits, fields, warnings, length)
+    except ApiError as error:
+        service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
+        raise
+    access.note(request.scope, call.call_id, call.choices)
+    for choice in call.choices:
+        choice.began(service.metrics.on_start(arrived))
+    deltas = run(service.engine, call.choices)
+    if call.stream:
+        return await _streamed(request, call, deltas)
+    async with aclosing(deltas):
+        said = await until_client_leaves(request.receive, _all(deltas))
+    return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
+
+
+async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
+    """The stream, once its first tokens are there: until then a refusal can still have its own HTTP status."""
+    try:
+        first = await until_client_leaves(request.receive, _first(deltas))
+    except BaseException:
+        await deltas.aclose()
+        raise
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"".join(event(chunk) for chunk in call.shape.chunks(first))
+        async for delta in deltas:
+            yield b"".join(event(chunk) for chunk in call.shape.chunks(delta))
+        last = call.shape.last_chunk()
+        yield (event(last) if last else b"") + DONE
+
+    return EventStream(events(), deltas, call.headers)
+
+
+async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
+    return await anext(deltas)
+
+
+async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
+    """The request in a JSON body, within the limits, and warnings about unknown fields.
+
+    Raises:
+        ApiError: it cannot be served; the field at fault is named.
+    """
+    fields, warnings = kind.read(body)
+    fields.check(service.model, limits)
+    return fields, warnings
+
+
+async def _understand(
+    service: Service, limits: Limits, fields: CompletionRequest | ChatRequest, warnings: list[str], length: int
+) -> Call:
+    """Turn the prompts of a request into tokens, and give every sequence its settings and seed. Where the body is long
+    (`length` bytes), the work is done off the event loop.
+
+    Raises:
+        ApiError: the request cannot be served; the field at fault is named.
+    """
+    model = service.model
+    tokenizer = service.tokenizer
+    if fields.stop and tokenizer is None:
+        raise _needs_tokenizer("stop")
+    if isinstance(fields, ChatRequest):
+        prompts = [await _chat_ids(service, fields, length, fields.add_special_tokens, model.room)]
+        blamed, default_tokens, prefix = ["messages"], model.room, "chatcmpl-"
+    else:
+        prompts = await _prompt_ids(service, limits, fields, length)
+        blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
+        default_tokens, prefix = limits.default_completion_tokens, "cmpl-"
+
+    unique = uuid.uuid4().hex
+    call_id = prefix + (fields.request_id or unique)
+    sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
+
+    def make_choices() -> list[Choice]:
+        choices: list[Choice] = []
+        for at, ids in enumerate(prompts):
+            if not ids:
+                raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
+            params = fields.sampling(model, len(ids), default_tokens, blamed[at])
+            for i in range(fields.n):
+                text = None
+                if tokenizer is not None:
+                    text = StoppedText(tokenizer.text, ids, params.stop, fields.include_stop_str_in_output)
+                own = replace(params, seed=fields.seed_of(i))
+                index = len(choices)
+                sequence = Request(f"{sequence_id}-{index}", ids, own, routed_dp_rank=fields.routed_dp_rank)
+                choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output))
+        return choices
+
+    choices = await off_loop(length, make_choices)
+    options = fields.stream_options
+    extras = Extras(
+        ids_as_text=fields.return_tokens_as_token_ids,
+        token_ids=fields.return_token_ids,
+        usage_at_end=options is not None and options.include_usage,
+        usage_in_chunks=options is not None and options.continuous_usage_stats,
+    )
+    shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
+        call_id,
+        int(time.time()),
+        model.model_id,
+        choices,
+        None if tokenizer is None else tokenizer.text,
+        extras,
+    )
+    return Call(call_id, choices, shape, fields.stream, warning_headers(warnings))
+
+
+async def _chat_ids(
+    service: Service,
+    fields: ChatRequest | TokenizeRequest,
+    length: int,
+    special: bool,
+    context_length: int | None = None,
+) -> tuple[int, ...]:
+    if service.tokenizer is None:
+        raise _needs_tokenizer("messages")
+    return tuple(
+        await service.tokenizer.encode_chat(
+            fields.messages,
+            length,
+            add_generation_prompt=fields.add_generation_prompt,
+            add_special_tokens=special,
+            template_kwargs=fields.chat_template_kwargs,
+            context_length=context_length,
+        )
+    )
+
+
+async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> tuple[int, ...]:
+    """The token ids that /tokenize answers; the body has `length` bytes.
+
+    Raises:
+        ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
+    """
+    if fields.prompt is None:
+        return await _chat_ids(service, fields, length, special=False)
+    if service.tokenizer is None:
+        raise _needs_tokenizer("prompt")
+    return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens, length))
+
+
+async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:
+    """The text that /detokenize answers; the body has `length` bytes.
+
+    Raises:
+        ApiError: another model is asked for, this one has no tokenizer, or a token id is not in its vocabulary.
+    """
+    check_model(service.model, fields.model)
+    if service.tokenizer is None:
+        raise _needs_tokenizer("tokens")
+    await off_loop(length, lambda: _check_ids(fields.tokens, service.model.vocab_size, "tokens"))
+    return await service.tokenizer.decode(fields.tokens)
+
+
+def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = shown(next(token for token in ids if not 0 <= token < vocab))
+        message = f"{param}: token id {wrong} lies outside the vocabulary [0, {vocab})"
+        raise ApiError(message, param=param, code="invalid_value")
+
+
+async def _prompt_ids(
+    service: Service, limits: Limits, fields: CompletionRequest, length: int
+) -> list[tuple[int, ...]]:
+    prompts = fields.prompt
+    if len(prompts) * fields.n > limits.sequences:
+        raise ApiError(
+            f"prompt: {len(prompts)} prompts with n = {fields.n} make {len(prompts) * fields.n} sequences, more than "
+            f"the {limits.sequences} of one request; send several requests",
+            param="prompt",
+            code="invalid_value",
+        )
+    vocab, context = service.model.vocab_size, service.model.context_length
+    special, found = fields.add_special_tokens, []
+    for at, prompt in enumerate(prompts):
+        blamed = "prompt" if len(prompts) == 1 else f"prompt.{at}"
+        if isinstance(prompt, str):
+            if service.tokenizer is None:
+                raise _needs_tokenizer("prompt")
+            found.append(tuple(await service.tokenizer.encode(prompt, special, length, context, blamed)))
+            continue
+        await off_loop(length, partial(_check_ids, prompt, vocab, blamed))
+        found.append(tuple(prompt))
+    return found
+
+
+def _needs_tokenizer(field: str) -> ApiError:
+    return ApiError(
+        f"{field}: this model is served without a tokenizer; send token ids as prompt to /v1/completions",
+        param=field,
+        code="unsupported_parameter",
+    )

@@ -1,0 +1,173 @@
+"""The REST routes of one replica. Ray is not imported here; `cluster.api.app` mounts the app in a Serve replica."""
+
+import asyncio
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.routing import Route
+
+from cluster import __version__
+from cluster.actors.messages import GangStatus
+from cluster.api.openai import errors
+from cluster.api.openai.body import Intake
+from cluster.api.openai.errors import RESTART_S, unavailable
+from cluster.api.openai.fields import warning_headers
+from cluster.api.openai.offload import off_loop
+from cluster.api.openai.openapi import body_of, describe
+from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.openai.service import Limits, Service
+from cluster.api.openai.stream import json_bytes
+from cluster.api.replica import calls
+from cluster.api.replica.access import AccessLog
+from cluster.api.replica.drain import Drain, DrainMiddleware
+from cluster.api.replica.head_requests import HeadAsGet
+
+logger = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 2.0
+
+
+def make_app(service: Service, limits: Limits | None = None, drain: Drain | None = None) -> FastAPI:
+    """The REST app of a service, whose parts are looked up on every call. `limits` default to those that follow from
+    the model; `drain` tells when to refuse calls.
+    """
+    limits = limits or Limits.of(service.model.context_length)
+    app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    errors.install(app)
+    intake = Intake(limits)
+    _add_generation(app, service, limits, intake)
+    _add_tokens(app, service, limits, intake)
+    _add_facts(app, service, limits)
+    describe(app, limits)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(DrainMiddleware, drain=drain or Drain())
+    app.add_middleware(
+        AccessLog, service=service, routes=[route.path for route in app.routes if isinstance(route, Route)]
+    )
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        return await calls.answer(service, limits, intake, request, CompletionRequest)
+
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await calls.answer(service, limits, intake, request, ChatRequest)
+
+
+def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a conversation."""
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: calls.checked(service, limits, TokenizeRequest, body))
+            ids = await calls.tokens_of(service, fields, length)
+        facts = {"count": len(ids), "max_model_len": service.model.room, "tokens": list(ids)}
+        return await off_loop(len(ids), lambda: _json(facts, warnings))
+
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: DetokenizeRequest.read(body))
+            text = await calls.text_of(service, fields, length)
+            return await off_loop(len(text), lambda: _json({"prompt": text}, warnings))
+
+
+def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The models that are served: one."""
+        return _json({"object": "list", "data": [_card(service)]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        """One model's card."""
+        check_model(service.model, model_id)
+        return _json(_card(service))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the engine makes progress: 200 while it does, else 503 with the reason."""
+        await _check_progress(service)
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether to send requests here: 200 while the engine serves, else 503 with the reason."""
+        await _check_progress(service)
+        return Response()
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        """The resolved settings and the counters of every rank."""
+        return _json(_server_info(service, limits, await _status(service)))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """The Prometheus page of all replicas and ranks."""
+        return Response(await service.metrics_page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version")
+    async def version() -> Response:
+        """The version of Aerie."""
+        return _json({"version": __version__})
+
+
+async def _check_progress(service: Service) -> None:
+    status = await _status(service)
+    if not status.healthy:
+        start_s = status.info.get("start_seconds") or RESTART_S  # none is known before the first start is over
+        raise unavailable(status.reason or "the engine is not healthy", start_s)
+
+
+async def _status(service: Service) -> GangStatus:
+    """The gang's status; one that does not answer, or not in time, is unhealthy."""
+    try:
+        return await asyncio.wait_for(service.engine.status(), STATUS_TIMEOUT_S)
+    except TimeoutError:
+        return GangStatus(False, f"the engine did not answer within {STATUS_TIMEOUT_S:g} s")
+    except Exception:
+        logger.exception("the engine's status cannot be read")
+        return GangStatus(False, "the engine's status cannot be read; the log has the cause")
+
+
+def _card(service: Service) -> dict[str, Any]:
+    model = service.model
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "aerie",
+        "root": model.model_id,
+        "parent": None,
+        "max_model_len": model.room,
+    }
+
+
+def _server_info(service: Service, limits: Limits, status: GangStatus) -> dict[str, Any]:
+    """The facts that the gang reports, with accept lengths where SGLang's benchmark looks for them."""
+    ranks = status.info.get("ranks", [])
+    lengths = [rank["accept_length"] for rank in ranks if rank.get("accept_length")]
+    return {
+        "version": __version__,
+        "model_id": service.model.model_id,
+        "healthy": status.healthy,
+        "reason": status.reason,
+        "queued_tokens": status.queued_tokens,
+        "running": status.running,
+        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+        **status.info,
+        "internal_states": [{"avg_spec_accept_length": sum(lengths) / len(lengths)}] if lengths else [{}],
+    }
+
+
+def _json(content: Any, warnings: list[str] | None = None) -> Response:
+    return Response(json_bytes(content), media_type="application/json", headers=warning_headers(warnings or []))

@@ -1,0 +1,220 @@
+"""Streams that outlive the engine replica that feeds them: the `EngineClient` of a separate ingress.
+
+Each stream's tokens are kept here. When its engine replica is gone, the request is submitted again, to any replica,
+with the tokens that the client has as part of the prompt; it goes on exactly as it would have (lossless by seed: law 1
+of docs/architecture.md). Ray is not imported here; `cluster.api.replica.engine_calls` opens the attempts.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from cluster.actors.messages import GangStatus, Overloaded
+from cluster.actors.shared_answer import Shared
+from cluster.actors.streams import RESUMES, Stream
+from cluster.config import EngineConfig
+from cluster.request import Request, RequestOutput, Seeds
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 1.0  # of status and metrics
+SIGN_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica with no output sends a `Sign`
+SILENCE_SHARE = 2.0  # of watchdog_timeout_s: an engine replica that sends nothing for so long is gone
+RETRY_S = 0.2  # between two tries to submit a request
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """An engine replica has taken the request. Sent first, and again as a keep-alive while there is no output.
+
+    `model` identifies the weights: a stream is resumed on the same model only. `nodes` counts drafted tokens per tree.
+    """
+
+    model: str
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine will not serve the request: its queue is full (no `Sign` came before), or the request is invalid."""
+
+    message: str
+    retry_after_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The engine replica gives the stream up: its gang is lost, or it is shutting down."""
+
+    reason: str
+
+
+Item = Sign | Refused | Leaving | RequestOutput
+
+
+class GoneError(Exception):
+    """The engine replica of an attempt is gone, silent or leaving."""
+
+
+class Attempt(Protocol):
+    """One submission of a request to some engine replica."""
+
+    async def next(self, timeout_s: float) -> Item:
+        """The next item.
+
+        Raises:
+            GoneError: none will come, or none came within the time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop reading; the engine then drops the request, unless its last output was read."""
+        ...
+
+
+class EngineCalls(Protocol):
+    """Calls the engine replicas, and chooses which one; callers do not know how many there are."""
+
+    def open(self, request: Request) -> Attempt:
+        """Submit a request to one of them; its first item is a `Sign`, or `Refused` when the queue is full."""
+        ...
+
+    async def call(self, method: str) -> Any:
+        """Call a method without arguments on one of them.
+
+        Raises:
+            GoneError: none answers.
+        """
+        ...
+
+
+class ResilientClient:
+    """Implements `EngineClient` over engine replicas that may die, be replaced, or not be there at all."""
+
+    def __init__(
+        self, calls: EngineCalls, config: EngineConfig, rank: int, on_resumed: Callable[[], None], patience_s: float
+    ) -> None:
+        """`rank` is this replica's among the ingress replicas, for the seeds that it draws; see `Router`.
+
+        `on_resumed` is called per resumed stream. Streams wait up to `patience_s` for an engine replica.
+        """
+        self._calls = calls
+        self._seeds = Seeds(f"{config.random_seed}/{rank}")
+        self._silence_s = SILENCE_SHARE * config.watchdog_timeout_s
+        self._patience_s = patience_s
+        self._on_resumed = on_resumed
+        self._status = Shared(self._ask_status)
+        self._samples = Shared(self._ask_metrics)
+        self._ending = False
+
+    def end_streams(self) -> None:
+        """Do not resume streams from now on: the server is shutting down."""
+        self._ending = True
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
+        stream = Stream(self._seeds.fill(request))
+        model = ""
+        while True:
+            attempt, sign = await self._place(stream)
+            if sign is None:
+                why = f"no engine replica took it within {self._patience_s:g} s"
+                yield _ended(stream, "abort", "the server is shutting down" if self._ending else why)
+                return
+            if stream.dealt and sign.model != model:
+                attempt.close()
+                yield _ended(stream, "abort", f"it began on {model}, but {sign.model} is served now")
+                return
+            model, stream.begun = sign.model, True  # a `Sign` says no more than that it was taken
+            try:
+                while not stream.ended:
+                    item = await attempt.next(self._silence_s)
+                    if isinstance(item, RequestOutput):
+                        if not stream.dealt:
+                            stream.cached_tokens = item.cached_tokens
+                        yield stream.take(replace(item, request_id=stream.name))
+                    elif isinstance(item, Refused):
+                        if stream.submissions == 1:
+                            raise ValueError(item.message)
+                        yield _ended(stream, "error", f"the engine would not resume it: {item.message}")
+                        return
+                    elif isinstance(item, Leaving):
+                        raise GoneError(item.reason)
+                return
+            except GoneError as gone:
+                stream.lose(sign.nodes)
+                logger.warning("request %s lost its engine after %d tokens: %s", stream.name, len(stream.dealt), gone)
+                if stream.fruitless_resumes >= RESUMES:
+                    yield _ended(stream, "error", f"it was resumed {RESUMES} times without a new token: {gone}")
+                    return
+            finally:
+                attempt.close()
+
+    async def _place(self, stream: Stream) -> tuple[Attempt, Sign | None]:
+        """Submit a stream until an engine replica takes it; the sign is None when none did within `patience_s`.
+
+        Raises:
+            Overloaded: the queue is full, and the stream was never taken before.
+        """
+        until = time.monotonic() + self._patience_s
+        request, why, tries = stream.submission(), "", 0
+        again = stream.submissions > 1
+        while True:
+            # a new id for each try: the replica of an earlier one may still hold the old id
+            name = f"{stream.name}~{stream.submissions}.{tries}" if again or tries else stream.name
+            attempt, taken = self._calls.open(replace(request, request_id=name)), False
+            tries += 1
+            try:
+                item = await attempt.next(min(self._silence_s, max(0.0, until - time.monotonic())))
+                if isinstance(item, Sign):
+                    taken = True
+                    if again:
+                        self._on_resumed()
+                    return attempt, item
+                why = getattr(item, "message", type(item).__name__)
+                if isinstance(item, Refused) and not again:
+                    raise Overloaded(why, item.retry_after_s)
+            except GoneError as gone:
+                why = str(gone)
+            finally:
+                if not taken:
+                    attempt.close()
+            if self._ending or time.monotonic() + RETRY_S > until:
+                logger.error("request %s: no engine took it within %g s: %s", stream.name, self._patience_s, why)
+                return attempt, None
+            await asyncio.sleep(RETRY_S)
+
+    def full(self) -> Overloaded | None:
+        """Always None: only the engine replicas know; see `EngineClient.full`."""
+        return None
+
+    async def status(self) -> GangStatus:
+        """Health and load of any one of the engine replicas; see `EngineClient.status`."""
+        return await self._status.get()
+
+    async def metrics(self) -> list[bytes]:
+        """Registry samples of all engine replicas and ranks, as far as they answer; see `EngineClient.metrics`."""
+        return await self._samples.get()
+
+    async def _ask_status(self) -> GangStatus:
+        try:
+            status: GangStatus = await asyncio.wait_for(self._calls.call("status"), CALL_TIMEOUT_S)
+        except TimeoutError:
+            return GangStatus(False, f"no engine replica answered within {CALL_TIMEOUT_S:g} s")
+        except GoneError as gone:
+            return GangStatus(False, f"no engine replica answers: {gone}")
+        return status
+
+    async def _ask_metrics(self) -> list[bytes]:
+        try:
+            samples: list[bytes] = await asyncio.wait_for(self._calls.call("metrics"), CALL_TIMEOUT_S)
+        except (TimeoutError, GoneError):
+            return []
+        return samples
+
+
+def _ended(stream: Stream, finish_reason: Literal["abort", "error"], why: str) -> RequestOutput:
+    return RequestOutput(stream.name, (), finish_reason=finish_reason, error=f"request {stream.name} ended: {why}")

@@ -1,0 +1,123 @@
+"""What a run is made of, resolved once from its settings and the headers of its checkpoints, and passed down.
+
+No weights are loaded. Resolving checks that the models fit each other; `check_models`, which `aerie serve` calls before
+it starts any process, also checks that they can be split over the ranks.
+"""
+
+from dataclasses import dataclass
+
+from cluster.arch.draft import DraftSpec, read_draft
+from cluster.arch.draft.sample import Sample, read_sample
+from cluster.arch.layer import LayerGeometry
+from cluster.arch.read import read_target
+from cluster.arch.safetensors.stored import stored_shapes
+from cluster.arch.safetensors.tensors import check_tensors
+from cluster.arch.target import TargetArch
+from cluster.config import DEFAULT_NUM_STEPS, ConfigError, EngineConfig, TreeShape, tree_shape
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModels:
+    """The target, its draft and the shape of the draft's tree; decoding is plain without a draft.
+
+    `config` holds the settings, completed with what the draft's folder decides; `sample` is the recorded output in that
+    folder (`draft_sample.json`), if there is one.
+    """
+
+    config: EngineConfig
+    target: TargetArch
+    draft: DraftSpec | None
+    sample: Sample | None
+    shape: TreeShape
+
+    @property
+    def draft_is_sharded(self) -> bool:
+        """Whether the ranks of a gang hold a part of the draft each, as they do of the target."""
+        return self.config.speculative_draft_parallel == "sharded"
+
+    @property
+    def runners(self) -> int:
+        """Length of the draft runner list: one runner that drafts every level, or one per level."""
+        return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.num_steps))
+
+
+def resolve_models(config: EngineConfig) -> ResolvedModels:
+    """The models that the settings name.
+
+    Raises:
+        ConfigError: a folder that holds no model served here, a draft that does not fit the target, a tree that the
+            draft cannot fill, a `speculative_algorithm` that is not the draft's, or a malformed sample.
+    """
+    target, folder = read_target(config.model_path), config.speculative_draft_model_path
+    if folder is None:
+        return ResolvedModels(config, target, None, None, tree_shape(config))
+    overrides, token_map = config.speculative_draft_overrides, config.speculative_token_map
+    draft = read_draft(folder, stored_shapes(folder), target, overrides, token_map)
+    config = _settled(config, draft)
+    shape = tree_shape(config)
+    if shape.topk > draft.draft_vocab_size:
+        raise ConfigError(
+            f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; "
+            "lower it"
+        )
+    if 1 < draft.runners < shape.num_steps:
+        raise ConfigError(
+            f"speculative_num_steps {shape.num_steps} is more than the {draft.runners} MTP layers of {folder!r}, each "
+            f"of which makes one level; lower it to {draft.runners}"
+        )
+    return ResolvedModels(config, target, draft, read_sample(folder, draft.vocab_size, draft.hidden), shape)
+
+
+def check_models(config: EngineConfig) -> None:
+    """Refuse models that cannot run as configured, including those whose heads or MLP cannot be split over the ranks.
+
+    Raises:
+        ConfigError: naming the setting and the remedy.
+    """
+    models = resolve_models(config)
+    check_tensors(config.model_path, models.target)
+    _check_split(config, "the target", min(models.target.layers, key=lambda layer: layer.mlp_columns))
+    if models.draft is not None and models.draft_is_sharded:
+        hint = ", or set speculative_draft_parallel to replicated"
+        _check_split(config, "the draft", models.draft.layer, hint)
+
+
+def check_heads(geometry: LayerGeometry, ranks: int) -> None:
+    """Refuse attention that cannot be split over `ranks` ranks; fewer KV heads than ranks are replicated.
+
+    Raises:
+        ConfigError: the heads cannot be divided; the message gives both numbers.
+    """
+    heads, kv_heads = geometry.heads, geometry.kv_heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ConfigError(
+            f"{heads} attention heads and {kv_heads} KV heads cannot be split over {ranks} ranks of an "
+            "attention group (tp_size / attn_dp_size); lower tp_size or raise attn_dp_size"
+        )
+
+
+def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
+    """The settings with the draft's algorithm, and, where no depth is set, one that its MTP layers can draft."""
+    given = config.speculative_algorithm
+    fits = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)
+    if given is not None and given not in fits:
+        raise ConfigError(
+            f"speculative_algorithm {given} does not fit the draft, which is {draft.dialect}; set it to {fits[0]} or "
+            "leave it out"
+        )
+    found: dict[str, object] = {"speculative_algorithm": given or fits[0]}
+    if config.speculative_num_steps is None and 1 < draft.runners < DEFAULT_NUM_STEPS:
+        found["speculative_num_steps"] = draft.runners
+    return config.model_copy(update=found)
+
+
+def _check_split(config: EngineConfig, name: str, geometry: LayerGeometry, hint: str = "") -> None:
+    try:
+        check_heads(geometry, config.tp_size // config.attn_dp_size)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}{hint}") from None
+    if geometry.mlp_columns < config.tp_size:
+        raise ConfigError(
+            f"{name}: an MLP of {geometry.mlp_columns} columns cannot be split over tp_size {config.tp_size}; "
+            f"lower tp_size{hint}"
+        )

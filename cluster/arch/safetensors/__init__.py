@@ -1,0 +1,1 @@
+"""What the files of a checkpoint hold by name, type and shape, read from their headers; no tensor is opened."""

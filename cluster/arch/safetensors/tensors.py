@@ -1,0 +1,125 @@
+"""Every tensor that a target needs, and a check of a checkpoint's headers against that list; nothing is loaded."""
+
+import re
+from collections.abc import Iterator
+
+from cluster.arch.layer import LayerGeometry, Moe
+from cluster.arch.safetensors.stored import stored_tensors, weight_files
+from cluster.arch.target import TargetArch
+from cluster.config import ConfigError
+
+Named = Iterator[tuple[str, tuple[int, ...]]]
+IGNORED = r"rotary_emb\.inv_freq$"
+# Suffixes of the scales of a quantised tensor; they follow its name or replace its `.weight`.
+COMPANIONS = re.compile(r"(\.weight)?(_scale_inv|_scale|\.(input|activation)_scale|\.qscale_(act|weight))$")
+PACKED = ("_blocks", "_scales")
+
+
+def target_tensors(arch: TargetArch) -> Named:
+    """(name, shape) of every tensor that the target needs; names as the layers request them, not as stored."""
+    yield "embed_tokens.weight", (arch.vocab_size, arch.hidden)
+    for index, layer in enumerate(arch.layers):
+        yield from layer_tensors(f"layers.{index}", layer)
+    yield "norm.weight", (arch.hidden,)
+    if not arch.tied:
+        yield "lm_head.weight", (arch.vocab_size, arch.hidden)
+
+
+def layer_tensors(prefix: str, g: LayerGeometry) -> Named:
+    """The tensors of one decoder layer."""
+    before_mlp = ("after_attention", "before_mlp", "after_mlp") if g.sandwich else ("post_attention_layernorm",)
+    for name in ("input_layernorm", *before_mlp):
+        yield f"{prefix}.{name}.weight", (g.hidden,)
+    yield from (_attention if g.latent is None else _latent)(f"{prefix}.self_attn", g)
+    if g.moe is None:
+        yield from _mlp(f"{prefix}.mlp", g.hidden, g.intermediate, g.mlp_bias)
+    else:
+        yield from _experts(f"{prefix}.mlp", g.hidden, g.moe)
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Named:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _attention(prefix: str, g: LayerGeometry) -> Named:
+    for part, heads in (("q", g.heads), ("k", g.kv_heads), ("v", g.kv_heads)):
+        yield from _linear(f"{prefix}.{part}_proj", heads * g.head_dim, g.hidden, g.attention_bias)
+    yield from _linear(f"{prefix}.o_proj", g.hidden, g.heads * g.head_dim, g.out_bias)
+    if g.qk_norm:
+        yield from ((f"{prefix}.{part}_norm.weight", (g.head_dim,)) for part in "qk")
+    if g.sinks:
+        yield f"{prefix}.sinks", (g.heads,)
+
+
+def _latent(prefix: str, g: LayerGeometry) -> Named:
+    sizes = g.latent
+    assert sizes is not None
+    queries = g.heads * (sizes.nope + sizes.rope)
+    if sizes.q_rank is None:
+        yield from _linear(f"{prefix}.q_proj", queries, g.hidden, False)
+    else:
+        yield from _linear(f"{prefix}.q_a_proj", sizes.q_rank, g.hidden, g.attention_bias)
+        yield f"{prefix}.q_a_layernorm.weight", (sizes.q_rank,)
+        yield from _linear(f"{prefix}.q_b_proj", queries, sizes.q_rank, False)
+    yield from _linear(f"{prefix}.kv_a_proj_with_mqa", sizes.kv_rank + sizes.rope, g.hidden, g.attention_bias)
+    yield f"{prefix}.kv_a_layernorm.weight", (sizes.kv_rank,)
+    yield from _linear(f"{prefix}.kv_b_proj", g.heads * (sizes.nope + sizes.value), sizes.kv_rank, False)
+    yield from _linear(f"{prefix}.o_proj", g.hidden, g.heads * sizes.value, g.out_bias)
+
+
+def _mlp(prefix: str, hidden: int, columns: int, bias: bool) -> Named:
+    for name in ("gate", "up"):
+        yield from _linear(f"{prefix}.{name}_proj", columns, hidden, bias)
+    yield from _linear(f"{prefix}.down_proj", hidden, columns, bias)
+
+
+def _experts(prefix: str, hidden: int, moe: Moe) -> Named:
+    e, i = moe.experts, moe.intermediate
+    yield from _linear(f"{prefix}.router", e, hidden, moe.router_bias)
+    if moe.correction:
+        yield f"{prefix}.router.correction", (e,)
+    if moe.stacked:
+        yield f"{prefix}.experts.gate_up_proj", (e, hidden, 2 * i)
+        yield f"{prefix}.experts.gate_up_proj_bias", (e, 2 * i)
+        yield f"{prefix}.experts.down_proj", (e, i, hidden)
+        yield f"{prefix}.experts.down_proj_bias", (e, hidden)
+    else:
+        for expert in range(e):
+            yield from _mlp(f"{prefix}.experts.{expert}", hidden, i, False)
+    if moe.shared:
+        yield from _mlp(f"{prefix}.shared_experts", hidden, moe.shared, False)
+
+
+def check_tensors(folder: str, arch: TargetArch) -> None:
+    """Check the headers in `folder` against what `arch` needs; scales and packed tensors only when they are read.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown or of the wrong shape; the message names tensor and file.
+    """
+    held = stored_tensors(folder)
+    files, promised = weight_files(folder)
+    single = files[0] if len(files) == 1 else folder
+    known = {arch.stored_name("lm_head.weight")} if arch.tied else set()
+    for asked, shape in target_tensors(arch):
+        name = arch.stored_name(asked)
+        packed = [name + end for end in PACKED]
+        if name not in held and all(part in held for part in packed):
+            known |= {*packed}
+            continue
+        if name not in held:
+            missing = next((part for part in packed if any(p in held for p in packed) and part not in held), name)
+            raise ConfigError(f"tensor {missing!r} is missing in {str(promised.get(missing, single))!r}")
+        path, raw, stored = held[name]
+        if stored.shape != shape:
+            raise ConfigError(
+                f"tensor {raw!r} in {str(path)!r} is {list(stored.shape)} but the config requires {list(shape)}"
+            )
+        known.add(name)
+    ignored = [re.compile(pattern) for pattern in (IGNORED, *arch.ignored)]
+    for name, (path, raw, _) in held.items():
+        beside = COMPANIONS.sub("", name)
+        if name in known or f"{beside}.weight" in known or any(pattern.search(name) for pattern in ignored):
+            continue
+        raise ConfigError(f"tensors of {str(path)!r} that the model does not know: {[raw]}")

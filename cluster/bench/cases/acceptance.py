@@ -1,0 +1,156 @@
+"""`aerie bench acceptance`: how many of its draft's tokens the target accepts, on text neither was trained on.
+
+Accept length at T=0 and T=0.8. At T=1, acceptance by depth of a chain: when the draft ranks with the target's Gumbel
+noise, when it ranks by probability alone, and sum(min(p, q)), the most that any coupling of the two could accept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.bench.pair import PLAIN, Pair, Shape, short_path
+from cluster.bench.reference import Transformers
+from cluster.bench.report import Say, machine, mean, ratio, records, table
+from cluster.bench.runs import Run, Texts, params_of, run_together
+from cluster.bench.watched import Reached, watched_engine
+from cluster.engine import build_engine
+
+CHAIN = Shape(5)
+GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, Shape(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
+GOAL_OF_BOUND = 0.85
+TEMPERATURES = (0.0, 0.8)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Held-out prompts, and how far they are continued."""
+
+    prompts: int = 40
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+
+
+QUICK = Size(prompts=8, new_tokens=32)
+
+
+def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
+    """Measure everything; JSON-ready."""
+    goals = {str(shape): goal for shape, goal in GOALS.items()}
+    lengths, identical = accept_lengths(pair, size, list(GOALS), say)
+    say("acceptance: by depth at T=1")
+    return {
+        "what": "acceptance",
+        "machine": machine(),
+        "target": short_path(pair.target),
+        **asdict(size),
+        "identical": identical,
+        "accept_lengths": [{**at, "goal": goals[at["name"]][at["temperature"]]} for at in lengths],
+        **by_depth(pair, pair.prompts(size.prompts, size.prompt_tokens), size.new_tokens),
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as tables, goals beside them."""
+    rows = [(x["name"], x["temperature"], x["accept_length"], x["goal"]) for x in result["accept_lengths"]]
+    depths = [
+        {
+            "depth": f"{d['depth']}",
+            "reached": d["reached"],
+            "coupled": d["coupled"],
+            "by probability": d["likeliest"],
+            "bound": d["bound"],
+            "of bound": f"{d['of_bound']:.0%}",
+            "top-4 coupled": d["top4_coupled"],
+            "top-4 by prob.": d["top4_likeliest"],
+        }
+        for d in result["by_depth"]
+    ]
+    return "\n".join(
+        [
+            heading("accept length", result),
+            table(("setting", "T", "accept length", "goal"), rows),
+            "",
+            f"acceptance by depth, {CHAIN}, T=1 (bound: sum(min(p, q)) at the same contexts)",
+            records(depths),
+            f"coupled acceptance is {result['of_bound']:.1%} of the bound (goal {GOAL_OF_BOUND:.0%}); accept length "
+            f"{result['accept_length_coupled']:.2f} coupled, {result['accept_length_likeliest']:.2f} by probability",
+        ]
+    )
+
+
+def heading(what: str, result: dict[str, Any]) -> str:
+    """The first line of a report: what was continued, and whether speculation changed the output."""
+    return (
+        f"{what}: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, {result['new_tokens']} new,"
+        f" EOS ignored; same tokens as plain decoding: {'yes' if result['identical'] else 'NO'}"
+    )
+
+
+def by_depth(pair: Pair, prompts: Texts, new_tokens: int) -> dict[str, Any]:
+    """Acceptance of a chain at T=1, ranked with the target's noise and by probability alone, and the bound."""
+    coupled, reached, ids = _watch(pair, prompts, new_tokens, alone=False)
+    likeliest, reached_alone, _ = _watch(pair, prompts, new_tokens, alone=True)
+    texts = [[*prompt, *made] for prompt, made in zip(prompts, coupled.tokens, strict=True)]
+    bounds = bounds_of(reached, texts, Transformers(pair.target, "float32", str(ids.device)), ids)
+    depths = []
+    for depth in range(1, CHAIN.num_steps + 1):
+        here = [(r, bound) for r, bound in zip(reached, bounds, strict=True) if r.depth == depth]
+        alone = [r for r in reached_alone if r.depth == depth]
+        accepted = mean([r.proposed == r.token for r, _ in here])
+        bound = mean([bound for _, bound in here])
+        depths.append(
+            {
+                "depth": depth,
+                "reached": len(here),
+                "coupled": accepted,
+                "likeliest": mean([r.proposed == r.token for r in alone]),
+                "bound": bound,
+                "of_bound": ratio(accepted, bound),
+                "top4_coupled": mean([r.token in r.glance.coupled for r, _ in here]),
+                "top4_likeliest": mean([r.token in r.glance.likely for r, _ in here]),
+            }
+        )
+    return {
+        "by_depth": depths,
+        "of_bound": ratio(sum(r.proposed == r.token for r in reached), sum(bounds)),
+        "accept_length_coupled": coupled.accept_length,
+        "accept_length_likeliest": likeliest.accept_length,
+    }
+
+
+def bounds_of(reached: Sequence[Reached], texts: Texts, target: Transformers, ids: Tensor) -> list[float]:
+    """Sum(min(p, q)) of every reached context; a request's seed is the index of its text.
+
+    q is zero outside the draft's vocabulary `ids`, so only p at those ids counts.
+    """
+    p = [log_probabilities[:, ids].exp() for log_probabilities in target.log_probabilities(texts)]
+    return [float(torch.minimum(p[r.seed][r.position - 1], r.glance.probabilities.float()).sum()) for r in reached]
+
+
+def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[Run, list[Reached], Tensor]:
+    """A run at T=1 with a recording draft, the depths it reached within the texts, and the draft's vocabulary."""
+    engine, draft = watched_engine(pair.config(CHAIN, len(prompts)), alone)
+    run = run_together(engine, prompts, [params_of(new_tokens, 1.0, seed) for seed in range(len(prompts))])
+    ends = [len(prompt) + new_tokens for prompt in prompts]
+    return run, [r for r in draft.reached if r.position < ends[r.seed]], draft.ids
+
+
+def accept_lengths(pair: Pair, size: Size, shapes: Sequence[Shape], say: Say) -> tuple[list[dict[str, Any]], bool]:
+    """Accept length and acceptance by depth per setting and temperature; whether all tokens are plain decoding's."""
+    figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
+    engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}
+    for temperature in TEMPERATURES:
+        params = [params_of(size.new_tokens, temperature, seed) for seed in range(size.prompts)]
+        truth: list[list[int]] = []
+        for shape, engine in engines.items():
+            say(f"acceptance: {shape} at T={temperature:g}")
+            run = run_together(engine, prompts, params)
+            truth = truth or run.tokens
+            same = same and run.tokens == truth
+            if shape != PLAIN:
+                at = {"name": str(shape), "temperature": temperature}
+                figures.append(at | {"accept_length": run.accept_length, "by_depth": run.by_depth(shape.num_steps)})
+    return figures, same

@@ -1,0 +1,121 @@
+"""`aerie bench crowd`: a rank is killed while streams are open and a queue waits behind them; how soon do all go on?
+
+At float64, whatever was killed, every request must end with the tokens of an undisturbed run (law 1), and every open
+request must be submitted to the new gang as soon as that serves.
+"""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from http.client import HTTPException
+from typing import Any
+
+from cluster.bench.cases.faults import prompts_of
+from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, undisturbed
+from cluster.bench.report import Say, table
+from cluster.bench.server import ServerProcess
+from cluster.bench.streams import Stream, errors_of, page, run_together
+
+RESUMED = "aerie_resumed_streams_total"
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Requests that decode (on all ranks together), requests that queue, tokens of each, and how often a rank dies."""
+
+    streams: int = 16
+    queued: int = 100
+    max_tokens: int = 64
+    kills: int = 2
+
+
+QUICK = Size(streams=4, queued=12, max_tokens=24, kills=1)
+
+
+@dataclass(slots=True)
+class Round:
+    """One kill. Of the requests `open` at that moment, `resumed` were submitted to the new gang, the last of them
+    `resumed_s` after /health was 200 again, and that was `healthy_s` after the kill. `cut` requests failed.
+    """
+
+    killed: str
+    open: int
+    resumed: int
+    healthy_s: float | None
+    resumed_s: float | None
+    cut: int
+    different: int
+
+    @property
+    def failed(self) -> bool:
+        """Whether a request was not resumed, failed or got other tokens, or the server was not seen healthy again."""
+        return bool(self.cut or self.different or self.resumed < self.open or self.healthy_s is None)
+
+
+def measure(size: Size, say: Say) -> dict[str, Any]:
+    """Kill a rank under this load, `size.kills` times; see `Round`."""
+    rounds: list[Round] = []
+
+    def due(streams: list[Stream]) -> bool:
+        return sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) >= size.streams
+
+    with ServerProcess([*GANG, f"max_running_requests={size.streams // 2}", "max_queue_wait_s=600"]) as server:
+        say(f"crowd: ready after {server.ready_s:.1f} s")
+        work = undisturbed(server, prompts_of(size.streams + size.queued), size.max_tokens)
+        for number in range(size.kills):
+            killed = f"rank {number % 2}"
+            counter = Counter(server.port, Fault(server, f"kill {killed}", due))
+            streams = run_together(server.port, work.model, work.prompts, work.max_tokens, counter.look)
+            resumed_s, resumed = counter.settle()
+            fault, cut, different = counter.fault, len(errors_of(streams)), work.different(streams)
+            rounds.append(Round(killed, fault.open, resumed, fault.healthy_s, resumed_s, cut, different))
+            say(f"crowd: {rounds[-1]}")
+    return {
+        "rounds": [asdict(r) for r in rounds],
+        "failed": sum(r.failed for r in rounds),
+        "slowest_resumed_s": max((r.resumed_s or 0.0 for r in rounds), default=0.0),
+    }
+
+
+class Counter:
+    """Reads the count of resumed streams again and again, from the fault on."""
+
+    def __init__(self, port: int, fault: Fault) -> None:
+        self.fault = fault
+        self._port, self._before = port, resumed_streams(port)
+        self._next_s = 0.0
+        self._times: list[tuple[float, float]] = []
+
+    def look(self, streams: list[Stream]) -> None:
+        """Called repeatedly while the streams run; causes the fault in its time."""
+        self.fault.look(streams)
+        if self.fault.seconds is not None and self.fault.seconds >= self._next_s:
+            self._read(self.fault.seconds)
+
+    def settle(self) -> tuple[float | None, int]:
+        """Seconds from the return of health until the last stream was resumed, and how many were."""
+        self.fault.settle()
+        if self.fault.seconds is None:
+            return None, 0
+        self._read(self.fault.seconds)  # once more after the end
+        most = max((count for _, count in self._times), default=0.0)
+        last = next((when for when, count in self._times if count == most), 0.0)
+        return None if self.fault.healthy_s is None else max(0.0, last - self.fault.healthy_s), int(most)
+
+    def _read(self, seconds: float) -> None:
+        self._next_s = seconds + POLL_S
+        with suppress(OSError, HTTPException):  # /metrics may fail while the gang is down
+            self._times.append((seconds, resumed_streams(self._port) - self._before))
+
+
+def resumed_streams(port: int) -> float:
+    """How many streams have been resumed so far, by /metrics."""
+    lines = page(port, "/metrics").splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(RESUMED))
+
+
+def show(result: dict[str, Any]) -> str:
+    """The kills as a table."""
+    names = ("killed", "open", "resumed", "cut", "different", "healthy_s", "resumed_s")
+    headers = ["killed", "open then", "resumed", "cut", "different", "200 again s", "all resumed after s more"]
+    return table(headers, [[r[name] for name in names] for r in result["rounds"]])

@@ -1,0 +1,125 @@
+"""`aerie bench faults`: processes of a server die, freeze or slow down while streams are open; what do clients see?
+
+It starts its own `aerie serve` on loopback, hurts nothing else, and stops by itself. At float64 the tokens of every
+stream must be those of an undisturbed run, since they depend on prompt, settings and seed alone (law 1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cluster.bench.cases.demo import PROMPTS
+from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, Work, idle_info, undisturbed
+from cluster.bench.report import Say, table
+from cluster.bench.server import ServerProcess
+from cluster.bench.streams import Prompt, errors_of, run_together
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many streams of how many tokens, and the rounds: (ingress, faults, each a verb and its victim)."""
+
+    streams: int = 16
+    max_tokens: int = 192
+    rounds: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("direct", ("kill rank 0", "kill rank 1") * 6 + ("freeze rank 1", "freeze rank 0", "slow rank 1")),
+        ("resilient", ("kill rank 0", "kill rank 1", "kill replica", "kill replica") * 2),
+    )
+
+
+QUICK = Size(
+    streams=8, max_tokens=96, rounds=(("direct", ("kill rank 1", "kill rank 0")), ("resilient", ("kill replica",)))
+)
+
+
+@dataclass(slots=True)
+class Round:
+    """One fault in a server with open streams. Seconds of health count from that moment; `named` is what was blamed."""
+
+    ingress: str
+    what: str
+    cut: int = 0
+    different: int = 0
+    unhealthy_s: float | None = None
+    healthy_s: float | None = None
+    noticed_s: float | None = None
+    pages_used: int | None = None
+    restarts: int = 0
+    named: str = ""
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a client saw more than a pause, or pages stayed in use."""
+        return bool(self.cut or self.different or self.pages_used)
+
+
+def measure(size: Size, say: Say) -> dict[str, Any]:
+    """Run every round; see `Round` for what is noted of each."""
+    rounds: list[Round] = []
+    for ingress, todo in size.rounds:
+        with ServerProcess([*GANG, f"ingress={ingress}"]) as server:
+            say(f"faults: {ingress} ingress ready after {server.ready_s:.1f} s")
+            work = undisturbed(server, prompts_of(size.streams), size.max_tokens)
+            for what in todo:
+                done = one_round(server, work, ingress, what)
+                rounds.append(done)
+                say(f"faults: {ingress}, {what}: cut {done.cut}, different {done.different}, {done.named}")
+    return {
+        "rounds": [asdict(r) for r in rounds],
+        "kills": sum(r.what.startswith("kill") for r in rounds),
+        "streams_cut": sum(r.cut for r in rounds),
+        "streams_different": sum(r.different for r in rounds),
+        "failed": sum(r.failed for r in rounds),
+        "slowest_return_s": max((r.healthy_s or 0.0 for r in rounds), default=0.0),
+        "identical": not any(r.different for r in rounds),
+    }
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    """`count` prompts, every second one sampled at T=0.8 with its own seed."""
+    texts = [prompt.text for prompt in PROMPTS]
+    return [Prompt(texts[i // 2 % len(texts)], 0.8 if i % 2 else 0.0, 100 + i) for i in range(count)]
+
+
+def one_round(server: ServerProcess, work: Work, ingress: str, what: str) -> Round:
+    """Open the streams, cause the fault `what` once all of them have tokens, wait for their ends, and compare."""
+    fault = Fault(server, what, lambda streams: all(len(s.token_ids) >= OPEN_TOKENS or s.ended for s in streams))
+    streams = run_together(server.port, work.model, work.prompts, work.max_tokens, fault.look)
+    fault.settle()
+    result = Round(ingress, what, different=work.different(streams), errors=errors_of(streams))
+    result.cut = len(result.errors)
+    result.unhealthy_s, result.healthy_s = fault.unhealthy_s, fault.healthy_s
+    after = idle_info(server.port)
+    result.pages_used = sum(rank["pages_used"] for rank in after.get("ranks", ()))
+    losses = fault.losses(after)
+    result.restarts = len(losses)
+    if losses:
+        loss = losses[-1]
+        result.noticed_s = loss["noticed_s"]
+        result.named = f"rank {loss['rank']} {loss['kind']} at step {loss['step']}, phase {loss['phase']}"
+    if fault.verb == "slow":
+        result.named = "slowest: " + slowest(after.get("ranks", ()), fault.before.get("ranks", ()))
+    return result
+
+
+def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
+    """The rank with the longest own time per step (collectives excluded), and its factor over the fastest rank's."""
+    earlier = {rank["rank"]: rank for rank in before}
+    own = {
+        r["rank"]: (r["own_seconds"] - earlier[r["rank"]]["own_seconds"])
+        / max(1, r["steps"] - earlier[r["rank"]]["steps"])
+        for r in after
+        if r["rank"] in earlier
+    }
+    worst = max(own, key=lambda rank: own[rank])
+    others = [seconds for rank, seconds in own.items() if rank != worst]
+    return f"rank {worst}, {own[worst] / max(1e-9, min(others, default=1.0)):.1f} times the fastest"
+
+
+def show(result: dict[str, Any]) -> str:
+    """The rounds as a table."""
+    names = ("ingress", "what", "cut", "different", "noticed_s", "unhealthy_s", "healthy_s", "named")
+    headers = ["ingress", "done", "cut", "different", "noticed s", "503 after s", "200 again s", "named"]
+    rounds = table(headers, [[r[name] for name in names] for r in result["rounds"]])
+    return f"{rounds}\n\n{result['kills']} kills, {result['streams_cut']} streams cut"

@@ -1,0 +1,40 @@
+"""`aerie bench levels`: accept length and acceptance by depth of any draft, three levels deep.
+
+To compare three trained MTP layers with one layer used three times, run it on both folders.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from cluster.bench.cases.acceptance import QUICK, Size, accept_lengths, heading
+from cluster.bench.pair import Pair, Shape, short_path
+from cluster.bench.report import Say, machine, table
+
+__all__ = ["QUICK", "Size", "measure", "show"]
+
+SHAPES = (Shape(3), Shape(3, 4, 16))
+
+
+def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
+    """Accept length and acceptance by depth on held-out prompts, JSON-ready."""
+    figures, identical = accept_lengths(pair, size, SHAPES, say)
+    return {
+        "what": "levels",
+        "machine": machine(),
+        "draft": short_path(pair.draft),
+        **asdict(size),
+        "identical": identical,
+        "figures": figures,
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as a table."""
+    rows = [(x["name"], x["temperature"], x["accept_length"], *x["by_depth"]) for x in result["figures"]]
+    return "\n".join(
+        [
+            heading(result["draft"], result),
+            "accepted of those reached, depth by depth",
+            table(("setting", "T", "accept length", "depth 1", "2", "3"), rows),
+        ]
+    )

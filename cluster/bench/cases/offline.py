@@ -1,0 +1,216 @@
+"""`aerie bench offline`: speculation on and off, and plain decoding against `transformers`, side by side in one run.
+
+Contenders take turns in every repeat, in reverse order every other time, so that a machine that slows down slows all
+of them; a ratio is taken within a repeat, and the median over the repeats is shown. All settings must give the same
+tokens, or the figures mean nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+from cluster.bench.pair import DEFAULT, PLAIN, Pair, Shape, short_path
+from cluster.bench.reference import Transformers
+from cluster.bench.report import Say, first_difference, machine, median, ratio, table
+from cluster.bench.runs import Run, Texts, run_greedily
+from cluster.engine import build_engine
+
+BATCHES = (1, 8)
+TRIED = (
+    *(Shape(steps) for steps in (2, 3, 4, 5)),
+    Shape(3, 2, 6),
+    Shape(4, 2, 8),
+    Shape(5, 2, 12),
+    Shape(2, 4, 8),
+    Shape(3, 4, 12),
+    Shape(4, 4, 16),
+)
+SHAPES = TRIED if DEFAULT in TRIED else (*TRIED, DEFAULT)
+TRANSFORMERS = "transformers"
+GOAL_SPEEDUP = {1: 1.6, 8: 1.2}
+GOAL_TRANSFORMERS = {1: 3.0, 8: 2.0}
+GOAL_OUTSIDE = 0.15
+
+Work = Callable[[Texts], Run]
+"""Runs prompts at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured. Batch 1 runs `alone` prompts one after another."""
+
+    prompts: int = 8
+    alone: int = 4
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+    repeats: int = 5
+
+
+QUICK = Size(prompts=8, alone=1, new_tokens=24, repeats=2)
+
+
+@dataclass(slots=True)
+class Contender:
+    """One way to generate, and all its runs by batch size."""
+
+    name: str
+    work: Work
+    runs: dict[int, list[Run]] = field(default_factory=dict)
+
+    def run(self, prompts: Texts, batch: int) -> Run:
+        """Run the prompts, `batch` of them at a time."""
+        whole = Run()
+        for start in range(0, len(prompts), batch):
+            whole.add(self.work(prompts[start : start + batch]))
+        return whole
+
+    def speed(self, batch: int) -> float:
+        """Median tokens per second."""
+        return median([run.tokens_per_second for run in self.runs[batch]])
+
+    def against(self, other: "Contender", batch: int) -> float:
+        """How much faster than `other`: the median of the ratios within each repeat."""
+        pairs = zip(self.runs[batch], other.runs[batch], strict=True)
+        return median([ratio(a.tokens_per_second, b.tokens_per_second) for a, b in pairs])
+
+
+def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
+    """Run everything and return the figures, JSON-ready."""
+    return report(pair, size, SHAPES, run_contenders(pair, size, SHAPES, say))
+
+
+def run_contenders(pair: Pair, size: Size, shapes: Sequence[Shape], say: Say = print) -> dict[str, Contender]:
+    """Run every contender in every repeat; a first, shorter round warms all of them up and is not recorded."""
+    prompts = pair.prompts(size.prompts, size.prompt_tokens)
+    contenders: dict[str, Contender] = {}
+    for shape in (PLAIN, *shapes):
+        engine = build_engine(pair.config(shape, max(BATCHES)))
+        contenders[str(shape)] = Contender(str(shape), partial(run_greedily, engine, new_tokens=size.new_tokens))
+        dtype, device = engine.info().dtype, engine.info().device
+    reference = Transformers(pair.target, dtype, device)
+    contenders[TRANSFORMERS] = Contender(TRANSFORMERS, partial(reference.run, new_tokens=size.new_tokens))
+    for contender in contenders.values():
+        contender.run(prompts[:1], 1)
+        contender.runs = {batch: [] for batch in BATCHES}
+    for repeat in range(size.repeats):
+        say(f"offline: repeat {repeat + 1} of {size.repeats}, {len(contenders)} contenders")
+        order = list(contenders.values())[:: -1 if repeat % 2 else 1]
+        for batch in BATCHES:
+            for contender in order:
+                contender.runs[batch].append(contender.run(prompts[: size.alone] if batch == 1 else prompts, batch))
+    return contenders
+
+
+def report(pair: Pair, size: Size, shapes: Sequence[Shape], contenders: dict[str, Contender]) -> dict[str, Any]:
+    """The figures of all contenders, the best settings, and plain decoding against `transformers`."""
+    plain, reference = contenders[str(PLAIN)], contenders[TRANSFORMERS]
+    truth = {batch: plain.runs[batch][0].tokens for batch in BATCHES}
+    settings = [_setting(contenders[str(shape)], shape, plain, truth) for shape in (PLAIN, *shapes)]
+    tried = settings[1:]
+    best = {f"batch_{batch}": _best(tried, (batch,)) for batch in BATCHES}
+    best["overall"] = _best(tried, BATCHES)
+    return {
+        "what": "offline",
+        "machine": machine(),
+        "target": short_path(pair.target),
+        "prompts": size.prompts,
+        "prompt_tokens": size.prompt_tokens,
+        "new_tokens": size.new_tokens,
+        "repeats": size.repeats,
+        "identical": all(setting["identical"] for setting in settings),
+        "settings": settings,
+        "best": best,
+        "default": str(DEFAULT),
+        "against_transformers": {
+            f"batch_{batch}": {
+                "tokens_per_second": plain.speed(batch),
+                "transformers_tokens_per_second": reference.speed(batch),
+                "ratio": plain.against(reference, batch),
+                "same_texts": sum(a == b for a, b in zip(truth[batch], reference.runs[batch][0].tokens, strict=True)),
+                "texts": len(truth[batch]),
+            }
+            for batch in BATCHES
+        },
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as tables, goals beside them."""
+    batch = BATCHES[-1]
+    settings = {setting["name"]: setting for setting in result["settings"]}
+    rows = [
+        (
+            s["name"] + (" (default)" if s["name"] == result["default"] else ""),
+            s["nodes"],
+            s["accept_length"],
+            *(s[f"batch_{b}"][key] for b in BATCHES for key in ("tokens_per_second", "speedup")),
+            f"{s[f'batch_{batch}']['outside_share']:.1%}",
+            s["identical"],
+        )
+        for s in result["settings"]
+    ]
+    headers = ["setting", "nodes", "accept length"]
+    for b in BATCHES:
+        headers += [f"tokens/s, batch {b}", "speedup"]
+    lines = [
+        f"speculation: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, "
+        f"{result['new_tokens']} new, medians of {result['repeats']} repeats",
+        table([*headers, f"outside forwards, batch {batch}", "same tokens"], rows),
+        "",
+    ]
+    for b in BATCHES:
+        name = result["best"][f"batch_{b}"]
+        lines.append(
+            f"best at batch {b}: {name}, {settings[name][f'batch_{b}']['speedup']:.2f}x (goal {GOAL_SPEEDUP[b]}x)"
+        )
+    lines.append(f"best overall: {result['best']['overall']}; shipped default: {result['default']}")
+    shares = ", ".join(
+        f"{settings[name][f'batch_{batch}']['outside_share']:.1%} ({name})"
+        for name in (str(PLAIN), result["best"]["overall"])
+    )
+    lines += [f"step time outside model forwards at batch {batch}: {shares} (goal under {GOAL_OUTSIDE:.0%})", ""]
+    rows = [
+        (
+            f"batch {b}",
+            figures["tokens_per_second"],
+            figures["transformers_tokens_per_second"],
+            f"{figures['ratio']:.2f}x",
+            f"{GOAL_TRANSFORMERS[b]:.0f}x",
+            f"{figures['same_texts']} of {figures['texts']}",
+        )
+        for b in BATCHES
+        for figures in (result["against_transformers"][f"batch_{b}"],)
+    ]
+    lines += [table(("plain decoding", "ours, tokens/s", "transformers", "ratio", "goal", "same texts"), rows)]
+    return "\n".join(lines)
+
+
+def _setting(contender: Contender, shape: Shape, plain: Contender, truth: dict[int, list[list[int]]]) -> dict[str, Any]:
+    runs = contender.runs
+    every = [(run, truth[batch]) for batch in BATCHES for run in runs[batch]]
+    differ = [first_difference(a, b) for run, texts in every for a, b in zip(run.tokens, texts, strict=True)]
+    whole = runs[BATCHES[-1]][0]
+    figures: dict[str, Any] = {
+        "name": contender.name,
+        "num_steps": shape.num_steps,
+        "topk": shape.topk,
+        "nodes": shape.nodes,
+        "accept_length": whole.accept_length,
+        "identical": all(at is None for at in differ),
+        "first_difference": min((at for at in differ if at is not None), default=None),
+    }
+    for batch in BATCHES:
+        figures[f"batch_{batch}"] = {
+            "tokens_per_second": contender.speed(batch),
+            "speedup": contender.against(plain, batch),
+            "outside_share": median([run.outside_share for run in runs[batch]]),
+        }
+    return figures
+
+
+def _best(settings: Sequence[dict[str, Any]], batches: Sequence[int]) -> str:
+    """The setting with the highest geometric mean of its speedups at these batch sizes."""
+    best = max(settings, key=lambda setting: prod(setting[f"batch_{batch}"]["speedup"] for batch in batches))
+    return str(best["name"])

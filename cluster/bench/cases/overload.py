@@ -1,0 +1,175 @@
+"""`aerie bench overload`: five times the requests that a server can do; what do admitted and refused ones get?
+
+It starts its own `aerie serve` on loopback with few slots, hurts nothing else, and stops by itself. First a closed loop
+of as many clients as there are slots measures the capacity, then an open loop sends requests at a fixed rate.
+"""
+
+import asyncio
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.bench.report import Say, machine, median, p99, ratio, table
+from cluster.bench.server import TWO_RANKS, ServerProcess
+from cluster.bench.streams import served_model
+from cluster.bench.wire import Reply, drive, post
+
+REFUSAL_S = 0.1  # the goal for the p99 of refusals
+GOODPUT = 0.9  # the goal, of capacity
+NEAR_S = 2.0  # requests admitted so close to a refused one show the real wait
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Slots per rank, tokens per request, the bound on waiting, and durations (s); `factor` x capacity is offered."""
+
+    slots: int = 8
+    max_tokens: int = 96
+    max_wait_s: float = 10.0
+    capacity_s: float = 30.0
+    seconds: float = 60.0
+    settle_s: float = 10.0  # at the start, not counted: the queue fills
+    factor: float = 5.0
+
+
+QUICK = Size(max_tokens=48, max_wait_s=4.0, capacity_s=8.0, seconds=20.0, settle_s=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """What one request got: when it was sent, its status, and seconds from then on."""
+
+    at: float
+    status: int
+    seconds: float
+    retry_after_s: float | None
+    first_s: float | None
+    whole: bool
+    is_json: bool
+    said: str = ""
+
+
+def _one(reply: Reply, began: float) -> One:
+    retry = reply.headers.get("retry-after", "")
+    return One(
+        reply.began - began,
+        reply.status,
+        reply.seconds,
+        float(retry) if retry.isdigit() else None,
+        reply.first_s,
+        reply.whole and not reply.failure and not reply.error,
+        reply.is_json,
+        reply.failure or reply.error,
+    )
+
+
+def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
+    """A request whose prompt no cache holds; prompts and outputs have the same lengths in all parts of a run."""
+    prompt = f"{number:07}: once upon a time there was a fox that"
+    return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+
+
+async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[One]:
+    """A closed loop of `clients`, each sending its next request when the last one has ended."""
+    began = time.perf_counter()
+    found: list[One] = []
+
+    async def client(number: int) -> None:
+        while time.perf_counter() - began < seconds:
+            number += clients
+            found.append(_one(await post(port, "/v1/completions", _body(model, number, max_tokens)), began))
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return found
+
+
+async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[One]:
+    """An open loop: `per_s` requests a second for `seconds`; returns when all have ended."""
+    began = time.perf_counter()
+    tasks: list[asyncio.Future[Reply]] = []
+    while (now := time.perf_counter() - began) < seconds:
+        while len(tasks) < now * per_s:
+            body = _body(model, 1_000_000 + len(tasks), max_tokens)
+            tasks.append(asyncio.ensure_future(post(port, "/v1/completions", body)))
+        await asyncio.sleep(0.5 / per_s)
+    return [_one(reply, began) for reply in await asyncio.gather(*tasks)]
+
+
+def measure(size: Size, say: Say) -> dict[str, Any]:
+    """Capacity, then overload; see `judge` for what is noted."""
+    settings = [*TWO_RANKS, f"max_running_requests={size.slots}", f"max_queue_wait_s={size.max_wait_s}"]
+    with ServerProcess(settings) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        say(f"overload: ready after {server.ready_s:.1f} s")
+        model = served_model(server.port)
+        clients = 2 * size.slots
+        other.submit(drive, closed, server.port, model, clients, size.max_tokens, 3.0).result()  # warm-up
+        done = other.submit(drive, closed, server.port, model, clients, size.max_tokens, size.capacity_s).result()
+        capacity = sum(one.whole for one in done) / max(one.at + one.seconds for one in done)
+        say(f"overload: capacity {capacity:.2f} requests/s with {clients} clients")
+        rate = size.factor * capacity
+        found = other.submit(drive, opened, server.port, model, rate, size.max_tokens, size.seconds).result()
+    return {"machine": machine(), "capacity": capacity, "offered": rate, **judge(found, size, capacity)}
+
+
+def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
+    """What the requests got, and which goals that meets."""
+    refused = [one for one in found if one.status == 503]
+    taken = [one for one in found if one.status == 200 and one.whole]
+    ended = [one for one in taken if size.settle_s <= one.at + one.seconds <= size.seconds]
+    goodput = len(ended) / (size.seconds - size.settle_s)
+    ratios = []
+    for one in refused:
+        near = [two.first_s for two in taken if abs(two.at - one.at) < NEAR_S and two.first_s is not None]
+        if one.at >= size.settle_s and one.retry_after_s is not None and near:
+            ratios.append(one.retry_after_s / max(median(near), 0.001))
+    facts: dict[str, Any] = {
+        "requests": len(found),
+        "taken": len(taken),
+        "refused": len(refused),
+        "other": len(found) - len(taken) - len(refused),
+        "other_said": [f"{one.status}: {one.said}" for one in found if one not in taken and one not in refused][:3],
+        "goodput": goodput,
+        "goodput_of_capacity": ratio(goodput, capacity),
+        "refusal_p50_s": median([one.seconds for one in refused]),
+        "refusal_p99_s": p99([one.seconds for one in refused]),
+        "retry_after_p50_s": median([one.retry_after_s or 0.0 for one in refused if one.at >= size.settle_s]),
+        "retry_after_over_wait_p50": median(ratios),
+        "retry_after_within_two": ratio(sum(0.5 <= r <= 2.0 for r in ratios), len(ratios)),
+        "first_token_p50_s": median([one.first_s or 0.0 for one in taken]),
+        "first_token_p99_s": p99([one.first_s or 0.0 for one in taken]),
+        "max_wait_s": size.max_wait_s,
+        "not_json": sum(not one.is_json for one in refused),
+    }
+    goals = {
+        "refusal p99 under 0.1 s": facts["refusal_p99_s"] <= REFUSAL_S,
+        "Retry-After within a factor of two of the wait": facts["retry_after_within_two"] >= 0.9,
+        "goodput at least 90% of capacity": facts["goodput_of_capacity"] >= GOODPUT,
+        "first token p99 within the bound": facts["first_token_p99_s"] <= size.max_wait_s,
+        "every refusal is JSON, and nothing else failed": not facts["not_json"] and not facts["other"],
+    }
+    return {**facts, "goals": goals, "failed": sum(not good for good in goals.values())}
+
+
+def show(result: dict[str, Any]) -> str:
+    """Figures and goals as two tables."""
+    names = (
+        ("capacity, requests/s", "capacity"),
+        ("offered, requests/s", "offered"),
+        ("goodput, requests/s", "goodput"),
+        ("goodput of capacity", "goodput_of_capacity"),
+        ("taken", "taken"),
+        ("refused", "refused"),
+        ("neither", "other"),
+        ("refusal p50 s", "refusal_p50_s"),
+        ("refusal p99 s", "refusal_p99_s"),
+        ("Retry-After p50 s", "retry_after_p50_s"),
+        ("Retry-After over the real wait, p50", "retry_after_over_wait_p50"),
+        ("share within a factor of two", "retry_after_within_two"),
+        ("first token p50 s", "first_token_p50_s"),
+        ("first token p99 s", "first_token_p99_s"),
+        ("bound on the wait s", "max_wait_s"),
+    )
+    figures = table(["figure", "value"], [[label, result[name]] for label, name in names])
+    return figures + "\n\n" + table(["goal", "met"], list(result["goals"].items()))

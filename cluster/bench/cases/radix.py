@@ -1,0 +1,122 @@
+"""`aerie bench radix`: CPU time of the radix tree's operations that a step waits for, at the size of a real cache.
+
+Its figures are milliseconds, with goals, not ratios: all ranks of a gang wait while one of them evicts.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cluster.bench.report import Say, machine, median, table
+from cluster.kv.cache import KVCache
+from cluster.kv.radix import RadixTree
+from cluster.kv.slots import SlotTable
+
+PAGE = 16
+EVICTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """`chain` pages of one text, a tree of `pages`, and how often each is measured."""
+
+    chain: int = 8192
+    pages: int = 50_000
+    repeats: int = 15
+
+
+QUICK = Size(chain=1024, pages=5000, repeats=5)
+CHAIN_GOAL_MS = 20.0
+TREE_GOAL_MS = 0.2
+
+
+def measure(size: Size, say: Say = lambda _: None) -> dict[str, Any]:
+    """Milliseconds of CPU per operation, the median and the most over the repeats."""
+    rows = []
+    for name, goal, run in _operations(size):
+        say(f"radix: {name}")
+        taken = [run() * 1e3 for _ in range(size.repeats)]
+        rows.append({"operation": name, "median_ms": median(taken), "most_ms": max(taken), "goal_ms": goal})
+    return {"what": "radix", "machine": machine(), "page_size": PAGE, "repeats": size.repeats, "rows": rows}
+
+
+def show(result: dict[str, Any]) -> str:
+    """The result as text."""
+    # Milliseconds with three decimals; a table shows two.
+    rows = [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row.values()] for row in result["rows"]]
+    where = result["machine"]
+    head = (
+        f"radix: pages of {result['page_size']} tokens, milliseconds of CPU, {result['repeats']} repeats\n"
+        f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}"
+    )
+    return f"{head}\n{table(['operation', 'median', 'most', 'goal'], rows)}"
+
+
+def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]]]:
+    """Name, goal in milliseconds, and a function that measures it once, in seconds."""
+    text = list(range(size.chain * PAGE + 1))
+    prompts = _family(size.pages)
+    grown = _tree_of(prompts)
+
+    def chain() -> float:
+        tree = RadixTree(PAGE)
+        tree.insert(text, range(size.chain))
+        return _cpu(lambda: tree.evict(size.chain))
+
+    def family() -> float:
+        taken = _cpu(lambda: grown.evict(EVICTED))
+        for prompt in prompts[:EVICTED]:  # back to its size for the next repeat
+            grown.insert(prompt, range(len(prompt) // PAGE))
+        return taken
+
+    def flat() -> float:
+        tree = RadixTree(PAGE)
+        for start in range(size.pages):
+            tree.insert([start, *range(PAGE)], [start])
+        return _cpu(lambda: tree.evict(EVICTED))
+
+    cache = KVCache(size.chain + 8, SlotTable(2, len(text) + PAGE, PAGE, torch.device("cpu")), radix=True)
+    lease = cache.open(text, len(text))
+    assert lease is not None, "an empty cache holds a request"
+    cache.close(lease, text, len(text))
+
+    def opened() -> float:
+        leases = []
+        taken = _cpu(lambda: leases.append(cache.open(text, len(text))))
+        assert leases[0] is not None
+        cache.close(leases[0], text, len(text))
+        return taken
+
+    return [
+        (f"evict {size.chain} pages of one chain", CHAIN_GOAL_MS, chain),
+        (f"evict {EVICTED} of {grown.pages} pages, {len(prompts)} texts", TREE_GOAL_MS, family),
+        (f"evict {EVICTED} of {size.pages} pages that share nothing", TREE_GOAL_MS, flat),
+        (f"find and lock a prefix of {size.chain} pages", None, opened),
+    ]
+
+
+def _family(pages: int) -> list[list[int]]:
+    """Texts of about `pages` pages together: ten at a time share their first five, a hundred are each text's own."""
+    prompts: list[list[int]] = []
+    for number in range(max(1, pages // 100)):
+        shared = [number // 10] * (5 * PAGE)
+        prompts.append([*shared, number + 7, *range(100 * PAGE)])
+    return prompts
+
+
+def _tree_of(prompts: Sequence[Sequence[int]]) -> RadixTree:
+    tree, pages = RadixTree(PAGE), 0
+    for prompt in prompts:
+        count = len(prompt) // PAGE
+        tree.insert(prompt, range(pages, pages + count))
+        pages += count
+    return tree
+
+
+def _cpu(run: Callable[[], object]) -> float:
+    began = time.process_time()
+    run()
+    return time.process_time() - began

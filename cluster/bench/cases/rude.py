@@ -1,0 +1,213 @@
+"""`aerie bench rude`: abusive clients beside ordinary streams; are the streams disturbed?
+
+Eight streams of an `aerie serve` on loopback are read all the time. After a quiet phase another process does one kind
+of abuse after the other. The result of each phase is the longest pause between two events of any stream; the quiet
+phase shows how long one is without abuse.
+"""
+
+import json
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.bench.cases.faults import prompts_of
+from cluster.bench.fault import REPLICA, server_info
+from cluster.bench.report import Say, machine, records
+from cluster.bench.rudeness import ACTS, Tally, act
+from cluster.bench.server import TWO_RANKS, ServerProcess
+from cluster.bench.streams import HOST, Prompt, Stream, served_model
+from cluster.bench.wire import drive
+
+LIMIT_S = 0.5  # the longest pause that a stream may have
+OPEN_TOKENS = 4  # every stream has this many before the first phase
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many streams, after how many tokens each is opened anew, and how often each of the `ACTS` is done."""
+
+    streams: int = 8
+    max_tokens: int = 2048
+    quiet_s: float = 20.0
+    times: tuple[int, ...] = (200, 100, 50, 500, 1000)
+
+
+QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100))
+
+
+@dataclass(slots=True)
+class Phase:
+    """One kind of abuse, or none. `pauses` holds the longest pause of each stream in seconds."""
+
+    what: str
+    count: int
+    seconds: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+    cut: int = 0
+    replaced: bool = False
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest pause of any stream."""
+        return max(self.pauses, default=0.0)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a stream paused too long or failed, a process was replaced, or an answer was missing or not JSON."""
+        rude = self.tally.not_json or self.tally.unanswered
+        return bool(self.longest_s > LIMIT_S or self.cut or self.replaced or rude)
+
+
+class Listener:
+    """One client that is always reading a stream: when one has ended, it opens the next."""
+
+    def __init__(self, port: int, model: str, prompt: Prompt, max_tokens: int) -> None:
+        self._port, self._model, self._max_tokens = port, model, max_tokens
+        self._stop = threading.Event()
+        self._last: float | None = None  # when the present stream last sent an event; None between two
+        self.longest = 0.0
+        self.errors: list[str] = []
+        self.stream = Stream(prompt)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def take_pause(self) -> float:
+        """The longest pause since the last call, including one that has not ended."""
+        last, longest = self._last, self.longest
+        self.longest = 0.0
+        return max(longest, time.perf_counter() - last if last is not None else 0.0)
+
+    def stop(self) -> None:
+        """Stop at the present stream's next event."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.stream = Stream(self.stream.prompt, heard=self.heard)
+            self.stream.run(self._port, self._model, self._max_tokens)
+            self._last = None
+            if self.stream.error is not None and not self._stop.is_set():
+                self.errors.append(self.stream.error)
+                time.sleep(0.2)
+
+    def heard(self) -> None:
+        """Note an event of the stream; once stopped, raises ValueError, which ends the stream."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.longest = max(self.longest, now - self._last)
+        self._last = now
+        if self._stop.is_set():
+            raise ValueError("stopped")
+
+
+def measure(size: Size, say: Say) -> dict[str, Any]:
+    """Run all phases against one server; see `Phase` for what is noted of each."""
+    with ServerProcess(TWO_RANKS) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        say(f"rude: ready after {server.ready_s:.1f} s")
+        model = served_model(server.port)
+        listeners = [Listener(server.port, model, p, size.max_tokens) for p in prompts_of(size.streams)]
+        _wait(lambda: all(len(listener.stream.token_ids) >= OPEN_TOKENS for listener in listeners))
+        phases = []
+
+        def abuse(what: str, count: int) -> Tally:
+            if not count:
+                time.sleep(size.quiet_s)
+                return Tally()
+            return other.submit(drive, act, what, server.port, model, count).result()
+
+        for what, count in (("nothing", 0), *zip(ACTS, size.times, strict=True)):
+            phase = _phase(server, listeners, what, count, abuse)
+            phases.append(phase)
+            tally = phase.tally
+            say(f"rude: {count} {what}: longest pause {phase.longest_s:.2f} s, cut {phase.cut}, {tally.statuses}")
+        for listener in listeners:
+            listener.stop()
+    errors = [error for listener in listeners for error in listener.errors]
+    return {
+        "machine": machine(),
+        "streams": size.streams,
+        "limit_s": LIMIT_S,
+        "quiet_s": phases[0].longest_s,
+        "phases": [_facts(phase) for phase in phases],
+        "errors": errors[:5],
+        "failed": sum(phase.failed for phase in phases[1:]),
+    }
+
+
+def _phase(
+    server: ServerProcess, listeners: Sequence[Listener], what: str, count: int, abuse: Callable[[str, int], Tally]
+) -> Phase:
+    before = _identity(server)
+    cuts = sum(len(listener.errors) for listener in listeners)
+    for listener in listeners:
+        listener.take_pause()
+    began = time.perf_counter()
+    tally = abuse(what, count)
+    time.sleep(1.0)  # its effects may come a little later
+    pauses = [listener.take_pause() for listener in listeners]
+    seconds = time.perf_counter() - began
+    cuts = sum(len(listener.errors) for listener in listeners) - cuts
+    return Phase(what, count, seconds, pauses, cuts, _identity(server) != before, tally)
+
+
+def _identity(server: ServerProcess) -> Any:
+    """What changes when a rank, the gang or the replica is replaced."""
+    try:
+        info = server_info(server.port)
+    except (OSError, json.JSONDecodeError) as error:
+        return f"{HOST} does not answer: {error}"
+    replicas = sorted(process.pid for process in server.processes() if process.name.startswith(REPLICA))
+    ranks = [rank["pid"] for rank in info.get("ranks", ())]
+    return info.get("epoch"), len(info.get("restarts", ())), ranks, replicas
+
+
+def _wait(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > until:
+            raise RuntimeError(f"the streams gave too few tokens in {within_s:.0f} s")
+        time.sleep(0.05)
+
+
+def _facts(phase: Phase) -> dict[str, Any]:
+    tally = phase.tally
+    return {
+        "what": phase.what,
+        "count": phase.count,
+        "seconds": phase.seconds,
+        "longest_pause_s": phase.longest_s,
+        "cut": phase.cut,
+        "replaced": phase.replaced,
+        "statuses": {str(status): count for status, count in sorted(tally.statuses.items())},
+        "left": tally.left,
+        "unanswered": tally.unanswered,
+        "not_json": tally.not_json,
+        "examples": tally.examples,
+        "failed": phase.failed,
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The phases as a table."""
+    rows = [
+        {
+            "times": phase["count"],
+            "what": phase["what"],
+            "took s": phase["seconds"],
+            "longest pause s": phase["longest_pause_s"],
+            "cut": phase["cut"],
+            "replaced": "YES" if phase["replaced"] else "no",
+            "statuses": ", ".join(f"{status}: {count}" for status, count in phase["statuses"].items()) or "-",
+            "no answer": phase["unanswered"],
+            "no JSON": phase["not_json"],
+            "good": not phase["failed"] or phase["what"] == "nothing",
+        }
+        for phase in result["phases"]
+    ]
+    verdict = f"{result['streams']} streams; a pause may last {result['limit_s']} s"
+    errors = "".join(f"\n  {error}" for error in result["errors"])
+    return f"{records(rows)}\n\n{verdict}{errors}"

@@ -1,0 +1,112 @@
+"""`aerie bench serving`: start-up time, latency, throughput and memory of `aerie serve`."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.cases.demo import PROMPTS
+from cluster.bench.pair import Pair
+from cluster.bench.processes import Memory, memory_of
+from cluster.bench.report import Say, machine, median, table
+from cluster.bench.server import ServerProcess
+from cluster.bench.streams import Prompt, Stream, accept_length, first_token_ms, pace, run_together, served_model
+
+GOAL_START_S = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How often the server starts, and the rounds and tokens that it serves each time."""
+
+    starts: int = 3
+    rounds: int = 5
+    new_tokens: int = 192
+
+
+QUICK = Size(starts=1, rounds=1, new_tokens=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of the server: seconds to ready and to the first whole answer, then memory before and after load."""
+
+    ready_s: float
+    answered_s: float
+    idle: Memory
+    loaded: Memory
+    by_process: dict[str, float]
+    streams: list[list[Stream]]
+
+
+def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
+    """Start the server several times, send requests, stream, read its memory; JSON-ready."""
+    starts = []
+    for number in range(size.starts):
+        say(f"serving: start {number + 1} of {size.starts}")
+        starts.append(_start(pair, size))
+    rounds = [streams for start in starts for streams in start.streams]
+    streams = [stream for together in rounds for stream in together]
+    last = starts[-1]
+    return {
+        "what": "serving",
+        "machine": machine(),
+        "starts": size.starts,
+        "ready_seconds": median([start.ready_s for start in starts]),
+        "first_answer_seconds": median([start.answered_s for start in starts]),
+        "streams_at_once": len(PROMPTS),
+        "new_tokens": size.new_tokens,
+        "rounds": len(rounds),
+        "tokens_per_second": median([pace(together) for together in rounds]),
+        "first_token_ms": first_token_ms(streams),
+        "accept_length": accept_length(streams),
+        "failed": sum(stream.error is not None for stream in streams),
+        "identical": all(a.token_ids == b.token_ids for r in rounds for a, b in zip(r, rounds[0], strict=True)),
+        "memory_idle": asdict(last.idle),
+        "memory_loaded": asdict(last.loaded),
+        "memory_by_process_mib": last.by_process,
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as tables, goals beside them."""
+    rows = [
+        ("start to ready, s", result["ready_seconds"], ""),
+        ("start to first answered request, s", result["first_answer_seconds"], f"under {GOAL_START_S:.0f}"),
+        (f"tokens/s, {result['streams_at_once']} streams at once", result["tokens_per_second"], ""),
+        ("first token, ms", result["first_token_ms"], ""),
+        ("accept length", result["accept_length"], ""),
+        ("failed streams", float(result["failed"]), "0"),
+        *(
+            (f"{memory['processes']} processes {when}, {kind}, MiB", memory[f"{key}_mib"], "")
+            for when, memory in (("idle", result["memory_idle"]), ("after load", result["memory_loaded"]))
+            for kind, key in (("resident", "resident"), ("resident, shared pages once", "proportional"))
+        ),
+    ]
+    by_process = list(result["memory_by_process_mib"].items())
+    title = (
+        f"aerie serve: medians of {result['starts']} starts, {result['rounds']} rounds of {result['new_tokens']} tokens"
+    )
+    return "\n".join(
+        [title, table(("", "measured", "goal"), rows), "", table(("process", "MiB, shared pages once"), by_process)]
+    )
+
+
+def _start(pair: Pair, size: Size) -> Start:
+    target, draft = Path(pair.target).resolve(), Path(pair.draft).resolve()
+    settings = [f"model={target}", f"speculative_draft_model_path={draft}"]
+    settings += [f"dtype={pair.dtype}"] + ([f"num_threads={pair.num_threads}"] if pair.num_threads else [])
+    began = time.monotonic()
+    with ServerProcess(settings) as server:
+        model = served_model(server.port)
+        (answer,) = run_together(server.port, model, [Prompt("import os\n")], 1)
+        answered = time.monotonic() - began
+        if answer.error is not None:
+            raise ValueError(f"the first request failed: {answer.error}")
+        idle = memory_of(server.processes())
+        streams = [run_together(server.port, model, PROMPTS, size.new_tokens) for _ in range(size.rounds)]
+        processes = server.processes()
+        by_process: dict[str, float] = {}
+        for process in processes:
+            by_process[process.name] = by_process.get(process.name, 0.0) + memory_of([process]).proportional_mib
+        return Start(server.ready_s, answered, idle, memory_of(processes), by_process, streams)

@@ -1,0 +1,163 @@
+"""Faults of a server with open streams: a process dies, freezes or slows down; what do the streams and /health show?"""
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.bench.server import TWO_RANKS, ServerProcess
+from cluster.bench.streams import HOST, Prompt, Stream, errors_of, page, run_together, served_model
+
+GANG = ("dtype=float64", *TWO_RANKS)
+OPEN_TOKENS = 6  # a stream with this many counts as open
+WAIT_S = 120.0
+POLL_S = 0.02
+SLOW_S = 12.0
+SLOW_ON_S, SLOW_OFF_S = 0.01, 0.09  # a rank that runs a tenth of the time
+REPLICA, ENGINE = "ServeReplica:", "-engine"  # what Ray calls the process of an engine replica
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every round streams, and the same streams without a fault (`wanted`)."""
+
+    model: str
+    prompts: Sequence[Prompt]
+    max_tokens: int
+    wanted: Sequence[Stream]
+
+    def different(self, streams: Sequence[Stream]) -> int:
+        """How many streams ended with other tokens than without a fault."""
+        pairs = zip(streams, self.wanted, strict=True)
+        return sum(stream.error is None and stream.token_ids != wanted.token_ids for stream, wanted in pairs)
+
+
+def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: int) -> Work:
+    """Stream everything once.
+
+    Raises:
+        RuntimeError: a stream failed without a fault.
+    """
+    model = served_model(server.port)
+    wanted = run_together(server.port, model, prompts, max_tokens)
+    if errors := errors_of(wanted):
+        raise RuntimeError(f"the undisturbed run failed: {errors[0]}")
+    return Work(model, prompts, max_tokens, wanted)
+
+
+class Fault:
+    """One fault, such as "kill rank 0", caused while streams run; `open` of them had not ended at that moment.
+
+    From it count the seconds until /health failed (`unhealthy_s`) and was 200 again (`healthy_s`); None: not seen.
+    """
+
+    def __init__(self, server: ServerProcess, what: str, due: Callable[[list[Stream]], bool]) -> None:
+        """It is caused as soon as the streams are `due`."""
+        self.verb, _, self.whom = what.partition(" ")
+        self.before = server_info(server.port)
+        self.open = 0
+        self.unhealthy_s: float | None = None
+        self.healthy_s: float | None = None
+        self._server, self._due = server, due
+        self._began: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds since the fault; None before it."""
+        return None if self._began is None else time.monotonic() - self._began
+
+    def look(self, streams: list[Stream]) -> None:
+        """Called repeatedly while the streams run."""
+        if self._began is not None or not self._due(streams):
+            return
+        victim = victim_of(self._server, self.before, self.whom)
+        self.open = sum(stream.ended is None for stream in streams)
+        self._began = time.monotonic()
+        self._thread.start()
+        hurt(self.verb, victim)
+
+    def settle(self) -> None:
+        """Wait until the server is healthy again, if a loss is due, and look no more at /health."""
+        if self._began is None:
+            return
+        if self.verb != "slow":
+            self._thread.join(WAIT_S)
+        self._over.set()
+        self._thread.join()
+
+    def losses(self, after: dict[str, Any]) -> list[dict[str, Any]]:
+        """The gangs lost since the fault, by the server's info `after` it; a new replica knows of no earlier ones."""
+        known = 0 if self.whom == "replica" else len(self.before.get("restarts", ()))
+        losses: list[dict[str, Any]] = after.get("restarts", [])[known:]
+        return losses
+
+    def _poll(self) -> None:
+        while not self._over.wait(POLL_S):
+            asked_s = self.seconds
+            well = is_healthy(self._server.port)
+            if not well and self.unhealthy_s is None:
+                self.unhealthy_s = asked_s
+            if well and self.unhealthy_s is not None:
+                self.healthy_s = self.seconds
+                return
+
+
+def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
+    """The pid of the process to hurt, a rank of `info` or the replica."""
+    if whom == "replica":
+        (engine,) = [p.pid for p in server.processes() if REPLICA in p.name and ENGINE in p.name]
+        return engine
+    return int(next(rank["pid"] for rank in info["ranks"] if rank["rank"] == int(whom.split()[1])))
+
+
+def hurt(verb: str, pid: int) -> None:
+    """Kill or freeze the process, or let it run a tenth of the time for a while (in a thread of its own)."""
+    if verb == "kill":
+        os.kill(pid, signal.SIGKILL)
+    elif verb == "freeze":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        threading.Thread(target=slow_down, args=(pid, SLOW_S), daemon=True).start()
+
+
+def slow_down(pid: int, seconds: float) -> None:
+    """Stop and continue the process so that it runs a tenth of the time."""
+    until = time.monotonic() + seconds
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(SLOW_OFF_S)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(SLOW_ON_S)
+
+
+def is_healthy(port: int) -> bool:
+    """Whether /health answers 200."""
+    with suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=10) as answer:
+        return bool(answer.status == 200)
+    return False
+
+
+def server_info(port: int) -> dict[str, Any]:
+    """The answer of /server_info."""
+    info: dict[str, Any] = json.loads(page(port, "/server_info"))
+    return info
+
+
+def idle_info(port: int) -> dict[str, Any]:
+    """The same, once every rank reports and none runs a request or uses pages; after 20 s, as it is."""
+    until = time.monotonic() + 20.0
+    while True:
+        info = server_info(port)
+        ranks = info.get("ranks", [])
+        if (ranks and not any(rank["pages_used"] or rank["running"] for rank in ranks)) or time.monotonic() > until:
+            return info
+        time.sleep(0.2)

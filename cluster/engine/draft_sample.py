@@ -1,0 +1,77 @@
+"""Checks a draft against its own sample when it is loaded.
+
+The sample runs through the real step: the target with its captured hidden states, the draft's fc, norms and attention,
+on every rank of the gang at once.
+"""
+
+import logging
+import math
+
+import torch
+
+from cluster.arch.draft.sample import FILE, Sample
+from cluster.batch import Order, PromptChunk, Sampling
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.lockstep import Lockstep
+from cluster.kv.cache import KVCache
+from cluster.spec.inputs import EagleDraftInput
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
+"""How far rounding may shift the hidden state (relative) and the probability of the most likely token. The demo draft's
+hidden state shifts by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.10 with the other rope layout, by
+0.21 and 0.26 with aux layers off by one, by 0.9 and more with other misreadings."""
+HALF = 0.01  # larger tolerances are half precision's, where a near-tied token may take the place of the most likely one
+
+
+def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> EagleDraftInput | None:
+    """The output of the draft's extend after `tokens`, for one request; None on a follower. All ranks of the gang must
+    call it.
+    """
+    deepest = len(lockstep.shapes) - 1
+    if not lockstep.mesh.leads:
+        lockstep.run(Order(), 0, deepest)
+        return None
+    lease = cache.open(tokens, len(tokens) + lockstep.shapes[-1].window)
+    assert lease is not None, "an empty cache holds a request"
+    chunk = PromptChunk(lease.row, 0, len(tokens), True, tokens)
+    greedy = Sampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
+    lockstep.run(Order((), (chunk,), (greedy,), cache.table.unsent), 1, deepest)
+    cache.table.sent()
+    cache.close(lease, tokens, 0)
+    row = torch.tensor([lease.row], device=lockstep.step.carried.bonus.device)
+    return lockstep.step.carried.take(row)
+
+
+def check_sample(sample: Sample, config: EngineConfig, lockstep: Lockstep, cache: KVCache, context: int) -> None:
+    """Refuse a draft that does not reproduce its sample; skip the check if the sample exceeds `context` or the cache.
+
+    A token map from a file leaves the draft fewer tokens and so other probabilities; then only hidden is compared.
+
+    Raises:
+        ConfigError: how far off it is, and what may be wrong.
+    """
+    folder, mapped = config.speculative_draft_model_path, config.speculative_token_map is not None
+    count, window = len(sample.tokens), lockstep.shapes[-1].window
+    if count > context or count + window > cache.total * cache.page_size:
+        logger.warning("%s of %r is not checked: its %d tokens do not fit", FILE, folder, count)
+        return
+    given = take_sample(sample.tokens, lockstep, cache)
+    if given is None:
+        return
+    wanted, most = torch.tensor(sample.hidden, dtype=torch.float64), TOLERANCE[given.hidden.dtype]
+    hidden = float((given.hidden[0].double().cpu() - wanted).norm() / wanted.norm())
+    probability = 0.0
+    if not mapped:
+        # Two tokens that are equally likely up to rounding may change places from one machine to the next.
+        proposed = given.topk_index[0].tolist()
+        at = proposed.index(sample.token) if sample.token in proposed else 0 if most > HALF else None
+        here = 0.0 if at is None else math.exp(given.topk_logprobs[0, at])
+        probability = abs(here - math.exp(sample.logprob))
+    if not (hidden <= most and probability <= most):
+        raise ConfigError(
+            f"draft {folder!r} does not reproduce its {FILE}: its hidden state is off by {hidden:.3g}, its most likely "
+            f"token's probability by {probability:.3g} (at most {most:g}). Its config or speculative_draft_overrides "
+            "describe another draft, or the target is another one. Correct them, or remove the file"
+        )

@@ -1,0 +1,93 @@
+"""The loaded models of one rank: the target and the draft runner list, each with its sharding and exchange."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from cluster.arch import LayerGeometry
+from cluster.arch.resolve import ResolvedModels
+from cluster.arch.summary import computed_in
+from cluster.attention.bind import pool_bytes
+from cluster.dp_attention.exchange import Exchange
+from cluster.dp_attention.plan import Ops
+from cluster.mesh import Mesh
+from cluster.models.context import WHOLE, ModelContext, Sharding
+from cluster.models.draft import DraftModel
+from cluster.models.layer import NoExchange
+from cluster.models.load import local_heads
+from cluster.models.registry import load_draft_list, load_target
+from cluster.models.target import DecoderTarget
+from cluster.spec.multilayer import kept_bytes
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankModels:
+    """One rank's part of the models, and how each computes. `exchange` is the one that follows the script."""
+
+    resolved: ResolvedModels
+    exchange: Exchange
+    target: DecoderTarget
+    drafts: list[DraftModel]
+    target_context: ModelContext
+    draft_context: ModelContext
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype of all models."""
+        return self.target_context.dtype
+
+    @property
+    def layers(self) -> list[list[LayerGeometry]]:
+        """The layers of every runner as this rank holds them, the target's first."""
+        attention = self.target_context.sharding.attention
+        layers = [[local_heads(g, attention) for g in self.resolved.target.layers]]
+        if (spec := self.resolved.draft) is not None:
+            own = self.draft_context.sharding.attention
+            layers += [[local_heads(layer.geometry, own) for layer in spec.layers] for _ in self.drafts]
+        return layers
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in the pools of all runners and in what the draft keeps besides them."""
+        beside = 0
+        if (spec := self.resolved.draft) is not None:
+            beside = kept_bytes(len(self.drafts), spec.hidden, self.dtype)
+        return sum(pool_bytes(layers, self.dtype) for layers in self.layers) + beside
+
+    @property
+    def ops(self) -> tuple[Ops, Ops | None]:
+        """The calls of the script that one forward of the target, and one of the draft, makes; None without a draft."""
+        target = Ops(*self.target.ops) if self.target_context.exchange is self.exchange else Ops()
+        if not self.drafts:
+            return target, None
+        held = self.draft_context.exchange is self.exchange
+        return target, Ops(*self.drafts[0].ops, len(self.drafts)) if held else Ops()
+
+
+def load_models(resolved: ResolvedModels, mesh: Mesh, device: torch.device, max_position: int) -> RankModels:
+    """Load this rank's part of every model, for positions below `max_position`.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown or of the wrong shape.
+    """
+    config = resolved.config
+    dtype = DTYPES[computed_in(resolved.target.dtype, config.dtype, device.type)]
+    wide = config.vocab_parallel == "world"
+    exchange, alone = Exchange(mesh, dtype, wide), NoExchange(mesh.world.clock)
+    vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part
+    sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
+    sharded = ModelContext(dtype, device, alone if mesh.world.size == 1 else exchange, sharding, max_position)
+    own = sharded if resolved.draft_is_sharded else replace(sharded, exchange=alone, sharding=WHOLE)
+    target = load_target(config.model_path, resolved.target, sharded)
+    drafts: list[DraftModel] = []
+    if resolved.draft is not None and config.speculative_draft_model_path is not None:
+        folder = config.speculative_draft_model_path
+        drafts = load_draft_list(folder, resolved.draft, target, own, resolved.runners)
+    return RankModels(resolved, exchange, target, drafts, sharded, own)

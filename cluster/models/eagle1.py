@@ -1,0 +1,38 @@
+"""Drafts whose `fc` joins embedding and hidden state in every forward: EAGLE-1/2, Mistral EAGLE, and MTP layers.
+
+Sources: arXiv 2401.15077 and SGLang #4247 (EAGLE-1), SGLang #24058 (Mistral), DeepSeek-V3's report 2.2 (MTP).
+"""
+
+import torch
+from torch import Tensor
+
+from cluster.models.draft import DraftModel
+from cluster.models.layer import Attend, norm, project
+from cluster.models.load import Loader
+
+
+class Eagle1Draft(DraftModel):
+    """A draft on one rank that reads `fc([embedding | hidden])`; at extend, hidden is the target's post-norm hidden."""
+
+    def _load(self, load: Loader) -> None:
+        spec, h = self.spec, self.spec.hidden
+        self._fc = load.projection("fc.weight", h, 2 * h)
+        self._fc_bias = load.take("fc.bias", h) if spec.fc_bias else None
+        self._pair_norms: tuple[Tensor, ...] | None = None
+        if spec.pair_norms:
+            offset = spec.layer.unit_offset
+            self._pair_norms = tuple(load.norm(f"{part}_norm.weight", h, offset) for part in ("embed", "hidden"))
+
+    def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
+        """The target's post-norm hidden `[T, H]`, as it is."""
+        return aux_hidden
+
+    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""
+        embedding, eps = self._embedding(token_ids), self.spec.layer.eps
+        if self.spec.zero_first:
+            embedding = embedding.masked_fill((positions == self._first_position)[:, None], 0)
+        if self._pair_norms is not None:
+            embedding, hidden = norm(embedding, self._pair_norms[0], eps), norm(hidden, self._pair_norms[1], eps)
+        both = [embedding, hidden] if self.spec.concat_order == "embed_first" else [hidden, embedding]
+        return self._run(embedding, project(torch.cat(both, -1), self._fc, self._fc_bias), positions, attend)

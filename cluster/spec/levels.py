@@ -1,0 +1,71 @@
+"""Growing a tree level by level, whether one runner runs all levels or each level has its own.
+
+Legend: R requests, K topk, S depth, H width, Vd draft vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.attention.plan import MASKED
+from cluster.batch import Batch
+from cluster.config import TreeShape
+from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.propose import Ranking
+from cluster.spec.tree import DraftTree, Growth
+
+
+class Levels(Protocol):
+    """Runs one level of a step's trees after another."""
+
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
+        """Rows of `level` (1 is the first), `tokens` `[R, K]`, each after row `parent` `[R, K]` of the level before
+        (None: after the root) -> logits `[R, K, Vd]`.
+        """
+        ...
+
+
+def grow(
+    batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape, ranking: Ranking, levels: Levels
+) -> DraftTree:
+    """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
+
+    At the end, the root and the N - 1 best candidates of all levels make the tree.
+    """
+    grown = Growth(carried.topk_index, carried.topk_logprobs)
+    sampling = batch.sampling.narrow(0, batch.decodes)
+    tokens, parent = carried.topk_index, None
+    for level in range(1, shape.num_steps):
+        logits = levels.run(level, tokens, parent)
+        likely, proposed = ranking.propose(logits, sampling, at_level(noise, level))
+        grown.add(proposed, likely)
+        if level < shape.num_steps - 1:
+            tokens, parent = grown.best()
+    return grown.tree(carried.bonus, shape.num_draft_tokens)
+
+
+def at_level(noise: Tensor | None, level: int) -> Tensor | None:
+    """The noise `[R, 1, V]` at the position of the tokens proposed after a level's rows."""
+    return None if noise is None else noise[:, level : level + 1]
+
+
+class Ancestry:
+    """Which rows of earlier levels each row sees: its ancestors, and itself."""
+
+    def __init__(self, carried: EagleDraftInput, shape: TreeShape) -> None:
+        r, self._k = carried.topk_index.shape
+        width = max(1, (shape.num_steps - 1) * self._k)
+        self._bias = torch.full((r, self._k, width), MASKED, dtype=carried.hidden.dtype, device=carried.hidden.device)
+
+    def descend(self, level: int, parent: Tensor | None) -> Tensor:
+        """The bias `[R, K, (S - 1) K]` of the rows of `level`, each after row `parent` of the level before."""
+        self._bias = after(self._bias, parent)
+        own = slice((level - 1) * self._k, level * self._k)
+        self._bias[:, :, own].diagonal(dim1=1, dim2=2).zero_()
+        return self._bias
+
+
+def after(rows: Tensor, parent: Tensor | None) -> Tensor:
+    """For each row of a level its parent's entry of `rows` `[R, K, ..]`, those of the level before."""
+    return rows if parent is None else rows.gather(1, parent[..., None].expand_as(rows))

@@ -1,0 +1,206 @@
+"""`aerie export-draft`: an EAGLE-3 draft written in another dialect (the checkpoint format of another tool).
+
+Weights are copied bit for bit, and so is the draft's sample, which holds in every dialect. Layers that do nothing
+(zeros in both output projections) may be appended, with the inputs that later layers have in the dialect. A draft that
+the dialect cannot express is refused.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cluster.arch import DraftSpec, read_draft, read_json, read_target
+from cluster.arch.draft.sample import FILE as SAMPLE
+from cluster.config import ConfigError
+from cluster.models.checkpoint import Checkpoint
+
+Config = dict[str, Any]
+IDS = "eagle_aux_hidden_state_layer_ids"
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+def export_draft(folder: str, target: str, dialect: str, out: str, layers: int | None = None) -> DraftSpec:
+    """Write the draft in `folder` for `target` to the new folder `out`; returns its spec as read from there.
+
+    Where `layers` is more than the draft has, layers that do nothing are appended.
+
+    Raises:
+        ConfigError: the draft cannot be expressed in this dialect, or `out` is not empty.
+    """
+    if dialect not in DIALECTS:
+        raise ConfigError(f"--dialect must be one of {', '.join(DIALECTS)}; got {dialect!r}")
+    if Path(out).exists() and any(Path(out).iterdir()):
+        raise ConfigError(f"{out!r} is not empty; give a new folder")
+    checkpoint, arch = Checkpoint(folder), read_target(target)
+    spec = read_draft(folder, checkpoint.shapes, arch)
+    if spec.kind != "eagle3":
+        raise ConfigError(f"draft {folder!r} is {spec.dialect}; only EAGLE-3 drafts can be exported")
+    if spec.layer.latent is not None or not spec.use_aux_hidden_state:
+        raise ConfigError(f"draft {folder!r}: latent attention and use_aux_hidden_state false cannot be exported")
+    tensors = {name: checkpoint.take(name) for name in checkpoint.shapes}
+    count = layers or spec.num_layers
+    meaning, config_of = DIALECTS[dialect]
+    _may_say(spec, dialect, meaning, count, folder, arch.num_layers)
+    for i in range(spec.num_layers, count):
+        tensors |= idle_layer(tensors, i, meaning, spec.hidden)
+    config = config_of(spec) | _geometry(spec, count, read_json(folder, "config.json"), dialect == "speculators")
+    if dialect == "specforge":
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    if dialect == "modelopt":
+        tensors.pop("t2d", None)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, Path(out) / "model.safetensors", {"format": "pt"})
+    (Path(out) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if (Path(folder) / SAMPLE).is_file():
+        shutil.copy(Path(folder) / SAMPLE, out)
+    return read_draft(out, Checkpoint(out).shapes, arch)
+
+
+def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: str, target_layers: int) -> None:
+    """Raise a ConfigError that names what the dialect cannot express, if there is anything."""
+    lost = []
+    if dialect != "speculators":
+        if 0 in spec.aux_boundaries:
+            lost.append("the embedding as an aux hidden state, which is no layer's output")
+        if spec.norm_before_residual:
+            lost.append("norm_before_residual")
+        if target_layers in spec.aux_boundaries and target_layers in [b - 1 for b in spec.aux_boundaries]:
+            lost.append("these aux layers")
+    if spec.layer.interleaved or spec.layer.sliding_window:
+        lost.append("interleaved rope or a window")
+    if count < spec.num_layers:
+        lost.append(f"{spec.num_layers} layers in {count} (raise --layers)")
+    later = {"pair" if layer.pair else layer.hidden_norm for layer in spec.layers[1:]}
+    if later - {meaning}:
+        lost.append(f"later layers with other inputs ({', '.join(sorted(later))})")
+    if lost:
+        raise ConfigError(f"draft {folder!r} cannot be written as {dialect}, which cannot express: {'; '.join(lost)}")
+
+
+def idle_layer(tensors: dict[str, Tensor], index: int, meaning: str, hidden: int) -> dict[str, Tensor]:
+    """A layer that adds nothing: the first one's weights, with both output projections zero."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith("layers.0."):
+            continue
+        part = name.removeprefix("layers.0.")
+        if part == "hidden_norm.weight" and meaning == "input_layernorm":
+            continue
+        if part.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) and meaning != "pair":
+            tensor = tensor[:, hidden:]
+        silent = part.startswith(("self_attn.o_proj", "mlp.down_proj"))
+        made[f"layers.{index}.{part}"] = torch.zeros_like(tensor) if silent else tensor.clone()
+    return made
+
+
+def _geometry(spec: DraftSpec, count: int, given: Config, nested: bool) -> Config:
+    g = spec.layer
+    made = {
+        "model_type": "qwen3" if g.qk_norm else "llama",
+        "hidden_size": g.hidden,
+        "intermediate_size": g.intermediate,
+        "num_hidden_layers": count,
+        "num_attention_heads": g.heads,
+        "num_key_value_heads": g.kv_heads,
+        "head_dim": g.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": g.eps,
+        "attention_bias": g.out_bias,
+        "mlp_bias": g.mlp_bias,
+        "vocab_size": spec.vocab_size,
+        **{key: value for key, value in given.items() if key in ROPE},
+    }
+    if nested:
+        return {"transformer_layer_config": made}
+    return made | {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": spec.dtype, "tie_word_embeddings": False}
+
+
+def _flags(spec: DraftSpec) -> Config:
+    return {"norm_output": spec.recurrent == "post", "fc_norm": spec.fc_norm, "norm_before_fc": spec.norm_before_fc}
+
+
+def _outputs(spec: DraftSpec) -> list[int]:
+    return [boundary - 1 for boundary in spec.aux_boundaries]
+
+
+def _specforge(spec: DraftSpec) -> Config:
+    eagle = {IDS: _outputs(spec), "use_aux_hidden_state": True}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "target_hidden_size": spec.target_hidden,
+        "num_aux_hidden_states": spec.num_aux,
+        "eagle_config": eagle,
+        **_flags(spec),
+    }
+
+
+def _modelopt(spec: DraftSpec) -> Config:
+    eagle = {
+        IDS: _outputs(spec),
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": spec.final_norm,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+    }
+    return _specforge(spec) | {"eagle_config": eagle}
+
+
+def _deepspec(spec: DraftSpec) -> Config:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "target_hidden_size": spec.target_hidden,
+        "target_layer_ids": _outputs(spec),
+        **_flags(spec),
+    }
+
+
+def _speculators(spec: DraftSpec) -> Config:
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+        "draft_vocab_size": spec.draft_vocab_size,
+        "target_hidden_size": spec.target_hidden,
+        "norm_before_residual": spec.norm_before_residual,
+        IDS: list(spec.aux_boundaries),
+        **_flags(spec),
+    }
+
+
+DIALECTS: dict[str, tuple[str, Callable[[DraftSpec], Config]]] = {
+    "specforge": ("hidden_norm", _specforge),
+    "modelopt": ("input_layernorm", _modelopt),
+    "speculators": ("input_layernorm", _speculators),
+    "deepspec": ("pair", _deepspec),
+}
+"""Per dialect: what later layers take as input, and the function that writes its config."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `aerie export-draft`."""
+    parser.add_argument("draft", metavar="DRAFT", help="folder of an EAGLE-3 draft")
+    parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
+    parser.add_argument("--dialect", required=True, help=f"one of {', '.join(DIALECTS)}")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    parser.add_argument("--layers", type=int, help="number of layers to write: layers that do nothing are appended")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export and say what was written."""
+    spec = export_draft(args.draft, args.target, args.dialect, args.out, args.layers)
+    print(f"{args.out}: {spec.dialect}, {spec.num_layers} layer(s), boundaries {list(spec.aux_boundaries)}")
+    return 0

@@ -1,0 +1,118 @@
+"""`aerie probe-draft`: which reading of a draft is accepted most, where its tensors leave more than one possible.
+
+Each value of each fact is tried on a few short prompts, sampled with fixed seeds, so that all readings draft for the
+same text. A value other than that of the draft's config or format is recommended only if better by `MARGIN`.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cluster.arch.draft.sample import FILE
+from cluster.config import DRAFT_FACTS, ConfigError, EngineConfig
+from cluster.engine.build import build_engine
+from cluster.request import Request, SamplingParams
+from cluster.tools.generate import complete
+from cluster.tools.sample_draft import settings_of
+
+PROMPTS = (
+    "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n",
+    "The capital of France is Paris, and the capital of Italy is",
+    "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n",
+    "Once upon a time there was a king who had three daughters. The youngest of them",
+    "import argparse\n\nparser = argparse.ArgumentParser()\nparser.add_argument(",
+    "To boil an egg, first bring the water to",
+)
+NEW_TOKENS = 64
+NUM_STEPS = 4
+MARGIN = 1.04
+"""Factor in accept length by which another value must be better. The demo draft's moves by up to 2%, in either
+direction, between readings that differ by one aux layer."""
+
+
+class Reading(NamedTuple):
+    """A draft read with `overrides`: its mean accept length, or the error where it cannot be read in this way."""
+
+    overrides: dict[str, Any]
+    accept_length: float
+    error: str = ""
+
+
+def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[Reading], None]) -> dict[str, Any]:
+    """The overrides to set: the facts where another value than that of the draft's config or format is better by
+    `MARGIN`. Facts are tried one by one, each starting from the best reading so far; every reading goes to `say`.
+
+    Raises:
+        ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which is more certain.
+    """
+    if (Path(draft) / FILE).exists():
+        raise ConfigError(f"draft {draft!r} has a {FILE}, which settles how it is read; remove it to probe anyway")
+    best, facts = _read(draft, target, algorithm, {})
+    say(best)
+    if best.error:
+        raise ConfigError(best.error)
+    for fact, value in facts.items():
+        for other in DRAFT_FACTS.get(fact, ()):
+            if other == value:
+                continue
+            reading, _ = _read(draft, target, algorithm, {**best.overrides, fact: other})
+            say(reading)
+            if reading.accept_length > MARGIN * best.accept_length:
+                best = reading
+    return best.overrides
+
+
+def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
+    """One reading, and the values of its facts."""
+    settings = settings_of(draft, target, algorithm) | {
+        "max_running_requests": len(PROMPTS),
+        "context_length": 2 * NEW_TOKENS + 64,
+        "speculative_num_steps": NUM_STEPS,
+        "speculative_draft_overrides": overrides,
+    }
+    try:
+        engine = build_engine(EngineConfig.from_kwargs(settings))
+    except ConfigError as error:
+        return Reading(overrides, 0.0, str(error)), {}
+    if engine.tokenizer is None:
+        raise ConfigError(f"target {target!r} has no tokenizer.json, which the probe's prompts need")
+    params = [SamplingParams(seed=seed, max_tokens=NEW_TOKENS, ignore_eos=True) for seed in range(len(PROMPTS))]
+    prompts = [tuple(engine.tokenizer.encode(text)[-NEW_TOKENS:]) for text in PROMPTS]
+    complete(engine, [Request(p, ids, own) for p, ids, own in zip(PROMPTS, prompts, params, strict=True)])
+    described = engine.info().draft
+    assert described is not None, "a draft was asked for"
+    facts = {fact: choice["value"] for fact, choice in described["choices"].items()}
+    return Reading(overrides, engine.status().accept_length), facts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `aerie probe-draft`."""
+    parser.add_argument("draft", metavar="DRAFT", help="folder of the draft")
+    parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
+    parser.add_argument("--algorithm", help="its speculative_algorithm (default: what its folder holds)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every reading and what to set."""
+    readings: list[Reading] = []
+
+    def say(reading: Reading) -> None:
+        readings.append(reading)
+        if not args.json:
+            print(f"{_words(reading.overrides):<50} {reading.error or f'accept length {reading.accept_length:.3f}'}")
+
+    best = probe_draft(args.draft, args.target, args.algorithm, say)
+    if args.json:
+        print(json.dumps({"readings": [r._asdict() for r in readings], "speculative_draft_overrides": best}))
+    elif best:
+        print(f"set speculative_draft_overrides: {json.dumps(best)}")
+    else:
+        print(f"no other reading is better by {MARGIN - 1:.0%}: leave speculative_draft_overrides as it is")
+    return 0
+
+
+def _words(overrides: dict[str, Any]) -> str:
+    return ", ".join(f"{fact} {value}" for fact, value in overrides.items()) or "as its config and format say"

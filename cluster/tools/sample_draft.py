@@ -1,0 +1,89 @@
+"""`aerie sample-draft`: writes a draft's output on a few tokens into its folder, for every later load to check."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.arch.draft.sample import FILE, Sample
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.build import build_engine
+from cluster.spec.inputs import EagleDraftInput
+from cluster.tools.overrides import add_override_argument, overrides_of
+
+TOKENS = 24
+CLEAR = math.log(0.55)  # a probability of half, and a margin for rounding
+TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
+
+
+def settings_of(draft: str, target: str, algorithm: str | None) -> dict[str, object]:
+    """The engine settings that name a target and its draft."""
+    return {"model_path": target, "speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
+
+
+def sample_draft(
+    draft: str, target: str, algorithm: str | None, dtype: str = "float32", overrides: dict[str, Any] | None = None
+) -> list[int]:
+    """Write `draft_sample.json` into the folder of `draft`; returns the tokens of the sample. That `target` and
+    `overrides` are right for this draft must be known.
+
+    Raises:
+        ConfigError: there is a sample already, or the pair cannot be served.
+    """
+    file = Path(draft) / FILE
+    if file.exists():
+        raise ConfigError(f"{str(file)!r} is there already; remove it to write another one")
+    settings = settings_of(draft, target, algorithm) | {
+        "max_running_requests": 1,
+        "context_length": 4 * TOKENS,
+        "dtype": dtype,
+        "speculative_draft_overrides": overrides or {},
+    }
+    engine = build_engine(EngineConfig.from_kwargs(settings))
+    if engine.tokenizer is None:
+        tokens = [i % engine.info().vocab_size for i in range(1, TOKENS + 1)]
+    else:
+        tokens = engine.tokenizer.encode(TEXT)[:TOKENS]
+    sample = clearest(engine.sample_draft, tokens)
+    file.write_text(json.dumps(sample._asdict()) + "\n", encoding="utf-8")
+    return list(sample.tokens)
+
+
+def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
+    """The draft's output after `tokens`, or after the beginning of them (at least half) whose next token is clearest:
+    one with more than half of the probability has no rival that the rounding of another machine could prefer.
+    """
+    best: Sample | None = None
+    for count in range(len(tokens), len(tokens) // 2, -1):
+        given = sample_draft(tuple(tokens[:count]))
+        sample = Sample(
+            tokens=tuple(tokens[:count]),
+            hidden=tuple(float(f"{number:.7g}") for number in given.hidden[0].tolist()),
+            token=int(given.topk_index[0, 0]),
+            logprob=float(given.topk_logprobs[0, 0]),
+        )
+        if best is None or sample.logprob > best.logprob:
+            best = sample
+        if best.logprob > CLEAR:
+            break
+    assert best is not None, "no tokens"
+    return best
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `aerie sample-draft`."""
+    parser.add_argument("draft", metavar="DRAFT", help="folder of a draft that is known to be right")
+    parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
+    parser.add_argument("--algorithm", help="its speculative_algorithm (default: what its folder holds)")
+    parser.add_argument("--dtype", default="float32", help="of the computation (default: float32)")
+    add_override_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the sample and say so."""
+    overrides = overrides_of(args.draft_override)
+    tokens = sample_draft(args.draft, args.target, args.algorithm, args.dtype, overrides)
+    print(f"{Path(args.draft) / FILE}: the output of {args.draft} after {len(tokens)} tokens of {args.target}")
+    return 0

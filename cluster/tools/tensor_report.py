@@ -1,0 +1,177 @@
+"""What a checkpoint is and how it would be served, tensor by tensor, from its headers alone; no weight is read.
+
+The models are built on the meta device by the same code that loads them, so the report says what loading would do.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
+from cluster.arch.draft.sample import read_sample
+from cluster.arch.summary import ASSUMED_DEVICE, Report, computed_in, described, features_of
+from cluster.attention.bind import pool_bytes
+from cluster.config import DEFAULT_NUM_STEPS, ConfigError
+from cluster.engine.models import DTYPES
+from cluster.mesh import Part
+from cluster.models.checkpoint import Checkpoint, Span
+from cluster.models.context import WHOLE, ModelContext, Sharding
+from cluster.models.load import local_heads
+from cluster.models.registry import DRAFTS
+from cluster.models.target import DecoderTarget
+from cluster.spec.multilayer import kept_bytes
+
+META = torch.device("meta")
+NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map")
+Settings = tuple[dict[str, Any] | None, str | None]
+"""`speculative_draft_overrides` and `speculative_token_map`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One tensor: the part of the model that takes it, its file, and how many numbers of it one rank holds."""
+
+    name: str
+    goes_to: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    numbers: int
+
+
+class Recorder(Checkpoint):
+    """A checkpoint without data that records every tensor taken, and goes on after a problem so that all are found."""
+
+    def __init__(self, folder: str, stored_name: Any, ignored: tuple[str, ...]) -> None:
+        super().__init__(folder, stored_name, ignored, dry=True)
+        self.placed: list[Placed] = []
+        self.problems: list[str] = []
+
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        expert: int | None = None,
+    ) -> Tensor:
+        """The tensor without data; a wrong or missing one is recorded, and one of the right shape returned instead."""
+        try:
+            cut = super().take(name, shape, rows, columns, expert)
+        except ConfigError as error:
+            if shape is None:
+                raise
+            self.problems.append(str(error))
+            self._taken.add(self._stored_name(name))
+            whole = torch.empty(shape if expert is None else shape[1:], device=META)
+            cut = whole if rows is None else whole[rows[0] : rows[1]]
+            return cut if columns is None else cut[..., columns[0] : columns[1]]
+        stored = self._stored_name(name)
+        path, raw, entry = self._files.get(stored) or self._files[f"{stored}_blocks"]
+        dtype = str(entry.dtype).removeprefix("torch.")
+        self.placed.append(Placed(raw, name, path.name, dtype, entry.shape, cut.numel()))
+        return cut
+
+    def finish(self) -> None:
+        """Record the tensors that no part of the model took."""
+        try:
+            super().finish()
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+
+def inspect(
+    path: str, draft: str | None, tp: int = 1, dp: int = 1, dtype: str = "auto", settings: Settings = (None, None)
+) -> Report:
+    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
+
+    Where the target is recognised but cannot be served, its draft is reported alone.
+    """
+    report = Report()
+    if tp % dp:
+        raise ConfigError(f"--dp {dp} must divide --tp {tp}")
+    sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp))
+    try:
+        arch = read_target(path)
+        compute = _compute(arch, dtype)
+        numbers = _target(report, path, arch, sharding)
+        layers = [local_heads(g, sharding.attention) for g in arch.layers]
+    except ConfigError as error:
+        report.problems.append(str(error))
+        if draft is not None:
+            _alone(report, path, draft, sharding, dtype, settings)
+        return report
+    token = pool_bytes(layers, compute)
+    report.memory = {
+        "tp": tp,
+        "dp": dp,
+        "dtype": str(compute).removeprefix("torch."),
+        "device": ASSUMED_DEVICE,
+        "target_bytes_per_rank": numbers * compute.itemsize,
+        "draft_bytes_per_rank": 0,
+        "kv_bytes_per_token": token,
+    }
+    report.features = features_of(arch)
+    if draft is not None:
+        try:
+            _draft(report, draft, arch, sharding, compute, settings)
+        except ConfigError as error:
+            report.problems.append(str(error))
+    return report
+
+
+def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
+    return DTYPES[computed_in(arch.dtype, dtype, ASSUMED_DEVICE)]
+
+
+def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings) -> None:
+    """Report the draft of a target that is recognised but cannot be served; the memory is the draft's alone."""
+    try:
+        arch = outline(path)
+        if arch is None:
+            return
+        report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
+        report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
+        report.features = {"checked": "the draft alone"}
+        _draft(report, draft, arch, sharding, _compute(arch, dtype), settings)
+    except ConfigError as error:
+        if str(error) not in report.problems:
+            report.problems.append(str(error))
+
+
+def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> int:
+    """Add the target to the report; returns how many numbers of it one rank holds."""
+    recorder = Recorder(path, arch.stored_name, arch.ignored)
+    DecoderTarget(arch, recorder, ModelContext.dry(sharding))
+    report.target = {**described(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
+    report.problems += recorder.problems
+    return sum(placed.numbers for placed in recorder.placed)
+
+
+def _draft(
+    report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, settings: Settings
+) -> None:
+    """Add the draft to the report; its memory is for the runners that the default `speculative_num_steps` loads."""
+    spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
+    tensors, numbers, loaded = [], 0, min(spec.runners, DEFAULT_NUM_STEPS)
+    for runner in range(spec.runners):
+        recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
+        DRAFTS[spec.kind](spec, recorder, ModelContext.dry(sharding))
+        tensors += [{**asdict(placed), "runner": runner} for placed in recorder.placed]
+        if runner < loaded:
+            numbers += sum(placed.numbers for placed in recorder.placed)
+        report.problems += recorder.problems
+    own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
+    shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
+    report.draft = {"folder": path, **spec.described(), "shared_with_target": shared, "tensors": tensors}
+    report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
+    report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
+    report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
+    cells, kept = loaded * pool_bytes(own, compute), kept_bytes(loaded, spec.hidden, compute)
+    report.memory["kv_bytes_per_token"] += cells + kept
+    report.features["speculation"] = spec.algorithm
+    if sharding != WHOLE and spec.runners > 1:
+        report.features["draft_runners"] = spec.runners

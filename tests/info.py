@@ -1,0 +1,33 @@
+"""What a rank without models says of itself, for tests of those who ask."""
+
+from typing import Any
+
+from cluster.status import RankInfo
+
+
+def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> RankInfo:
+    """Plain decoding in a world of one with room for everything, but for what is given."""
+    facts: dict[str, Any] = {
+        "config": {},
+        "rank": 0,
+        "dp_rank": 0,
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 4096,
+        "vocab_size": 1_000_000,
+        "attention_backend": "torch",
+        "num_threads": 1,
+        "speculative_num_steps": 0,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 1,
+        "speculative_batch_tiers": {},
+        "draft": None,
+        "page_size": page_size,
+        "kv_pages": kv_pages,
+        "kv_tokens": page_size * kv_pages,
+        "kv_gb": 0.0,
+        "kv_sized_by": "max_total_tokens",
+        "max_request_tokens": 4096,
+        "step_costs": None,
+    }
+    return RankInfo(**{**facts, **given})

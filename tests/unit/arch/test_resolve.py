@@ -1,0 +1,73 @@
+"""What the heads of the checkpoints tell about a start that would fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.arch.resolve import check_models
+from cluster.arch.safetensors.stored import stored_shapes
+from cluster.config import ConfigError, EngineConfig
+from cluster.models.checkpoint import Checkpoint
+from tests.tiny import draft_folder, target_folder
+
+
+def settings(**changes: object) -> EngineConfig:
+    target = target_folder()
+    pair = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft_folder(target)}
+    return EngineConfig.model_validate({"model_path": target, **pair, **changes})
+
+
+def test_the_headers_say_what_safetensors_says() -> None:
+    for folder in (target_folder(), draft_folder(target_folder())):
+        assert stored_shapes(folder) == Checkpoint(folder).shapes
+
+
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 8)])
+def test_splits_that_fit(tp: int, dp: int) -> None:
+    check_models(settings(tp_size=tp, attn_dp_size=dp))
+
+
+def test_heads_that_cannot_be_split_over_an_attention_group() -> None:
+    with pytest.raises(ConfigError, match="the target: 4 attention heads and 2 KV heads cannot be split over 3 ranks"):
+        check_models(settings(tp_size=3))
+    check_models(settings(tp_size=3, attn_dp_size=3))
+
+
+def test_an_mlp_that_is_too_narrow() -> None:
+    with pytest.raises(ConfigError, match="cannot be split over tp_size 1024; lower tp_size"):
+        check_models(settings(tp_size=1024, attn_dp_size=1024))
+
+
+def test_only_a_sharded_draft_has_to_fit_the_ranks(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    source = Path(draft_folder(target_folder()))
+    (draft / "model.safetensors").symlink_to(source / "model.safetensors")
+    keys = json.loads((source / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**keys, "num_attention_heads": 3, "num_key_value_heads": 3}))
+    changes = {"tp_size": 4, "speculative_draft_model_path": str(draft)}
+    with pytest.raises(ConfigError, match=r"the draft: 3 .* or set speculative_draft_parallel to replicated"):
+        check_models(settings(**changes))
+    check_models(settings(**changes, speculative_draft_parallel="replicated"))
+
+
+def test_a_draft_that_does_not_fit_the_target() -> None:
+    wide = target_folder(hidden=64)
+    with pytest.raises(ConfigError, match="does not fit the target: target_hidden_size 32 against 64"):
+        check_models(settings(model_path=wide))
+
+
+def test_a_tree_wider_than_the_draft_has_tokens() -> None:
+    narrow = draft_folder(target_folder(), draft_vocab=16)
+    with pytest.raises(ConfigError, match="speculative_eagle_topk 20 is more than the draft's vocabulary of 16; lower"):
+        check_models(
+            settings(speculative_draft_model_path=narrow, speculative_eagle_topk=20, speculative_num_draft_tokens=21)
+        )
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10", b"\xff" * 64, (5).to_bytes(8, "little") + b"[1,2]"])
+def test_a_header_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        stored_shapes(str(tmp_path))

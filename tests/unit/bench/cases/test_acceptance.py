@@ -1,0 +1,92 @@
+import pytest
+import torch
+
+from cluster.bench.cases import acceptance
+from cluster.bench.pair import Pair
+from cluster.bench.runs import params_of, run_together
+from cluster.bench.watched import watched_engine
+from cluster.engine import build_engine
+from tests.tiny import draft_folder, target_folder
+
+PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(6)] for i in range(5)]
+NEW = 24
+
+
+@pytest.fixture
+def pair() -> Pair:
+    target = target_folder(spread=0.3)
+    return Pair(target, draft_folder(target, draft_vocab=40), "float64", 1)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_watching_changes_nothing_and_sees_every_depth_that_was_reached(pair: Pair, alone: bool) -> None:
+    params = [params_of(NEW, 1.0, seed) for seed in range(len(PROMPTS))]
+    engine, draft = watched_engine(pair.config(acceptance.CHAIN, len(PROMPTS)), alone)
+    run = run_together(engine, PROMPTS, params)
+    usual = run_together(build_engine(pair.config(acceptance.CHAIN, len(PROMPTS))), PROMPTS, params)
+    assert run.tokens == usual.tokens
+    assert alone or (run.steps, run.accepted) == (usual.steps, usual.accepted)
+    texts = [[*prompt, *made] for prompt, made in zip(PROMPTS, run.tokens, strict=True)]
+    inside = [r for r in draft.reached if r.position < len(texts[r.seed])]
+    assert all(texts[r.seed][r.position] == r.token for r in inside)
+    assert len([r for r in draft.reached if r.depth == 1]) == run.steps
+    for seen in draft.reached:
+        best = (seen.glance.likely if alone else seen.glance.coupled)[0]
+        assert seen.proposed == best
+        assert float(seen.glance.probabilities.sum()) == pytest.approx(1.0)
+    hits = sum(r.proposed == r.token for r in draft.reached)
+    assert run.accepted <= hits <= run.accepted + 5 * len(PROMPTS), "all but what the last steps cut"
+    deeper = [(r.seed, r.position) for r in draft.reached if r.depth > 1]
+    accepted = {(r.seed, r.position) for r in draft.reached if r.proposed == r.token}
+    assert all((seed, position - 1) in accepted for seed, position in deeper)
+
+
+def test_by_depth_adds_up(pair: Pair) -> None:
+    result = acceptance.by_depth(pair, PROMPTS, NEW)
+    depths = result["by_depth"]
+    assert [d["depth"] for d in depths] == [1, 2, 3, 4, 5]
+    assert depths[0]["reached"] > 0
+    assert depths[1]["reached"] <= round(depths[0]["reached"] * depths[0]["coupled"])
+    for d in depths:
+        assert 0.0 <= d["coupled"] <= d["top4_coupled"] <= 1.0
+        assert 0.0 <= d["bound"] <= 1.0
+    assert depths[0]["bound"] > 0
+
+
+def test_the_bound_is_the_overlap_of_both_distributions(pair: Pair) -> None:
+    engine, draft = watched_engine(pair.config(acceptance.CHAIN, 1))
+    run = run_together(engine, PROMPTS[:1], [params_of(NEW, 1.0, 0)])
+    text = PROMPTS[0] + run.tokens[0]
+    reached = [r for r in draft.reached if r.position < len(text)]
+
+    class Copy:
+        """A target that is of the draft's opinion, or has all its mass where the draft has none."""
+
+        def __init__(self, agrees: bool) -> None:
+            self.agrees = agrees
+
+        def log_probabilities(self, texts: list[list[int]]) -> list[torch.Tensor]:
+            p = torch.zeros(len(texts[0]), 64)
+            for r in reached:
+                p[r.position - 1, draft.ids] = r.glance.probabilities.float()
+            outside = torch.ones(64, dtype=torch.bool).index_fill_(0, draft.ids, False).float()
+            return [(p if self.agrees else outside.expand_as(p) / outside.sum()).log()]
+
+    assert acceptance.bounds_of(reached, [text], Copy(True), draft.ids) == pytest.approx([1.0] * len(reached))  # type: ignore[arg-type]
+    assert acceptance.bounds_of(reached, [text], Copy(False), draft.ids) == [0.0] * len(reached)  # type: ignore[arg-type]
+
+
+def test_accept_lengths_at_equal_tokens(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "prompts", lambda self, count, length: PROMPTS[:count])
+    result = acceptance.measure(pair, acceptance.Size(3, 6, 12), say=lambda _: None)
+    assert result["identical"] is True
+    assert [(x["name"], x["temperature"]) for x in result["accept_lengths"]] == [
+        ("chain of 5", 0.0),
+        ("topk 4, 5 levels, 24 nodes", 0.0),
+        ("chain of 5", 0.8),
+        ("topk 4, 5 levels, 24 nodes", 0.8),
+    ]
+    assert all(1.0 <= x["accept_length"] <= 6.0 for x in result["accept_lengths"])
+    shown = acceptance.show(result)
+    for words in ("3.30", "goal 85%", "top-4 coupled", "same tokens as plain decoding: yes"):
+        assert words in shown

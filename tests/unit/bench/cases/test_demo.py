@@ -1,0 +1,93 @@
+import io
+
+import pytest
+
+from cluster.bench.cases.demo import PROMPTS, Side, compare, prompt_table, summary_table
+from cluster.bench.live import LiveView, short
+from cluster.bench.report import json_line
+from cluster.bench.streams import Prompt, Stream
+
+
+def stream(prompt: Prompt, tokens: list[int], started: float, ended: float, steps: int = 0) -> Stream:
+    made = Stream(prompt, "some\ntext", list(tokens), started, started + 0.5, ended, "length")
+    made.steps, made.accepted = steps, max(0, len(tokens) - 1 - steps) if steps else 0
+    return made
+
+
+def side(seconds: float, steps: int = 0, changed: bool = False) -> Side:
+    together = [
+        [
+            stream(p, [at, 1, 2, 3, 9 if changed and at == 2 else 4], 10.0, 10.0 + seconds, steps)
+            for at, p in enumerate(PROMPTS)
+        ]
+        for _ in range(2)
+    ]
+    return Side(3.0, together, [[stream(PROMPTS[0], [0, 1, 2, 3, 4], 20.0, 20.0 + seconds / 4, steps)]])
+
+
+def test_both_sides_are_compared() -> None:
+    result = compare(side(2.0, steps=2), side(5.0))
+    assert (result["failed"], result["identical"], result["differences"]) == (0, True, [])
+    assert result["accept_length"] == pytest.approx(2.0)  # four tokens after the first, in two steps
+    assert result["tokens_per_second"] == pytest.approx(8 * 5 / 2.0)
+    assert result["speedup"] == pytest.approx(2.5)
+    assert result["tokens_per_second_one_stream"] == pytest.approx(10.0)
+    assert result["first_token_ms"] == pytest.approx(500.0)
+    line = json_line(result)
+    assert "\n" not in line
+    for key in ("failed", "identical", "accept_length", "speedup"):
+        assert f'"{key}"' in line
+
+
+def test_other_tokens_are_said_with_their_place() -> None:
+    result = compare(side(2.0, steps=2, changed=True), side(5.0))
+    assert result["identical"] is False
+    assert result["differences"] == [{"side": "speculation", "prompt": 2, "position": 4}]
+
+
+def test_a_failed_stream_is_counted() -> None:
+    broken = side(5.0)
+    broken.together[1][3].error = "status 503"
+    broken.together[1][3].token_ids = [3]
+    result = compare(side(2.0, steps=2), broken)
+    assert (result["failed"], result["identical"]) == (1, False)
+
+
+def test_tables_have_a_line_per_prompt_and_the_ratios() -> None:
+    spec, plain = side(2.0, steps=2), side(5.0)
+    lines = prompt_table(spec, plain).splitlines()
+    assert len(lines) == 2 + len(PROMPTS)
+    assert all(line.endswith("yes") for line in lines[2:])
+    summary = summary_table(compare(spec, plain))
+    assert "2.50x" in summary
+    assert "same output: yes, every token; failed: 0" in summary
+
+
+def test_plain_progress_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    view = LiveView("round 1", 5, out)
+    streams = side(2.0, steps=2).together[0]
+    view(streams)
+    view(streams)
+    assert out.getvalue() == "round 1: 8 of 8 streams done, 40 tokens, 20.0 tokens/s, accept length 2.00\n"
+
+
+def test_a_terminal_is_redrawn_in_place() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    view = LiveView("round 1", 5, out)
+    view(side(2.0, steps=2).together[0])
+    first = out.getvalue()
+    view(side(2.0, steps=2).together[0])
+    assert first.count("\n") == len(PROMPTS) + 2
+    assert out.getvalue()[len(first) :].startswith(f"\x1b[{len(PROMPTS) + 2}A")
+    assert "\\n" in first, "line ends inside a text are shown, not printed"
+
+
+def test_short() -> None:
+    assert short("a\n  b c\n\n", 8) == "b c"
+    assert short("x" * 20, 8) == "xxxxx..."
+    assert short("", 8) == ""

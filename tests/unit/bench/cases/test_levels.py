@@ -1,0 +1,37 @@
+from collections import Counter
+
+import pytest
+
+from cluster.bench.cases import levels
+from cluster.bench.cases.acceptance import Size
+from cluster.bench.pair import Pair
+from cluster.bench.runs import Run
+from tests.tiny import target_folder
+from tests.unit.models import draft_folders as write
+
+PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(6)] for i in range(5)]
+
+
+def test_shares_are_of_the_trees_that_reached_a_depth() -> None:
+    run = Run(paths=Counter({0: 4, 1: 2, 3: 2}))
+    run.add(Run(paths=Counter({0: 2})))
+    assert run.by_depth(4) == [4 / 10, 2 / 4, 2 / 2, 0.0]
+    assert Run().by_depth(2) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_runner_list_and_one_layer_are_measured_alike(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(target_folder(spread=0.3), write.mtp("step", count), "float64", 1)
+    monkeypatch.setattr(Pair, "prompts", lambda self, count, length: PROMPTS)
+    result = levels.measure(pair, Size(prompts=len(PROMPTS), new_tokens=24), say=lambda _: None)
+    assert result["identical"]
+    assert [(x["name"], x["temperature"]) for x in result["figures"]] == [
+        (str(shape), temperature) for temperature in (0.0, 0.8) for shape in levels.SHAPES
+    ]
+    for figure in result["figures"]:
+        whole, reached = 1.0, 1.0
+        for share in figure["by_depth"]:
+            reached *= share
+            whole += reached
+        assert figure["accept_length"] == pytest.approx(whole)
+    assert "same tokens as plain decoding: yes" in levels.show(result)

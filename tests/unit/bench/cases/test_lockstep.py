@@ -1,0 +1,135 @@
+import pytest
+
+from cluster.bench.cases import lockstep
+from cluster.bench.cases.lockstep import Figures, figures, report, show
+from cluster.bench.pair import Pair
+from cluster.bench.ranks import Life, Size, StepRecord
+from cluster.bench.routing import Row
+from cluster.bench.stall import SHARES, First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
+from cluster.config import EngineConfig
+
+ALONE = First(0.5, 0.25)
+
+
+def step(began: float, seconds: float = 0.1, decodes: int = 2, prompt_rows: int = 0, agree: float = 0.01) -> StepRecord:
+    phases = {"agree": agree, "draft": seconds / 4}
+    return StepRecord(began, seconds, seconds / 2, phases, decodes, prompt_rows, decodes * 4 + prompt_rows, 0)
+
+
+def two_lives() -> list[Life]:
+    """Ten steps of 0.1 s with both ranks busy, then four of 0.3 s with prompt rows on rank B and one of 0.5 s."""
+    ends = [0.1 * i for i in range(1, 11)] + [1.3, 1.6, 1.9, 2.2, 2.7]
+    begins = [0.0, *ends[:-1]]
+    a = Life(times={"a0": ends, "a1": ends}, tokens={"a0": [1] * 15, "a1": [1] * 15}, submitted={"a0": 0.0, "a1": 0.0})
+    b = Life(
+        times={"b0": ends[:9], "b1": ends[:10], "long": ends[14:]},
+        tokens={"b0": [1] * 9, "b1": [1] * 10, "long": [1]},
+        submitted={"b0": 0.0, "b1": 0.0, "long": 1.0},
+    )
+    for at, (began, ended) in enumerate(zip(begins, ends, strict=True)):
+        a.steps.append(step(began, ended - began, agree=0.02))
+        late = at >= 10
+        b.steps.append(step(began, ended - began, decodes=0 if late else 2, prompt_rows=8 if late else 0))
+    return [a, b]
+
+
+def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one() -> None:
+    stall = stall_of(two_lives(), ALONE)
+    assert stall.busy_median_ms == pytest.approx(100.0)
+    assert stall.prefill_p99_ms == pytest.approx(500.0)
+    assert stall.ratio == pytest.approx(5.0)
+    assert stall.median_ratio == pytest.approx(3.0)
+    assert stall.tail_ratio == pytest.approx(5.0)
+    assert stall.cpu_ratio == pytest.approx(3.0)
+    assert (stall.first_token_s, stall.prompt_steps) == (pytest.approx(1.7), 5)
+    assert (stall.first_ratio, stall.first_cpu_ratio) == (pytest.approx(3.4), pytest.approx(3.4))
+
+
+def test_busy_is_before_the_long_prompt_and_after_it() -> None:
+    a, b = two_lives()
+    after = [2.7 + 0.3 * i for i in range(1, 13)]
+    for name in ("a0", "a1"):
+        a.times[name] += after
+    b.times["c0"], b.submitted["c0"] = after, 2.7
+    began = [2.7, *after[:-1]]
+    a.steps += [step(at, 0.3) for at in began]
+    b.steps += [step(at, 0.3, decodes=1, prompt_rows=int(at == 2.7)) for at in began]
+    stall = stall_of([a, b], ALONE)
+    assert stall.busy_median_ms == pytest.approx(300.0), "11 gaps of 0.3 s against 8 of 0.1 s, of each request"
+    assert stall.prompt_steps == 5, "the later request's prompt is not the long one's"
+
+
+def test_on_one_rank_usual_is_before_the_long_prompt() -> None:
+    """Those that decode meanwhile, and start anew while the prompt is taken, are no measure of what is usual."""
+    ends = [0.1 * i for i in range(1, 9)] + [1.0, 1.2, 1.4, 1.6]
+    life = Life(
+        times={"a0": ends[:8], "a1": ends, "a0#2": ends[9:], "long": [1.6]},
+        submitted={"a0": 0.0, "a1": 0.0, "long": 0.8, "a0#2": 0.8},
+    )
+    life.steps = [step(before, after - before) for before, after in zip([0.0, *ends], ends, strict=False)]
+    stall = stall_of([life], First(0.2, 0.2))
+    assert stall.busy_median_ms == pytest.approx(100.0)
+    assert stall.prefill_median_ms == pytest.approx(200.0)
+    assert (stall.median_ratio, stall.first_ratio) == (pytest.approx(2.0), pytest.approx(4.0))
+
+
+def test_the_stalling_cases_are_paced_by_their_share() -> None:
+    size = Size(requests=2, long_tokens=100, steady_tokens=9)
+    for world in (2, 1):
+        alone = alone_case(Pair(), size, world)
+        assert [(job.name, job.dp_rank) for job in alone.jobs] == [("long", world - 1)]
+        for share in SHARES:
+            case = stall_case(Pair(), size, world, share)
+            config = EngineConfig.from_kwargs(case.settings)
+            assert (config.prefill_share, config.mixed_prefill_size) == (share, None)
+            [long] = [job for job in case.jobs if job.name == "long"]
+            assert long.dp_rank == world - 1
+            assert bool(long.after) is (world == 1), "a rank alone goes on decoding"
+            lasting = [job for job in case.jobs if job.dp_rank == 0 and (job.again or job.new_tokens > 9 * 4)]
+            assert len(lasting) == 2, "as many as are to decode are there for as long as the prompt takes"
+
+
+def test_gaps_belong_to_one_request_and_lie_inside_the_window() -> None:
+    life = Life(times={"a": [0.0, 1.0, 3.0, 6.0], "b": [2.0, 2.5]})
+    assert gaps(life, 1.0, 6.0) == [2.0, 3.0, 0.5]
+    assert gaps(life, 1.0, 5.9) == [2.0, 0.5]
+    assert p99(list(range(1, 101))) == 99
+    assert p99([]) == 0.0
+
+
+def test_the_agreement_is_what_the_last_rank_spends_on_it() -> None:
+    lives = two_lives()
+    for life in lives:
+        life.steps = life.steps[:10]
+    got = figures(lives)
+    assert got.step_ms == pytest.approx(100.0)
+    assert got.draft_ms == pytest.approx(25.0)
+    assert got.agree_share == pytest.approx(0.1), "rank A waits for B in its agreement, B for nobody"
+    assert got.tokens_per_s == pytest.approx((15 + 15 + 9 + 10 + 1) / 2.7)
+
+
+def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("round_robin", 1.0, 2.0, 0.1, 0.2, 1.5, 0.4, 30.0)
+    monkeypatch.setattr(lockstep.routing, "compare", lambda seed: [row])
+    steps = {
+        lockstep.ALONE: 0.010, lockstep.ALL_ALONE: 0.020, lockstep.IDLE: 0.015, lockstep.BUSY: 0.030,
+        lockstep.REPLICATED: 0.033, lockstep.UNEVEN: 0.020, lockstep.UNEVEN_PADDED: 0.025,
+    }  # fmt: skip
+    runs = {name: [Figures(s, s / 5, 0.04, 10 / s, 0.25)] * 3 for name, s in steps.items()}
+    texts = {name: {"a0": [1, 2]} for name in steps}
+    texts[lockstep.IDLE] = {"a0": [1, 3]}
+    stalls = {"other rank, 0.25": stall_of(two_lives(), ALONE), "other rank, 0.5": stall_of(two_lives(), ALONE)}
+    result = report(Pair(), Size(), runs, texts, [stalls])
+    assert result["stall"]["other rank, 0.5"]["median_ratio"] == pytest.approx(3.0)
+    assert result["idle_rank_step_ratio"] == pytest.approx(1.5)
+    assert result["both_busy_throughput_ratio"] == pytest.approx(2 / 3)
+    assert result["padding"] == {"idle_rows_share": 0.25, "step_ratio": pytest.approx(1.25)}
+    assert result["replicated_draft"]["step_ratio"] == pytest.approx(1.1)
+    assert (result["same_texts"], result["texts"]) == (6, 7)
+    goals = {line[:16].strip(): line.split()[4:7:2] for line in show_stalls(stalled([stalls]), 100).splitlines()}
+    assert goals["other rank, 0.5"] == ["2.20", "2.50"]
+    assert goals["other rank, 0.25"] == ["-", "-"]
+    text = show(result)
+    assert "6 of 7 texts" in text
+    assert "agreement: 4.0% of a step" in text
+    assert "round_robin" in text

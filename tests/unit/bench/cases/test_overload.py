@@ -1,0 +1,99 @@
+"""The judgement over what requests got, and the reading of answers off the wire."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from cluster.bench.cases.overload import One, Size, judge, show
+from cluster.bench.cases.rude import Listener, Phase
+from cluster.bench.rudeness import Tally
+from cluster.bench.streams import Prompt, Stream
+from cluster.bench.wire import Reply, read_reply
+
+SIZE = Size(seconds=20.0, settle_s=0.0, max_wait_s=5.0)
+
+
+def taken(at: float, wait: float = 4.0) -> One:
+    return One(at, 200, wait + 1.0, None, wait, True, False)
+
+
+def refused(at: float, retry: float | None = 4.0, seconds: float = 0.02, is_json: bool = True) -> One:
+    return One(at, 503, seconds, retry, None, True, is_json)
+
+
+def test_good_figures_meet_all_goals() -> None:
+    found = [*(taken(float(at)) for at in range(15)), *(refused(at / 2) for at in range(30))]
+    result = judge(found, SIZE, capacity=0.8)
+    assert result["failed"] == 0
+    assert (result["taken"], result["refused"], result["other"]) == (15, 30, 0)
+    assert "NO" not in show({"capacity": 0.8, "offered": 4.0, **result})
+
+
+@pytest.mark.parametrize(
+    ("bad", "goal"),
+    [
+        ([refused(1.0, seconds=0.5)] * 3, "refusal p99"),
+        ([refused(1.0, retry=1.0)] * 20, "Retry-After"),
+        ([taken(1.0, wait=9.0)] * 3, "first token"),
+        ([refused(1.0, is_json=False)], "JSON"),
+        ([One(1.0, 500, 0.1, None, None, True, True)], "JSON"),
+        ([One(1.0, 200, 0.1, None, 0.1, False, True)], "JSON"),
+    ],
+)
+def test_each_goal_can_be_missed(bad: list[One], goal: str) -> None:
+    found = [*(taken(float(at)) for at in range(15)), *(refused(at / 2) for at in range(30)), *bad]
+    goals = judge(found, SIZE, capacity=0.8)["goals"]
+    assert [name for name, met in goals.items() if not met] == [next(name for name in goals if goal in name)]
+
+
+def test_too_little_goodput_is_seen() -> None:
+    assert judge([taken(1.0), refused(1.0)], SIZE, capacity=0.8)["failed"] == 1
+
+
+def reply_of(raw: bytes) -> Reply:
+    async def read() -> Reply:
+        reader = asyncio.StreamReader()
+        reader.feed_data(raw)
+        reader.feed_eof()
+        reply = Reply()
+        await read_reply(reader, reply)
+        return reply
+
+    return asyncio.run(read())
+
+
+def test_answers_off_the_wire() -> None:
+    body = json.dumps({"error": {}}).encode()
+    head = f"HTTP/1.1 503 x\r\ncontent-type: application/json\r\nRetry-After: 7\r\ncontent-length: {len(body)}\r\n\r\n"
+    reply = reply_of(head.encode() + body)
+    assert (reply.status, reply.headers["retry-after"], reply.is_json, reply.whole) == (503, "7", True, True)
+    plain = reply_of(b"HTTP/1.1 500 x\r\ncontent-type: text/plain\r\n\r\nInternal Server Error")
+    assert (plain.status, plain.is_json) == (500, False)
+    head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n\r\n"
+    stream = reply_of(head.encode() + b'data: {"text": "error"}\n\ndata: {"b": 1}\n\ndata: [DONE]\n\n')
+    assert (stream.first_s is not None, stream.whole, stream.failure) == (True, True, "")
+    cut = reply_of(head.encode() + b'data: {"error": {}}\n\n')
+    assert (cut.whole, bool(cut.failure)) == (False, True)
+
+
+def test_a_phase_fails_for_each_reason() -> None:
+    assert not Phase("x", 1, pauses=[0.1, 0.4]).failed
+    bad: list[dict[str, Any]] = [{"pauses": [0.6]}, {"cut": 1}, {"replaced": True}, {"tally": Tally(not_json=1)}]
+    for wrong in [*bad, {"tally": Tally(unanswered=1)}]:
+        assert Phase("x", 1, **wrong).failed
+
+
+def test_the_longest_pause_is_between_events_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listener, "_run", lambda self: None)
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    listener = Listener(1, "m", Prompt("x"), 8)
+    stream = Stream(Prompt("x"), heard=listener.heard)
+    for at in (1.0, 1.5, 3.5, 3.6):
+        now[0] = at
+        stream.take({"choices": [{"token_ids": [1]}]})
+    assert listener.take_pause() == pytest.approx(2.0)
+    now[0] = 4.6
+    assert listener.take_pause() == pytest.approx(1.0)  # it still goes on

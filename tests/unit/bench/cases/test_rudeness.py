@@ -1,0 +1,86 @@
+"""What the harness leaves behind when the server that it measures does not answer."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.bench import fault, rudeness
+from cluster.bench.cases import crowd
+from cluster.bench.cases.crowd import Counter
+from cluster.bench.streams import Prompt, Stream
+
+
+def test_a_slow_body_that_is_given_up_leaves_no_task_and_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rudeness, "SLOW_LIMIT_S", 0.3)
+    closed = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # to the end of what is sent
+        closed.set()
+        writer.close()
+
+    async def scene() -> rudeness.Tally:
+        server = await asyncio.start_server(silent, rudeness.HOST, 0)
+        before, tally = asyncio.all_tasks(), rudeness.Tally()
+        await rudeness._slow(tally, server.sockets[0].getsockname()[1], "m", 0, random.Random(0))
+        await asyncio.sleep(0)  # for the reading to be told
+        left = [task for task in asyncio.all_tasks() - before if "read_reply" in repr(task)]
+        assert not left
+        await asyncio.wait_for(closed.wait(), 5)
+        server.close()
+        return tally
+
+    assert asyncio.run(scene()).unanswered == 1
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Of a server whose page of resumed streams is again and again not there, and which is healthy when asked again."""
+    answers: list[float | OSError] = [2.0, OSError("no"), 5.0, OSError("no")]
+    health = [False, True]
+
+    def page(port: int) -> float:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(crowd, "resumed_streams", page)
+    monkeypatch.setattr(crowd, "POLL_S", 0.0)
+    monkeypatch.setattr(
+        fault, "server_info", lambda port: {"ranks": [{"rank": 0, "pid": 7}], "restarts": [{"rank": 1}]}
+    )
+    monkeypatch.setattr(fault, "is_healthy", lambda port: health.pop(0))
+    monkeypatch.setattr(fault, "hurt", lambda verb, pid: hurt.append((verb, pid)))
+    hurt.clear()
+    server = SimpleNamespace(port=1)
+    return Counter(1, fault.Fault(server, "kill rank 0", lambda streams: all(s.token_ids for s in streams)))  # type: ignore[arg-type]
+
+
+hurt: list[tuple[str, int]] = []
+
+
+def test_a_crowd_that_never_began_has_nothing_to_settle(counter: Counter) -> None:
+    counter.look([Stream(Prompt("x"))])
+    assert (counter.settle(), counter.fault.healthy_s, hurt) == ((None, 0), None, [])
+
+
+def test_a_page_that_fails_does_not_end_the_watch(counter: Counter) -> None:
+    streams = [Stream(Prompt("x"), token_ids=[1]), Stream(Prompt("y"), token_ids=[1], ended=1.0)]
+    while not counter._times:
+        counter.look(streams)
+    assert counter.settle()[1] == 3
+
+
+def test_a_fault_is_caused_once_and_health_is_watched_from_then_on(counter: Counter) -> None:
+    streams = [Stream(Prompt("x"), token_ids=[1]), Stream(Prompt("y"), token_ids=[1], ended=1.0)]
+    for _ in range(3):
+        counter.look(streams)
+    resumed_s, _ = counter.settle()
+    done = counter.fault
+    assert (hurt, done.open) == ([("kill", 7)], 1)
+    assert done.unhealthy_s is not None and done.healthy_s is not None and resumed_s is not None
+    assert 0.0 < done.unhealthy_s < done.healthy_s
+    assert done.losses({"restarts": [{"rank": 1}, {"rank": 0}]}) == [{"rank": 0}], "the earlier one is not its doing"

@@ -1,0 +1,158 @@
+"""A draft's sample: written once, checked on every load."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.arch.draft.sample import FILE, read_sample
+from cluster.arch.resolve import check_models
+from cluster.checkout import CHECKOUT, DEMO_DRAFT
+from cluster.cli import main
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine import build_engine
+from cluster.request import Request, SamplingParams
+from cluster.spec.inputs import EagleDraftInput
+from cluster.tools.sample_draft import clearest, sample_draft
+from tests.tiny import draft_folder, target_folder
+
+
+def pair(tmp_path: Path) -> tuple[str, str]:
+    target = target_folder()
+    return target, str(shutil.copytree(draft_folder(target), tmp_path / "draft"))
+
+
+def config(target: str, draft: str, **more: object) -> EngineConfig:
+    given: dict[str, object] = {
+        "model_path": target, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft,
+        "max_running_requests": 2, "max_total_tokens": 256, "num_threads": 1, "dtype": "float64", "device": "cpu",
+    }  # fmt: skip
+    return EngineConfig.from_kwargs(given | more)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_the_draft_it_was_taken_from_loads_in_every_dtype(tmp_path: Path, dtype: str) -> None:
+    target, draft = pair(tmp_path)
+    assert main(["sample-draft", draft, "--target", target]) == 0
+    engine = build_engine(config(target, draft, dtype=dtype))
+    assert engine.status().steps == 0 and engine.status().pages_used == 0
+    engine.check_pages()
+
+
+def test_loading_with_a_sample_leaves_no_trace(tmp_path: Path) -> None:
+    target, draft = pair(tmp_path)
+    texts = []
+    for _ in range(2):
+        engine = build_engine(config(target, draft))
+        engine.submit(Request("a", (5, 6, 7, 8, 9), SamplingParams(max_tokens=12, temperature=0.8, seed=3)))
+        tokens: list[int] = []
+        while engine.has_work:
+            for output in engine.step().outputs:
+                tokens += output.token_ids
+                assert output.cached_tokens == 0
+        texts.append((tokens, engine.status().accept_length, engine.status().steps))
+        if not (Path(draft) / FILE).exists():
+            sample_draft(draft, target, "EAGLE3")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("overrides", [{"rope_layout": "interleaved"}, {"norm_before_residual": True}])
+def test_a_fact_read_otherwise_is_refused(tmp_path: Path, overrides: dict[str, object]) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    with pytest.raises(ConfigError, match=rf"{FILE}.*is off by.*speculative_draft_overrides"):
+        build_engine(config(target, draft, speculative_draft_overrides=overrides))
+
+
+@pytest.mark.parametrize(
+    ("likely", "taken"), [({}, 24), ({22: 0.9}, 22), ({20: 0.6, 18: 0.9}, 20), ({13: 0.4}, 13), ({12: 0.9}, 24)]
+)
+def test_a_sample_is_taken_where_the_likeliest_token_has_no_equal(likely: dict[int, float], taken: int) -> None:
+    """Two tokens of equal probability would change places on another CPU, and refuse a draft that is right."""
+
+    def given(tokens: tuple[int, ...]) -> EagleDraftInput:
+        made = EagleDraftInput.create_idle_input(None, 1, torch.float32, torch.device("cpu"), 1)
+        made.topk_index[0, 0], made.topk_logprobs[0, 0] = len(tokens), math.log(likely.get(len(tokens), 0.3))
+        return made
+
+    sample = clearest(given, range(24))
+    assert (len(sample.tokens), sample.token) == (taken, taken)
+    assert sample.tokens == tuple(range(taken))
+
+
+def test_the_demo_draft_s_sample_has_no_equal() -> None:
+    sample = read_sample(str(CHECKOUT / DEMO_DRAFT), 1 << 20, 256)
+    assert sample is not None and sample.logprob > math.log(0.5)
+
+
+def test_a_token_map_changes_what_is_likeliest_and_not_the_hidden(tmp_path: Path) -> None:
+    target = target_folder()
+    draft = str(shutil.copytree(draft_folder(target, own_head=False), tmp_path / "draft"))
+    sample_draft(draft, target, "EAGLE3")
+    likeliest = json.loads((Path(draft) / FILE).read_text())["token"]
+    hot = tmp_path / "hot.json"
+    hot.write_text(json.dumps([token for token in range(64) if token != likeliest]))
+    build_engine(config(target, draft, speculative_token_map=str(hot)))
+    with pytest.raises(ConfigError, match="is off by"):
+        wrong = {"rope_layout": "interleaved"}
+        build_engine(config(target, draft, speculative_token_map=str(hot), speculative_draft_overrides=wrong))
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    with pytest.raises(ConfigError, match="the target is another one"):
+        build_engine(config(target_folder(kv_heads=4), draft))
+
+
+@pytest.mark.parametrize("small", [{"context_length": 20}, {"max_total_tokens": 24, "page_size": 4}])
+def test_a_sample_that_does_not_fit_is_left_unchecked_and_said(
+    tmp_path: Path, small: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    engine = build_engine(config(target, draft, **small))
+    assert "is not checked: its 24 tokens" in caplog.text
+    engine.check_pages()
+
+
+def test_a_sample_is_not_overwritten(tmp_path: Path) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    with pytest.raises(ConfigError, match="is there already; remove it"):
+        sample_draft(draft, target, "EAGLE3")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": []}, "tokens and token must be ids below the vocabulary's 64"),
+        ({"tokens": [1, 64]}, "must be ids below"),
+        ({"token": 64}, "must be ids below"),
+        ({"token": None}, "must be ids below"),
+        ({"logprob": 0.5}, "logprob must be a number of at most 0"),
+        ({"logprob": "-1"}, "logprob must be a number"),
+        ({"tokens": "abc"}, "tokens must be a list of integers"),
+        ({"hidden": None}, "hidden must list numbers"),
+        ({"hidden": [1.0] * 31}, "hidden must hold the draft's 32 numbers, got 31"),
+        ({"hidden": [0.0] * 32}, "hidden must hold"),
+        ({"hidden": [1.0] * 31 + [float("nan")]}, "hidden must list numbers"),
+        ({"hidden": [1.0] * 31 + [True]}, "hidden must list numbers"),
+    ],
+)
+def test_a_malformed_sample_is_refused_from_the_file_alone(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    target, draft = pair(tmp_path)
+    sample_draft(draft, target, "EAGLE3")
+    file = Path(draft) / FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=message):
+        check_models(config(target, draft))
+
+
+def test_a_draft_without_a_sample_has_none(tmp_path: Path) -> None:
+    assert read_sample(pair(tmp_path)[1], 64, 32) is None

@@ -1,0 +1,126 @@
+"""A machine that has changed since its pace was measured: the bargain holds again after a few steps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from statistics import median
+
+import pytest
+
+from cluster.engine.pace_correction import MOST, Correction, RunningMedian
+from cluster.engine.scheduler import Schedule, Scheduler
+from tests.unit.engine.test_prefill_share import CPU, EIGHT_B, PACE, Machine, decoding, scheduler_of
+from tests.unit.engine.test_scheduler import advance, sequence
+
+Disturbed = Callable[[float], float]
+
+
+def rides(scheduler: Scheduler, machine: Machine, prompt: int, disturbed: Disturbed = float) -> list[float]:
+    """Over those of decoding alone, the times of the steps in which a prompt is taken; then steps without one."""
+    long, ratios = sequence("long", prompt), list[float]()
+    scheduler.waiting.append(long)
+    for _ in range(20):
+        while long.prefilling:
+            ratios.append(step(scheduler, machine, disturbed))
+        step(scheduler, machine, disturbed)
+    scheduler.release(long)
+    return ratios
+
+
+def step(scheduler: Scheduler, machine: Machine, disturbed: Disturbed) -> float:
+    """Take the next step on `machine`, tell the scheduler, and give its time over that of its decoding alone."""
+    plan = scheduler.schedule()
+    own = (len(plan.decodes), max((s.committed for s in plan.decodes), default=0))
+    took = machine.step(*own, plan.prompt_rows, plan.chunks[0].start if plan.chunks else 0)
+    scheduler.learn(plan, plan.decode_us, plan.prompt_rows > 0, disturbed(took))
+    advance(plan)
+    return took / machine.step(*own)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("by", [0.5, 2.0])
+@pytest.mark.parametrize("machine", [CPU, EIGHT_B])
+def test_rows_that_became_dearer_or_cheaper_get_their_share_again(machine: Machine, by: float, share: float) -> None:
+    now = replace(machine, row=machine.row * by, pair=machine.pair * by)
+    scheduler = scheduler_of(machine.pace(share, 1024), 1024, tokens=20000)
+    decoding(scheduler, 4)
+    rides(scheduler, now, 8192)
+    ratios = rides(scheduler, now, 8192)
+    mean = sum(ratios) / len(ratios)
+    assert mean <= 1.15 / (1 - share)
+    assert mean >= 0.85 / (1 - share) or scheduler._correction.dearer.value < 1.02 / MOST, "as cheap as they may seem"
+
+
+def test_a_machine_that_is_slower_in_all_it_does_changes_nothing() -> None:
+    def twice(us: float) -> float:
+        return 2.0 * us
+
+    before, after = (scheduler_of(CPU.pace(0.5, 1024), 1024, tokens=20000) for _ in range(2))
+    for scheduler in (before, after):
+        decoding(scheduler, 4)
+    for _ in range(50):
+        step(before, CPU, float)
+        step(after, CPU, twice)
+    kept = rides(before, CPU, 4096)
+    slower = rides(after, CPU, 4096, twice)
+    assert len(kept) == pytest.approx(len(slower), rel=0.15)
+
+
+def test_a_few_steps_a_hundred_times_as_long_change_next_to_nothing() -> None:
+    rng = Random(7)
+
+    def disturbed(us: float) -> float:
+        return us * (100.0 if rng.random() < 0.1 else rng.uniform(0.9, 1.1))
+
+    scheduler = scheduler_of(CPU.pace(0.5, 1024), 1024, tokens=20000)
+    decoding(scheduler, 4)
+    rides(scheduler, CPU, 8192, disturbed)
+    ratios = rides(scheduler, CPU, 8192, disturbed)
+    assert 1.6 <= median(ratios) <= 2.3
+
+
+def test_no_machine_makes_rows_dearer_than_three_times_or_cheaper_than_a_third() -> None:
+    correction = Correction()
+    for _ in range(500):
+        correction.prompted(1000.0, 1000.0, 1e9)
+    assert correction.dearer.value == MOST
+    for _ in range(500):
+        correction.prompted(1000.0, 1000.0, 1.0)
+    assert correction.dearer.value == pytest.approx(1 / MOST)
+
+
+def test_steps_that_tell_nothing_teach_nothing() -> None:
+    scheduler = scheduler_of(PACE, 300)
+    correction = scheduler._correction
+    scheduler.learn(Schedule(), 0, False, 500.0)
+    scheduler.learn(Schedule(), 0, True, 500.0)
+    scheduler.learn(Schedule(), 1000, True, 9000.0)  # the rows are another group's
+    scheduler.learn(Schedule(busy_us=1000.0, rows_us=20.0), 1000, True, 90000.0)
+    assert (correction.usual.seen, correction.dearer.seen, correction.dearer.value) == (0, 0, 1.0)
+    scheduler_of(None, 300).learn(Schedule(busy_us=1000.0, rows_us=2000.0), 1000, True, 90000.0)
+
+
+@pytest.mark.parametrize("by", [0.6, 1.0, 1.7])
+def test_a_rank_that_decodes_nothing_itself_lets_the_others_have_their_share(by: float) -> None:
+    """It has their time besides its own part, whatever its rows take."""
+    others, scheduler = CPU.step(4, 300), scheduler_of(CPU.pace(0.5, 1024), 1024, tokens=20000)
+    foretold = round(CPU.pace(0.5, 1024).decoding([300] * 4))
+    long, ratios, idle = sequence("long", 8192), list[float](), CPU.step(0, 0)
+    scheduler.waiting.append(long)
+    for _ in range(20):
+        scheduler.learn(Schedule(), foretold, False, others)
+    while long.prefilling:
+        plan = scheduler.schedule(foretold)
+        start = plan.chunks[0].start if plan.chunks else 0
+        took = max(others, idle + by * (CPU.step(0, 0, plan.prompt_rows, start) - idle))
+        scheduler.learn(plan, foretold, plan.prompt_rows > 0, took)
+        ratios.append(took / others)
+        advance(plan)
+    assert 1.7 <= sum(ratios[30:]) / len(ratios[30:]) <= 2.3
+
+
+def test_a_running_median_comes_to_the_median_and_stays_near_it() -> None:
+    rng, running = Random(3), RunningMedian()
+    for _ in range(400):
+        running.see(4.0 * rng.choice((0.9, 1.0, 1.0, 30.0)))
+    assert running.value == pytest.approx(4.0, rel=0.15)

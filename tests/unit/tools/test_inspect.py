@@ -1,0 +1,202 @@
+"""`aerie inspect` says what loading would do, without reading a weight."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.arch.summary import computed_in, summary
+from cluster.cli import main
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
+from cluster.tools.tensor_report import inspect
+from tests.families import made
+from tests.tiny import draft_folder, target_folder
+from tests.unit.kv.test_pool import resident
+from tests.unit.models import draft_folders as write
+from tests.unit.models.checkpoints import copy_of
+from tests.unit.models.mtp_layers import qwen_next
+
+
+def test_a_pair_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder()
+    draft = draft_folder(target, draft_vocab=40)
+    assert main(["inspect", target, "--draft", draft, "--tp", "2", "--dtype", "float32", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["target"]["family"], report["target"]["layers"]) == ("LlamaForCausalLM", 4)
+    assert report["draft"]["aux_boundaries"] == [1, 2, 3]
+    assert report["draft"]["shared_with_target"] == ["embedding"]
+    assert report["draft"]["choices"]["aux_numbering"]["value"] == "outputs"
+    goes = {t["name"]: t["goes_to"] for t in report["draft"]["tensors"]}
+    assert goes["midlayer.hidden_norm.weight"] == "layers.0.hidden_norm.weight"
+    half = {t["name"]: t["numbers"] for t in report["draft"]["tensors"]}["midlayer.mlp.up_proj.weight"]
+    assert half == 32 * 64 // 2, "one rank of two holds half"
+    assert report["memory"]["kv_bytes_per_token"] == (4 + 1) * 2 * 1 * 8 * 4
+    assert report["features"]["speculation"] == "EAGLE3"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_a_token_costs_what_the_engine_takes_for_it_where_it_is_written(layers: int) -> None:
+    """Of four MTP layers three are loaded, as many as there are levels; each keeps a hidden state beside its pool."""
+    target, draft = target_folder(), write.mtp("mimo", layers)
+    memory, of_one = (inspect(target, path, dtype="float32").memory for path in (draft, write.mtp("mimo", 1)))
+    assert memory["draft_bytes_per_rank"] == min(layers, 3) * of_one["draft_bytes_per_rank"]
+    before = resident()
+    settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 1 << 20, "num_threads": 1}
+    config = EngineConfig(model_path=target, speculative_draft_model_path=draft, mixed_prefill_size=8, **settings)
+    info = build_engine(config).info()
+    assert info.kv_gb == round(info.kv_tokens * memory["kv_bytes_per_token"] / 1e9, 3) > 0.5
+    assert resident() - before < 1 << 26, "no page is written yet"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64", "bfloat16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_the_dtype_is_that_of_the_engine(tmp_path: Path, stored: str, device: str, dtype: str) -> None:
+    """Inspect assumes a GPU, and says so; here an engine can be asked on a CPU only."""
+    plain = dtype if dtype != "auto" else stored if device == "cuda" and stored != "float8_e4m3fn" else "float32"
+    assert computed_in(stored, dtype, device) == plain
+    target = copy_of(target_folder(), tmp_path / "target", None, torch_dtype=stored, dtype=stored)
+    if device == "cuda":
+        for report in (inspect(target, None, dtype=dtype), summary(target, dtype)):
+            assert report is not None
+            assert (report.memory["dtype"], report.memory["device"]) == (plain, "cuda")
+    else:
+        config = EngineConfig(model_path=target, dtype=dtype, device="cpu", max_total_tokens=256, mixed_prefill_size=8)
+        assert build_engine(config).info().dtype == plain
+
+
+def test_every_problem_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(draft_folder(target_folder()))
+    held = load_file(source / "model.safetensors")
+    del held["midlayer.hidden_norm.weight"]
+    held["midlayer.mlp.up_proj.weight"] = held["midlayer.mlp.up_proj.weight"].T.contiguous()
+    held["more"] = held["norm.weight"]
+    save_file({name: tensor.clone() for name, tensor in held.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert main(["inspect", target_folder(), "--draft", str(tmp_path)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert len(lines) == 3
+    for word in ("hidden_norm", "up_proj", "'more'"):
+        assert any(word in line for line in lines), word
+
+
+def test_only_headers_are_read(tmp_path: Path) -> None:
+    """The data of the files is a hole."""
+    source = Path(target_folder())
+    whole = (source / "model.safetensors").read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(whole[:length])
+        file.truncate(len(whole))
+    assert inspect(str(tmp_path), None).problems == []
+
+
+def test_what_would_not_serve_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "nowhere"]) == 1
+    assert "does not exist" in capsys.readouterr().out
+    assert main(["inspect", target_folder(), "--draft", write.write({}, {"dflash_config": {}})]) == 1
+    assert "DFlash" in capsys.readouterr().out
+    assert main(["inspect", target_folder(), "--draft-override", "aux_numbering=sideways"]) == 2
+    assert main(["inspect", target_folder(), "--draft-override", "recurrent=pre"]) == 2
+    assert "give --draft" in capsys.readouterr().err
+
+
+def test_tensors_are_listed_on_demand_and_last(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", target_folder(), "--draft", draft_folder(target_folder())]
+    assert main(words) == 0
+    brief = capsys.readouterr().out
+    assert "numbers per rank" not in brief
+    assert brief.splitlines()[-1].endswith("can be served")
+    assert main([*words, "--tensors"]) == 0
+    whole = capsys.readouterr().out
+    assert whole.startswith(brief)
+    assert "lm_head.weight, 2,048 numbers per rank" in whole
+    assert "midlayer.hidden_norm.weight" in whole
+
+
+SOME = [("llama", "one head each, tied"), ("gemma3", "three local, one global"), ("gpt_oss", "yarn")]
+SOME += [("deepseek_v3", "low-rank queries"), ("mistral_native", "yarn")]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_the_summary_of_a_target_says_what_building_it_says(case: tuple[str, str]) -> None:
+    folder = made(*case).folder
+    brief, whole = summary(folder), inspect(folder, None)
+    assert brief is not None
+    del whole.target["tensors"]
+    assert brief == whole
+
+
+def imported(code: str, *words: str) -> set[str]:
+    """The modules that a fresh Python has imported at the end of `code`, which may use `words`."""
+    code += "; import json; print(json.dumps(sorted(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", f"import sys; {code}", *words], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return set(json.loads(ran.stdout.splitlines()[-1]))
+
+
+def test_a_target_is_told_without_torch_and_ray() -> None:
+    modules = imported("from cluster.cli import main; assert main(['inspect', sys.argv[1]]) == 0", target_folder())
+    assert not {"torch", "transformers", "ray", "tokenizers"} & modules
+
+
+def test_a_check_of_headers_does_not_import_torch_s_compiler() -> None:
+    """Some of torch's functions on the meta device do, which took most of the time of a check and of a start."""
+    targets = [made(*case).folder for case in SOME]
+    drafts = [draft_folder(target_folder()), write.eagle1(), write.mtp("mimo", 2)]
+    code = """
+from cluster.tools.tensor_report import inspect
+first = sys.argv[1]
+assert all(inspect(first, draft).problems == [] for draft in sys.argv[2:5])
+assert all(inspect(target, None).problems == [] for target in sys.argv[5:])"""
+    modules = imported(code, target_folder(), *drafts, *targets)
+    assert "torch" in modules
+    assert not {"torch._dynamo", "sympy"} & modules
+
+
+def test_an_override_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder()
+    words = ["inspect", target, "--draft", draft_folder(target), "--draft-override", "norm_before_residual=true"]
+    assert main(words) == 0
+    assert "norm_before_residual = True  (speculative_draft_overrides)" in capsys.readouterr().out
+
+
+def test_a_draft_whose_target_is_not_served_is_checked_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """As Qwen3-Next ships: a hybrid target and its MTP layer in one checkpoint."""
+    source = qwen_next()
+    held = load_file(Path(source) / "model.safetensors")
+    of_target = {
+        "model.layers.0.linear_attn.in_proj_qkvz.weight": torch.ones(8, 32),
+        "lm_head.weight": torch.ones(64, 32),
+    }
+    config = json.loads((Path(source) / "config.json").read_text())
+    whole = write.write(held | of_target, config)
+    assert main(["inspect", whole, "--draft", whole, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["problems"]) == 1
+    assert "Qwen3NextForCausalLM is recognised" in report["problems"][0]
+    assert report["target"] == {"folder": whole, "family": "Qwen3NextForCausalLM", "served": False, "tensors": []}
+    assert (report["draft"]["kind"], report["draft"]["dialect"]) == ("mtp", "qwen3-next")
+    assert {t["name"] for t in report["draft"]["tensors"]} == held.keys()
+    assert report["memory"]["kv_bytes_per_token"] == 2 * 2 * 8 * 2, "k and v of two heads of 8, float16"
+    assert report["features"] == {"checked": "the draft alone", "speculation": "NEXTN"}
+
+    del held["mtp.fc.weight"]
+    assert main(["inspect", whole, "--draft", write.write(held, config)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert len(lines) == 2
+    assert "mtp.fc.weight" in lines[1]
+
+
+def test_the_draft_of_a_target_that_nobody_knows_is_not_looked_at() -> None:
+    unknown = write.write({"x": torch.ones(1)}, {"architectures": ["GPT2LMHeadModel"]})
+    report = inspect(unknown, qwen_next())
+    assert report.draft is None
+    assert len(report.problems) == 1
