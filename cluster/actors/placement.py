@@ -20,7 +20,7 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The bundles that a gang asks for, one per rank."""
+    """The bundles that a gang asks for, one per rank, and how long it waits for them."""
 
     bundles: tuple[Mapping[str, float], ...]
     strategy: Strategy = "PACK"
@@ -175,7 +175,6 @@ def layout_of(
     strategy: Strategy = "PACK",
     device: Device = "auto",
     accelerator_type: str | None = None,
-    timeout_s: float = 120.0,
 ) -> Layout:
     """The layout that a placement_group_config asks for; `device` is what `device_of` decided.
 
@@ -188,4 +187,4 @@ def layout_of(
         )
     each = bundles or [bundle_per_worker or default_bundle(device, accelerator_type)] * world
     pin = {} if accelerator_type is None else {f"accelerator_type:{accelerator_type}": ACCELERATOR_SHARE}
-    return Layout(tuple({**bundle, **pin} for bundle in each), strategy, timeout_s)
+    return Layout(tuple({**bundle, **pin} for bundle in each), strategy)

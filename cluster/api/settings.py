@@ -1,6 +1,7 @@
 """The arguments of the Serve application, named as in Ray Serve LLM; what Aerie cannot honour is refused by name."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -54,7 +55,6 @@ DEPLOYMENT_DEFAULTS: dict[str, Any] = {
     "max_constructor_retry_count": 3,
     "ray_actor_options": {"num_cpus": 0.5},
 }
-ROOM_TIMEOUT_S = 120.0  # how long a gang waits for its placement group
 
 
 class ServingSettings(Settings):
@@ -158,17 +158,17 @@ class LLMConfig(ServingSettings):
         leaves_s = 0.0 if options["max_surge_percent"] else float(options["graceful_shutdown_timeout_s"])
         placing = self.placement_group_config
         try:
-            return layout_of(
+            layout = layout_of(
                 config.tp_size,
                 bundle_per_worker=placing.bundle_per_worker if placing else None,
                 bundles=placing.bundles if placing else None,
                 strategy=placing.strategy if placing else "PACK",
                 device=config.device if device == "auto" else device,
                 accelerator_type=self.accelerator_type,
-                timeout_s=ROOM_TIMEOUT_S + leaves_s,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        return replace(layout, timeout_s=layout.timeout_s + leaves_s)
 
 
 class AppSettings(ServingSettings):

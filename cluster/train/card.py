@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,10 @@ def _acceptance_table(report: DraftReport) -> str:
         shares = [f"{share:.2f}" for share in (*acceptance.by_depth, *acceptance.top4_by_depth)]
         rows.append(f"| {temperature} | {acceptance.accept_len:.2f} | " + " | ".join(shares) + " |")
     return "\n".join(rows)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def _shape_table(facts: CardFacts) -> str:
@@ -77,8 +82,6 @@ def write_card(path: Path, facts: CardFacts) -> None:
     """Write the card as markdown with the metadata header that model hubs read."""
     target, draft = facts.target_report, facts.draft_report
     bits = target.heldout_loss * facts.heldout_tokens / facts.heldout_bytes / math.log(2)
-    aux = ", ".join(str(index) for index in facts.draft.shape.aux_layer_ids)
-    temperatures = ", ".join(f"{temperature:g}" for temperature in facts.draft.temperatures)
     path.write_text(
         f"""---
 license: psf-2.0
@@ -111,8 +114,9 @@ norms; float32).
 
 The draft learned by training-time test: {facts.draft.steps} unrolled steps of weight {facts.draft.step_decay:g}^i,
 a loss between cross entropy and the accepted share, a quarter of the steps on real text, the others on
-{draft.sampled_tokens:,} tokens of the target's own continuations (temperatures {temperatures}).
-Aux hidden states are the outputs of layers {aux} (counted from 0), un-normed, low to high.
+{draft.sampled_tokens:,} tokens of the target's own continuations (temperatures {_listed(facts.draft.temperatures)}).
+Aux hidden states are the outputs of layers {_listed(facts.draft.shape.aux_layer_ids)} (counted from 0),
+un-normed, low to high.
 
 ## Figures, on held-out files
 
