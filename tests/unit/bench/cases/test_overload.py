@@ -76,6 +76,8 @@ def test_answers_off_the_wire() -> None:
     assert (stream.first_s is not None, stream.whole, stream.failure) == (True, True, "")
     cut = reply_of(head.encode() + b'data: {"error": {}}\n\n')
     assert (cut.whole, bool(cut.failure)) == (False, True)
+    late = reply_of(head.encode() + b'data: {"text": "a"}\n\ndata: {"error": {}}\n\n')
+    assert (late.first_s is not None, late.whole, bool(late.failure)) == (True, False, True), "every event is read"
 
 
 def test_a_phase_fails_for_each_reason() -> None:
