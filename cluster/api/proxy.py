@@ -13,7 +13,6 @@ sets; on other clusters it has to be set on the nodes. Nothing heavy is imported
 import asyncio
 import json
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.refusals import Refusals
+from cluster.api.turns import Turns
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "cluster.api.proxy:middlewares"
@@ -49,7 +49,6 @@ SAID: Mapping[int, tuple[str, str, str]] = {
 GATHERED = 1 << 20  # bytes of a body that are gathered here; a longer body is passed on in pieces
 GATHERED_BY_ALL = 256 << 20  # bytes of all bodies together; beyond that, bodies are passed on as they come
 GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must arrive within GRACE_S, plus a second for each BYTES_PER_S bytes
-REST, LONGEST_REST_S = 8.0, 0.1  # pause between requests: REST times what the loop waited for a core, at most
 OURS = (b"/-/healthz", b"/-/routes")  # Serve's own pages, passed through unchanged
 
 
@@ -78,7 +77,7 @@ class WholeRequests:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._held = 0
         self._refusals = Refusals()
 
@@ -102,25 +101,17 @@ class WholeRequests:
         if (refusal := self._refusals.standing(scope)) is not None:
             await refusal.send(send)
             return
+        length = len(body)
         rest = _Rest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
         body.clear()  # it is not kept for as long as the answer takes
         try:
-            await self._take_turn()
+            await self._turns.wait()
             if not rest.gone:
+                self._turns.charge(length)
                 refusals = self._refusals
                 await self._app(refusals.passing(scope), rest.receive, refusals.learning(scope, send))
         finally:
             rest.close()
-
-    async def _take_turn(self) -> None:
-        """Wait until this request may begin: one does per turn of the event loop. Where the loop had to wait for a
-        core, all are busy; then the next begins after a pause, so that the ranks of open streams get their share.
-        """
-        async with self._turn:
-            began, worked = time.perf_counter(), time.thread_time()
-            await asyncio.sleep(0)
-            waited = time.perf_counter() - began - (time.thread_time() - worked)
-            await asyncio.sleep(min(REST * waited, LONGEST_REST_S))
 
     async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
         """Read the body up to the limits; returns whether there is more of it, or None when the client has left."""

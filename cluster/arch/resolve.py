@@ -68,8 +68,8 @@ def resolve_models(config: EngineConfig) -> ResolvedModels:
     return ResolvedModels(config, target, draft, read_sample(folder, draft.vocab_size, draft.hidden), shape)
 
 
-def check_models(config: EngineConfig) -> None:
-    """Refuse models that cannot run as configured, including those whose heads or MLP cannot be split over the ranks.
+def check_models(config: EngineConfig) -> ResolvedModels:
+    """The models that the settings name, also checked to split over the ranks: their heads and their MLP.
 
     Raises:
         ConfigError: naming the setting and the remedy.
@@ -80,6 +80,7 @@ def check_models(config: EngineConfig) -> None:
     if models.draft is not None and models.draft_is_sharded:
         hint = ", or set speculative_draft_parallel to replicated"
         _check_split(config, "the draft", models.draft.layer, hint)
+    return models
 
 
 def check_heads(geometry: LayerGeometry, ranks: int) -> None:

@@ -94,9 +94,9 @@ async def connect(port: int, exchange: Exchange, within_s: float = TIMEOUT_S) ->
     return reply
 
 
-async def post(port: int, path: str, body: Mapping[str, Any]) -> Reply:
-    """Send one request with a JSON body and read its answer."""
-    raw = json.dumps(body).encode()
+async def post(port: int, path: str, body: Mapping[str, Any] | bytes) -> Reply:
+    """Send one request with a JSON body, given as bytes where it is already encoded, and read its answer."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
         writer.write(head_of("POST", path, len(raw)) + raw)

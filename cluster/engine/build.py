@@ -81,7 +81,7 @@ def prepare_alone(config: EngineConfig) -> Prepared:
     """
     if config.tp_size > 1:
         raise ConfigError(f"tp_size {config.tp_size} needs as many ranks and this is one; set tp_size to 1")
-    return prepare(config, Mesh(), _device(config))
+    return prepare(resolve_models(config), Mesh(), _device(config))
 
 
 def engine_of(prepared: Prepared, draft: Draft) -> Engine:
@@ -107,22 +107,21 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     device = _device(config)
     if device.type == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    check_models(config)
+    resolved = check_models(config)
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
-    prepared = prepare(config, mesh, device)
+    prepared = prepare(resolved, mesh, device)
     return assemble(prepared, prepared.draft())
 
 
-def prepare(config: EngineConfig, mesh: Mesh, device: torch.device) -> Prepared:
-    """Resolve and load the models of one rank and allocate its memory, together with its peers.
+def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepared:
+    """Load the models of one rank and allocate its memory, together with its peers.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
     """
-    resolved = resolve_models(config)
     _same_everywhere(resolved, mesh)
-    _threads(config, device)
-    context_length = _context_length(config, resolved.target.max_position)
+    _threads(resolved.config, device)
+    context_length = _context_length(resolved.config, resolved.target.max_position)
     models = load_models(resolved, mesh, device, context_length + resolved.shape.num_steps + 2)
     return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
 

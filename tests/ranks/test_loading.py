@@ -6,6 +6,7 @@ from math import prod
 import pytest
 import torch
 
+from cluster.arch.resolve import resolve_models
 from cluster.config import EngineConfig
 from cluster.engine.build import prepare
 from cluster.mesh import Axis, Mesh
@@ -42,7 +43,7 @@ def read_by(rank: int, tp: int, dp: int, monkeypatch: pytest.MonkeyPatch, **sett
     given = config(target, draft_folder(target), tp_size=tp, attn_dp_size=dp, **settings)
     attn = tp // dp
     mesh = Mesh(rank, Axis(rank, tp), Axis(rank % attn, attn) if attn > 1 else Axis())
-    prepare(EngineConfig.from_kwargs(given), mesh, torch.device("cpu"))
+    prepare(resolve_models(EngineConfig.from_kwargs(given)), mesh, torch.device("cpu"))
     monkeypatch.setattr(Checkpoint, "take", true)
     return taken
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
 
 from cluster.api import proxy
 from cluster.api.proxy import JsonErrors, WholeRequests, middlewares
+from cluster.api.turns import Cores
 
 START, BODY = "http.response.start", "http.response.body"
 
@@ -160,8 +160,9 @@ def test_a_slow_body_is_answered_before_serve_hears_of_it(monkeypatch: pytest.Mo
     assert envelope(sent)["code"] == "request_timeout"
 
 
-def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop() -> None:
+def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever shares the loop with 100 new requests is served between any two of them."""
+    monkeypatch.setattr(Cores, "full", lambda _: False)
     order: list[str] = []
 
     async def whole() -> None:
@@ -182,26 +183,3 @@ def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop() -> None:
 
     asyncio.run(whole())
     assert "new,new" not in ",".join(order)
-
-
-@pytest.mark.parametrize("free", [True, False])
-def test_requests_begin_with_rests_where_the_loop_waits_for_a_core(free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full machine: of the time in which the loop ran its turn, it had a core for none."""
-    began: list[float] = []
-    monkeypatch.setattr(time, "thread_time", (lambda: time.perf_counter()) if free else (lambda: 0.0))
-    monkeypatch.setattr(proxy, "LONGEST_REST_S", 0.05)
-
-    async def whole() -> None:
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            began.append(time.perf_counter())
-
-        async def receive() -> Any:
-            return piece(b"", False)
-
-        outer = WholeRequests(app)
-        scope = {"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x", "headers": []}
-        await asyncio.gather(*(outer(scope, receive, receive) for _ in range(5)))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(proxy, "REST", 1e4)
-    asyncio.run(whole())
-    assert (began[-1] - began[0] >= 4 * 0.05) is not free

@@ -1,0 +1,73 @@
+"""Turns in which the proxy begins requests: one per turn of its event loop, and with rests while the cores are busy.
+
+To begin a request costs the proxy and the replica together some `BEGIN_S` of CPU time, and `BYTE_S` more for each byte
+of its body. The kernel gives a core at once to a process that often sleeps, as these two do; so a hundred requests a
+second would take the cores from the ranks of open streams, which compute without a pause. While the cores are busy,
+rests between two beginnings keep what they cost to `SHARE` of the machine.
+
+Nothing heavy is imported here, since this runs in the proxy.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+BEGIN_S, BYTE_S = 0.006, 30e-9
+SHARE = 0.125
+LONGEST_REST_S = 0.1
+LOOK_S, HELD_S = 0.1, 1.0  # seconds between two looks at the cores; for how long a machine found full counts as full
+IDLE = 0.2  # below this share of idle time a machine is full; ranks that wait for each other always leave some
+STAT = Path("/proc/stat")
+
+
+class Cores:
+    """Whether this machine is full, by the kernel's counters of idle time; never, where there are none."""
+
+    def __init__(self, stat: Path = STAT, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stat = stat
+        self._clock = clock
+        self._looked = self._full_until = float("-inf")
+        self._counted: tuple[int, int] | None = None  # idle and all ticks at the last look
+
+    def full(self) -> bool:
+        """Whether the cores were idle for less than `IDLE` of the time between two looks of the last second."""
+        if (now := self._clock()) - self._looked >= LOOK_S:
+            self._looked, before, self._counted = now, self._counted, self._count()
+            if before is not None and self._counted is not None:
+                idle, ticks = (new - old for new, old in zip(self._counted, before, strict=True))
+                self._full_until = now + HELD_S if idle < IDLE * ticks else self._full_until
+        return now < self._full_until
+
+    def _count(self) -> tuple[int, int] | None:
+        try:
+            with self._stat.open() as file:
+                ticks = [int(text) for text in file.readline().split()[1:9]]  # those after belong to guests, again
+        except (OSError, ValueError):
+            return None
+        return sum(ticks[3:5]), sum(ticks)  # idle, and idle while a disk is waited for
+
+
+class Turns:
+    """Who begins next. Wait for a turn, then `charge` it if the request really begins."""
+
+    def __init__(self, cores: Cores | None = None) -> None:
+        self._cores = Cores() if cores is None else cores
+        self._turn = asyncio.Lock()
+        self._next = 0.0
+
+    async def wait(self) -> None:
+        """Wait until the next request may begin; everybody else on the event loop is served at least once."""
+        async with self._turn:
+            await asyncio.sleep(max(0.0, self._next - asyncio.get_running_loop().time()))
+
+    def charge(self, body: int) -> None:
+        """Note that a request with a body of so many bytes begins: on a full machine the next one has to rest."""
+        if self._cores.full():
+            self._next = asyncio.get_running_loop().time() + rest_s(body, os.cpu_count() or 1)
+
+
+def rest_s(body: int, cores: int) -> float:
+    """Seconds from one beginning to the next on a full machine of so many cores."""
+    return min((BEGIN_S + BYTE_S * body) / (SHARE * cores), LONGEST_REST_S)
