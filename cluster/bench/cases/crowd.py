@@ -15,7 +15,7 @@ from cluster.bench.report import Say, table
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import Stream, errors_of, page, run_together
 
-RESUMED = "aerie_resumed_streams_total"
+RESUMED, OPEN = "aerie_resumed_streams_total", "aerie_open_requests"
 POLL_S = 0.05
 
 
@@ -57,7 +57,9 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
     rounds: list[Round] = []
 
     def due(streams: list[Stream]) -> bool:
-        return sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) >= size.streams
+        """Enough streams decode, and the replica has all other open requests in its queue."""
+        decoding = sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) >= size.streams
+        return decoding and counted(server.port, OPEN) >= sum(s.ended is None for s in streams)
 
     with ServerProcess([*GANG, f"max_running_requests={size.streams // 2}", "max_queue_wait_s=600"]) as server:
         say(f"crowd: ready after {server.ready_s:.1f} s")
@@ -82,7 +84,7 @@ class Counter:
 
     def __init__(self, port: int, fault: Fault) -> None:
         self.fault = fault
-        self._port, self._before = port, resumed_streams(port)
+        self._port, self._before = port, counted(port, RESUMED)
         self._next_s = 0.0
         self._times: list[tuple[float, float]] = []
 
@@ -105,13 +107,13 @@ class Counter:
     def _read(self, seconds: float) -> None:
         self._next_s = seconds + POLL_S
         with suppress(OSError, HTTPException):  # /metrics may fail while the gang is down
-            self._times.append((seconds, resumed_streams(self._port) - self._before))
+            self._times.append((seconds, counted(self._port, RESUMED) - self._before))
 
 
-def resumed_streams(port: int) -> float:
-    """How many streams have been resumed so far, by /metrics."""
+def counted(port: int, name: str) -> float:
+    """The sum of a metric's samples, by /metrics: streams `RESUMED` so far, requests `OPEN` now."""
     lines = page(port, "/metrics").splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(RESUMED))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def show(result: dict[str, Any]) -> str:

@@ -41,13 +41,13 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     answers: list[float | OSError] = [2.0, OSError("no"), 5.0, OSError("no")]
     health = [False, True]
 
-    def page(port: int) -> float:
+    def page(port: int, name: str) -> float:
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, OSError):
             raise answer
         return answer
 
-    monkeypatch.setattr(crowd, "resumed_streams", page)
+    monkeypatch.setattr(crowd, "counted", page)
     monkeypatch.setattr(crowd, "POLL_S", 0.0)
     monkeypatch.setattr(
         fault, "server_info", lambda port: {"ranks": [{"rank": 0, "pid": 7}], "restarts": [{"rank": 1}]}
