@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -160,23 +160,16 @@ class Router:
         if not self._down:
             await self._gang.pulse()
         reason = self._down or self._gang.trouble()
-        info = asdict(self._gang.infos[0]) if self._gang.infos else {}
-        info |= self._gang.facts()
-        info["ranks"] = [
-            {
-                "rank": beat.rank,
-                "pid": self._gang.infos[beat.rank].pid,
-                "steps": beat.steps,
-                "busy": beat.busy,
-                "step": beat.step,
-                "phase": beat.phase,
-                **asdict(beat.status),
-            }
-            for beat in self._gang.beats
-            if beat is not None
-        ]
         started = sum(stream.started for stream in self._streams.values())
-        return GangStatus(not reason, reason, round(self._admission.queued_tokens), started, info)
+        return GangStatus(
+            healthy=not reason,
+            reason=reason,
+            queued_tokens=round(self._admission.queued_tokens),
+            running=started,
+            history=self._gang.history(),
+            ranks=tuple(self._gang.infos),
+            beats=tuple(beat for beat in self._gang.beats if beat is not None),
+        )
 
     async def metrics(self) -> list[bytes]:
         """Registry samples of all ranks of the deployment and of the other replicas; see `EngineClient.metrics`."""
