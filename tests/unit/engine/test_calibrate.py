@@ -55,7 +55,7 @@ def test_measuring_leaves_nothing_behind() -> None:
 )
 def test_measuring_fits_whatever_there_is_room_for(small: dict[str, object]) -> None:
     engine = engine_of(mixed_prefill_size=None, **small)
-    assert costs_of(engine)["decode_ms"]
+    assert costs_of(engine).decode_ms
     engine.check_pages()
 
 
@@ -71,7 +71,7 @@ def test_a_slow_model_is_measured_once_and_a_fast_one_at_its_best(monkeypatch: p
             return seconds * (10 if len(loads) == 3 else 1)
 
         monkeypatch.setattr(calibrate._Trial, "run", taken)
-        return float(costs_of(engine_of(mixed_prefill_size=None))["decode_ms"]["4"])
+        return float(costs_of(engine_of(mixed_prefill_size=None)).decode_ms["4"])
 
     slow = measured(3.0), list(loads)
     assert len(slow[1]) == 1 + len(set(slow[1][1:])) <= 12
