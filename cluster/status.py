@@ -1,20 +1,61 @@
 """What a rank reports of itself: what it runs with, and its load and progress. `/server_info` shows both."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from cluster.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenFact:
+    """The value of a fact that a draft's tensors cannot show, and the source of that value."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftInfo:
+    """How a draft was read, and why so. `aux_boundaries` are the target layers whose inputs it reads, `num_aux` of
+    them; `runners` counts its MTP layers, and is 1 for a draft of one layer that drafts every level.
+    """
+
+    kind: str
+    dialect: str
+    algorithm: str
+    aux_boundaries: tuple[int, ...]
+    num_aux: int
+    runners: int
+    draft_vocab_size: int
+    choices: Mapping[str, ChosenFact]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Measured times of steps in milliseconds: by decoding requests, by rows of the target, and for every 1,000 tokens
+    that are read; `crowd` is how much other busy ranks slow this one.
+    """
+
+    decode_ms: Mapping[str, float]
+    decode_ms_per_1000_tokens: float
+    target_rows_ms: Mapping[str, float]
+    prompt_prefix_ms_per_1000_tokens: float
+    prompt_row_ms_per_1000_tokens: float
+    crowd: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What a rank runs with: its resolved settings, and what was chosen automatically. JSON-ready by `asdict`.
+    """What a rank runs with: its resolved settings, and what was chosen automatically.
 
-    `config` holds the settings; `draft` how the draft was read and why so, None without one; `kv_gb` is in 10^9 bytes;
+    `config` holds the settings; `draft` is None without one; `kv_gb` is in 10^9 bytes;
     `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
     None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the network, between ranks) are
     those of the process that holds the rank, where one does.
     """
 
-    config: dict[str, Any]
+    config: EngineConfig
     rank: int
     dp_rank: int
     dtype: str
@@ -27,17 +68,21 @@ class RankInfo:
     speculative_eagle_topk: int
     speculative_num_draft_tokens: int
     speculative_batch_tiers: dict[int, int]
-    draft: dict[str, Any] | None
+    draft: DraftInfo | None
     page_size: int
     kv_pages: int
     kv_tokens: int
     kv_gb: float
     kv_sized_by: str
     max_request_tokens: int
-    step_costs: dict[str, Any] | None
+    step_costs: StepCosts | None
     world: int = 1
     pid: int = 0
     interface: str | None = None
+
+    def described(self) -> dict[str, Any]:
+        """The same, JSON-ready."""
+        return {**asdict(self), "config": self.config.model_dump()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from cluster.config import EngineConfig
 from cluster.status import RankInfo
 
 
 def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> RankInfo:
     """Plain decoding in a world of one with room for everything, but for what is given."""
     facts: dict[str, Any] = {
-        "config": {},
+        "config": EngineConfig(model_path="none"),
         "rank": 0,
         "dp_rank": 0,
         "dtype": "float32",

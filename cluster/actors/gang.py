@@ -10,13 +10,13 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
 from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Life
-from cluster.actors.messages import Heartbeat, Loss
+from cluster.actors.messages import GangHistory, Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
 from cluster.actors.verdict import Verdict, judge
 from cluster.config import KV_SIZES, ConfigError
@@ -156,15 +156,10 @@ class Gang:
         verdict = self._verdict(self.life) if self.life else None
         return "" if verdict is None else str(verdict)
 
-    def facts(self) -> dict[str, Any]:
-        """What was decided before the start, and the lives and losses since; JSON-ready."""
-        return {
-            **self.spec.decided,
-            "start_seconds": round(self._start_s, 1),
-            "restart_timeout_s": round(self.patience_s, 1),
-            "epoch": self.epoch,
-            "restarts": [asdict(loss) for loss in self.losses[-LOSSES_SHOWN:]],
-        }
+    def history(self) -> GangHistory:
+        """What was decided before the start, and the lives and losses since."""
+        start_s, patience_s = round(self._start_s, 1), round(self.patience_s, 1)
+        return GangHistory(self.spec.decided, start_s, patience_s, self.epoch, tuple(self.losses[-LOSSES_SHOWN:]))
 
     def _verdict(self, life: Life) -> Verdict | None:
         return judge(life.signs(), self.spec.config.watchdog_timeout_s)

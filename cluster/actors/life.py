@@ -42,7 +42,7 @@ class GangSpec:
     name: str
     factory: str = FACTORY
     load_timeout_s: float = 3600.0
-    decided: Mapping[str, Any] = field(default_factory=dict)  # facts settled before the start, for /server_info
+    decided: Mapping[str, str] = field(default_factory=dict)  # facts settled before the start, for /server_info
     log: LogSettings | None = None
 
     @property

@@ -1,11 +1,11 @@
 """Messages between a Serve replica and the shards of its gang, and the interface that the REST layer uses."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from cluster.request import Request, RequestOutput
-from cluster.status import EngineStatus
+from cluster.status import EngineStatus, RankInfo
 
 FailureKind = Literal["lost", "out_of_step", "failed"]
 LossKind = Literal["died", "frozen", "failed", "out_of_step"]
@@ -103,19 +103,36 @@ class Loss(Blame):
 
 
 @dataclass(frozen=True, slots=True)
+class GangHistory:
+    """The lives of a gang: how long its first start took, how long a restart may take, and why lives ended.
+
+    `epoch` counts the lives before this one, `restarts` are the latest losses. `decided` holds what was settled before
+    the start and how, by name.
+    """
+
+    decided: Mapping[str, str] = field(default_factory=dict)
+    start_seconds: float = 0.0
+    restart_timeout_s: float = 0.0
+    epoch: int = 0
+    restarts: tuple[Loss, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GangStatus:
     """The health and load of a gang, as its replica sees it.
 
     `healthy` is False as soon as a rank is dead, failed, or gives no sign of progress for `watchdog_timeout_s`, and
-    until the gang serves again; `reason` then names rank, step and phase. `info` is JSON-ready: the resolved config of
-    rank 0, per-rank counters, `epoch` and `restarts` (the latest losses).
+    until the gang serves again; `reason` then names rank, step and phase. `ranks` says what each runs with, `beats` how
+    far it is; both are empty before the first start, and while a rank has no heart beat yet it is not in `beats`.
     """
 
     healthy: bool
     reason: str = ""
     queued_tokens: int = 0
     running: int = 0
-    info: dict[str, Any] = field(default_factory=dict)
+    history: GangHistory = field(default_factory=GangHistory)
+    ranks: tuple[RankInfo, ...] = ()
+    beats: tuple[Heartbeat, ...] = ()
 
 
 class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mistake

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -160,23 +160,16 @@ class Router:
         if not self._down:
             await self._gang.pulse()
         reason = self._down or self._gang.trouble()
-        info = asdict(self._gang.infos[0]) if self._gang.infos else {}
-        info |= self._gang.facts()
-        info["ranks"] = [
-            {
-                "rank": beat.rank,
-                "pid": self._gang.infos[beat.rank].pid,
-                "steps": beat.steps,
-                "busy": beat.busy,
-                "step": beat.step,
-                "phase": beat.phase,
-                **asdict(beat.status),
-            }
-            for beat in self._gang.beats
-            if beat is not None
-        ]
         started = sum(stream.started for stream in self._streams.values())
-        return GangStatus(not reason, reason, round(self._admission.queued_tokens), started, info)
+        return GangStatus(
+            healthy=not reason,
+            reason=reason,
+            queued_tokens=round(self._admission.queued_tokens),
+            running=started,
+            history=self._gang.history(),
+            ranks=tuple(self._gang.infos),
+            beats=tuple(beat for beat in self._gang.beats if beat is not None),
+        )
 
     async def metrics(self) -> list[bytes]:
         """Registry samples of all ranks of the deployment and of the other replicas; see `EngineClient.metrics`."""
@@ -196,7 +189,7 @@ class Router:
 
     def _choose(self, stream: Stream, request: Request) -> None:
         leaders = self._gang.spec.leaders
-        stream.rank = leaders[self._balancer.choose(request, self._admission.new_tokens(request))]
+        stream.place(leaders[self._balancer.choose(request, self._admission.new_tokens(request))])
 
     def _submit(self, stream: Stream) -> None:
         """Submit a stream's request to the present life."""
@@ -217,7 +210,7 @@ class Router:
         self._balancer.ended(stream.name, stream.dealt)
         self._admission.left(stream.name, stopped=False)
         if not stream.ended:
-            stream.ended = True
+            stream.leave()
             if stream.submitted and self._life is not None:
                 line = self._lines[stream.rank]
                 line.aborts.append(stream.name)
@@ -261,14 +254,13 @@ class Router:
     def _deal(self, item: StepItem) -> None:
         for request_id in item.begun:
             if stream := self._streams.get(request_id):
-                stream.begun = True
+                stream.begin()
         for request_id, message in item.refused:
             if (stream := self._streams.get(request_id)) and not stream.ended:
                 if stream.dealt:
                     stream.end(f"the engine would not resume it: {message}")
                 else:
-                    stream.ended = True
-                    stream.queue.put_nowait(Refusal(message))
+                    stream.refuse(message)
                 self._settle(stream)
         for output in item.outputs:
             if (stream := self._streams.get(output.request_id)) and not stream.ended:
@@ -279,9 +271,6 @@ class Router:
         if first:
             self._balancer.started(stream.name, output.cached_tokens)
         self._balancer.progressed(stream.name, len(output.token_ids), 0 if first else 1)
-        if not stream.started:
-            stream.started = True
-            stream.cached_tokens = output.cached_tokens
         self._admission.progressed(stream.name, len(output.token_ids))
         stream.queue.put_nowait(stream.take(output))
         if stream.ended:

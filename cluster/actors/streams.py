@@ -53,6 +53,23 @@ class Stream:
         """The request's id."""
         return self.request.request_id
 
+    def place(self, rank: int) -> None:
+        """It is for the leader `rank` to serve."""
+        self.rank = rank
+
+    def begin(self) -> None:
+        """A step of the present life has admitted the request."""
+        self.begun = True
+
+    def leave(self) -> None:
+        """Its reader is gone."""
+        self.ended = True
+
+    def refuse(self, message: str) -> None:
+        """The engine refused the request; its reader is told."""
+        self.ended = True
+        self.queue.put_nowait(Refusal(message))
+
     def submission(self) -> Request:
         """The request to submit to the present life, tokens sent so far included; marks the stream as submitted."""
         self.submissions += 1
@@ -65,6 +82,8 @@ class Stream:
 
     def take(self, output: RequestOutput) -> RequestOutput:
         """Note an output of the present life; returns the output for the client."""
+        if not self.started:
+            self.started, self.cached_tokens = True, output.cached_tokens
         if self.fruitful and output.token_ids:  # the first output of a life ends its prompt; each later one is a tree
             self.trees.append(len(output.token_ids))
         if output.token_ids:

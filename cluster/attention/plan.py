@@ -4,6 +4,8 @@ Prefill, draft level, verify and extend are one call: each request brings q rows
 of the window after them, what a mask says. Requests with equally many rows form a group `[R, q]`.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,31 +14,29 @@ from cluster.batch import Group, Reach
 MASKED = float("-inf")
 
 
-def reach_of(
-    table: Tensor,
-    rows: Tensor,
-    committed: Tensor,
-    longest: int,
-    window: int,
-    dtype: torch.dtype,
-    written: Tensor | None = None,
-) -> Reach:
+def reach_of(table: Tensor, rows: Tensor, committed: Tensor, longest: int, window: int, dtype: torch.dtype) -> Reach:
     """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots.
 
-    Of the window, the first `written` `[R]` slots (None: all) are written before they are read. `longest` is the
-    largest committed count, known on the host; beyond its own count a request reads its own first window slot, masked.
-    It never reads memory of others, for which the bias would not be enough, as 0 * NaN is NaN.
+    `longest` is the largest committed count, known on the host; beyond its own count a request reads its own first
+    window slot, masked. It never reads memory of others, for which the bias would not be enough, as 0 * NaN is NaN.
     Computed once per step, shared by its phases.
     """
     ahead = torch.arange(window, device=table.device)
     slots = table[rows[:, None], (committed[:, None] + ahead).clamp_(max=table.shape[1] - 1)]
-    own = slots[:, :1]
-    if written is not None:
-        slots = torch.where(ahead < written[:, None], slots, own)
     beyond = torch.arange(longest, device=table.device) >= committed[:, None]
-    prefix = torch.where(beyond, own, table[:, :longest].index_select(0, rows))
+    prefix = torch.where(beyond, slots[:, :1], table[:, :longest].index_select(0, rows))
     bias = torch.zeros(beyond.shape, dtype=dtype, device=table.device).masked_fill_(beyond, MASKED)
     return Reach(prefix, bias[:, None], slots)
+
+
+def partly_written(reach: Reach, written: Tensor) -> Reach:
+    """`reach` where only the first `written` `[R]` window slots, one at least, are written before they are read.
+
+    In place of the others a request reads its own first one.
+    """
+    slots = reach.window
+    ahead = torch.arange(slots.shape[1], device=slots.device)
+    return replace(reach, window=torch.where(ahead < written[:, None], slots, slots[:, :1]))
 
 
 def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:

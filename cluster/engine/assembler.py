@@ -5,7 +5,7 @@ from collections.abc import Sequence as Ordered
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import causal_bias, reach_of, window_group
+from cluster.attention.plan import causal_bias, partly_written, reach_of, window_group
 from cluster.batch import Batch, Group, Order, PromptChunk, PromptRows
 from cluster.forward.sampler import SamplingTable
 from cluster.kv.slots import SlotTable
@@ -94,7 +94,8 @@ class Assembler:
                 continue
             q, part = sizes[end - 1], slice(begin, end)
             longest = max(chunk.start for chunk in chunks[part])
-            reach = reach_of(self._table, table_rows[part], starts[part], longest, q, self._dtype, lengths[part])
+            reach = reach_of(self._table, table_rows[part], starts[part], longest, q, self._dtype)
+            reach = partly_written(reach, lengths[part])
             row = torch.arange(q, device=self._device)
             real = row < lengths[part, None]
             rows = (first_rows[part, None] + torch.where(real, row, 0)).view(-1)

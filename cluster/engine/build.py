@@ -250,7 +250,7 @@ def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens = pages * config.page_size
     return RankInfo(
-        config=config.model_dump(),
+        config=config,
         rank=mesh.rank,
         dp_rank=mesh.dp_rank,
         dtype=str(prepared.models.dtype).removeprefix("torch."),
@@ -263,12 +263,12 @@ def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
         speculative_eagle_topk=shape.topk,
         speculative_num_draft_tokens=shape.num_draft_tokens,
         speculative_batch_tiers=dict(config.speculative_batch_tiers),
-        draft=None if resolved.draft is None else resolved.draft.described(),
+        draft=None if resolved.draft is None else resolved.draft.info(),
         page_size=config.page_size,
         kv_pages=pages,
         kv_tokens=tokens,
         kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
         kv_sized_by=memory.capacity.sized_by,
         max_request_tokens=min(prepared.context_length, tokens - shape.window),
-        step_costs=None if pace is None else pace.described(),
+        step_costs=None if pace is None else pace.costs(),
     )

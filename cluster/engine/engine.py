@@ -187,7 +187,7 @@ class Engine(Rank):
         for i, sequence in enumerate(schedule.decodes):
             count = accepted[i]
             sound = next((j for j in range(count) if not isfinite(scores[i][j])), count)
-            sequence.committed += count
+            sequence.accepted_run(count)
             output = self._extend(sequence, tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)
@@ -196,9 +196,8 @@ class Engine(Rank):
         finals = 0
         for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, given), strict=True):
             sequence, run = chunk.sequence, []
-            sequence.committed = chunk.stop
+            sequence.prefilled(chunk.stop, chunk.final)
             if chunk.final:
-                sequence.prefilling = False
                 run = [first[finals]] if whole else []
                 finals += 1
             if chunk.final or not whole:
@@ -218,7 +217,7 @@ class Engine(Rank):
         """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
-        sequence.tokens += kept
+        sequence.extend(kept)
         wanted = sequence.request.params.logprobs
         logprobs = () if wanted is None else tuple(_logprobs(given, row, kept, wanted))
         return RequestOutput(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from cluster.arch import LayerGeometry
+from cluster.arch.dtypes import computed_in
 from cluster.arch.resolve import ResolvedModels
-from cluster.arch.summary import computed_in
 from cluster.attention.bind import pool_bytes
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Ops

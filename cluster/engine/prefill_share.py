@@ -9,7 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from cluster.status import StepCosts
 
 ROWS = 16  # the first point of the curve of prompt rows
 MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
@@ -103,16 +105,16 @@ class Pace:
         counts, needed = range(1, most), start * self.prefix / READING
         return 1 + bisect_left(counts, needed, key=lambda rows: self.cost(beside, start, rows, others))
 
-    def described(self) -> dict[str, Any]:
-        """The measured costs, JSON-ready, in milliseconds."""
-        return {
-            "decode_ms": {str(requests): us / 1000 for requests, us in self.decode},
-            "decode_ms_per_1000_tokens": self.token,
-            "target_rows_ms": {str(rows): us / 1000 for rows, us in self.target},
-            "prompt_prefix_ms_per_1000_tokens": self.prefix,
-            "prompt_row_ms_per_1000_tokens": self.pair,
-            "crowd": self.crowd,
-        }
+    def costs(self) -> StepCosts:
+        """The measured costs as they are reported."""
+        return StepCosts(
+            decode_ms={str(requests): us / 1000 for requests, us in self.decode},
+            decode_ms_per_1000_tokens=self.token,
+            target_rows_ms={str(rows): us / 1000 for rows, us in self.target},
+            prompt_prefix_ms_per_1000_tokens=self.prefix,
+            prompt_row_ms_per_1000_tokens=self.pair,
+            crowd=self.crowd,
+        )
 
 
 def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, groups: int) -> Pace:

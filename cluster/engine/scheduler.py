@@ -188,14 +188,18 @@ class Scheduler:
         if sequence.lease is None:
             self.waiting.remove(sequence)
             return
-        self.running.remove(sequence)
-        self._cache.close(sequence.lease, sequence.tokens, sequence.committed)
-        sequence.lease = None
+        self._stop(sequence, sequence.committed)
 
     def discard(self, sequence: Sequence) -> None:
         """Forget a running request and all it computed: none of its pages enter the radix tree."""
-        sequence.committed = 0
-        self.release(sequence)
+        self._stop(sequence, 0)
+
+    def _stop(self, sequence: Sequence, sound: int) -> None:
+        """Stop running a request, of whose tokens the first `sound` have KV that others may read."""
+        assert sequence.lease is not None, "only a running request has a lease"
+        self.running.remove(sequence)
+        self._cache.close(sequence.lease, sequence.tokens, sound)
+        sequence.leave()
 
     def _bargain(self, plan: Schedule, busiest: int) -> Bargain | None:
         """What decoding takes of the step and leaves to prompts; None where no request decodes or no pace is kept."""
@@ -230,7 +234,6 @@ class Scheduler:
 
     def _retract(self, sequence: Sequence) -> None:
         self.release(sequence)
-        sequence.committed, sequence.prefilling = 0, True
         self.waiting.appendleft(sequence)
 
     def _publish(self) -> None:
@@ -287,9 +290,6 @@ class Scheduler:
         lease = self._cache.open(sequence.tokens, known, spare + window)
         if lease is None:
             return False
-        sequence.lease = lease
-        sequence.committed = lease.cached
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = lease.cached
+        sequence.join(lease)
         self.running.append(sequence)
         return True

@@ -45,6 +45,28 @@ class Sequence:
         """Tokens that the request may still generate."""
         return self.prompt_len + self.request.params.max_tokens - len(self.tokens)
 
+    def join(self, lease: Lease) -> None:
+        """Run on a lease, whose cached tokens are committed from the start."""
+        self.lease, self.committed = lease, lease.cached
+        if self.cached_tokens is None:
+            self.cached_tokens = lease.cached
+
+    def leave(self) -> None:
+        """The lease is closed; if the request joins again, it prefills again."""
+        self.lease, self.committed, self.prefilling = None, 0, True
+
+    def prefilled(self, stop: int, final: bool) -> None:
+        """Tokens up to `stop` are committed; after the final chunk the request decodes."""
+        self.committed, self.prefilling = stop, not final
+
+    def accepted_run(self, count: int) -> None:
+        """So many more tokens are committed: the accepted path and what it follows."""
+        self.committed += count
+
+    def extend(self, tokens: list[int]) -> None:
+        """Append what was generated."""
+        self.tokens += tokens
+
     def count(self, accept_len: int, drafted: int) -> None:
         """Note one verified tree."""
         self.steps += 1

@@ -10,9 +10,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.arch.summary import BYTES, Report, summary
+from cluster.arch.dtypes import BYTES
 from cluster.config import ConfigError
 from cluster.tools.overrides import add_override_argument, overrides_of
+from cluster.tools.summary import Report, summary
 
 UNSHOWN = ("tensors", "spec", "choices", "folder")
 

@@ -83,7 +83,7 @@ def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, A
     complete(engine, [Request(p, ids, own) for p, ids, own in zip(PROMPTS, prompts, params, strict=True)])
     described = engine.info().draft
     assert described is not None, "a draft was asked for"
-    facts = {fact: choice["value"] for fact, choice in described["choices"].items()}
+    facts = {fact: chosen.value for fact, chosen in described.choices.items()}
     return Reading(overrides, engine.status().accept_length), facts
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
-from cluster.arch.summary import ASSUMED_DEVICE, Report, computed_in, described, features_of
+from cluster.arch.dtypes import computed_in
 from cluster.attention.bind import pool_bytes
 from cluster.config import DEFAULT_NUM_STEPS, ConfigError
 from cluster.engine.models import DTYPES
@@ -23,6 +23,7 @@ from cluster.models.load import local_heads
 from cluster.models.registry import DRAFTS
 from cluster.models.target import DecoderTarget
 from cluster.spec.multilayer import kept_bytes
+from cluster.tools.summary import ASSUMED_DEVICE, Report, described, features_of
 
 META = torch.device("meta")
 NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map")
@@ -166,7 +167,7 @@ def _draft(
         report.problems += recorder.problems
     own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
     shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
-    report.draft = {"folder": path, **spec.described(), "shared_with_target": shared, "tensors": tensors}
+    report.draft = {"folder": path, **asdict(spec.info()), "shared_with_target": shared, "tensors": tensors}
     report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
     report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
     report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize

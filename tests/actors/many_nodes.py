@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Replica:
     async def after(self) -> dict[str, Any]:
         placement = self.gang._placement
         assert placement is not None
-        return {"nodes": list(placement.nodes), **self.gang.facts()}
+        return {"nodes": list(placement.nodes), **asdict(self.gang.history())}
 
     async def stop(self) -> None:
         await self.router.close()

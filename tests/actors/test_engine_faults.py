@@ -106,8 +106,8 @@ def test_streams_of_a_lost_gang_have_the_tokens_of_an_undisturbed_one(
         assert loss.restored_s is not None and loss.restored_s < (20 if how == signal.SIGKILL else 25)
         print(f"{loss}; noticed after {loss.noticed_s:.2f} s, serving after {loss.restored_s:.1f} s")
         await until(lambda: not router._streams)
-        ranks = (await router.status()).info["ranks"]
-        assert all(entry["pages_used"] == 0 and entry["running"] == 0 for entry in ranks), ranks
+        beats = (await router.status()).beats
+        assert all(beat.status.pages_used == 0 and beat.status.running == 0 for beat in beats), beats
 
     with_gang(real(name, world, attn_dp), body)
     assert left_behind(name) == []

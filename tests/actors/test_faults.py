@@ -83,7 +83,7 @@ def test_a_killed_rank_is_named_and_every_stream_goes_on(rank: int) -> None:
         crowd = Crowd(router, 8, max_tokens=400)
         await crowd.flowing()
         killed = pids(gang)
-        steps = (await router.status()).info["ranks"][0]["steps"]
+        steps = (await router.status()).beats[0].steps
         asked = time.monotonic()
         os.kill(killed[rank], signal.SIGKILL)
         reason = await asyncio.wait_for(unhealthy(router), 1.5)
@@ -95,11 +95,11 @@ def test_a_killed_rank_is_named_and_every_stream_goes_on(rank: int) -> None:
         status = await router.status()
         assert status.healthy and status.running == 0 and status.queued_tokens == 0
         assert not set(pids(gang)) & set(killed)
-        (loss,) = status.info["restarts"]
-        assert (loss["rank"], loss["kind"], loss["epoch"], loss["attempts"]) == (rank, "died", 0, 1)
-        assert loss["phase"] in ("plan", "draft", "target", "extend", "commit") and loss["step"] >= steps
-        assert loss["noticed_s"] < 1.5 and 0 < loss["restored_s"] < 20
-        assert status.info["epoch"] == 1
+        (loss,) = status.history.restarts
+        assert (loss.rank, loss.kind, loss.epoch, loss.attempts) == (rank, "died", 0, 1)
+        assert loss.phase in ("plan", "draft", "target", "extend", "commit") and loss.step >= steps
+        assert loss.noticed_s < 1.5 and loss.restored_s is not None and 0 < loss.restored_s < 20
+        assert status.history.epoch == 1
         assert [loss.restored_s is None for loss in heard] == [True, False]
         assert heard[1] == replace(heard[0], restored_s=heard[1].restored_s, attempts=1) == gang.losses[0]
         speculation = crowd.last["c0"].speculation
@@ -140,7 +140,7 @@ def test_it_may_happen_twice_and_a_client_may_leave_meanwhile() -> None:
         await crowd.check()
         assert [(loss.rank, loss.kind, loss.epoch) for loss in gang.losses] == [(1, "died", 0), (0, "died", 1)]
         status = await router.status()
-        assert status.info["ranks"][0]["running"] == 0 and status.running == 0
+        assert status.beats[0].status.running == 0 and status.running == 0
 
     with_gang(spec("killed-twice", world=2), body)
     assert left_behind("killed-twice") == []

@@ -26,9 +26,9 @@ def test_requests_stream_side_by_side_and_nothing_is_left():
             assert last.finish_reason == "length"
         status = await router.status()
         assert status.healthy and status.running == 0 and status.queued_tokens == 0
-        assert status.info["context_length"] == 4096
-        assert status.info["ranks"][0]["running"] == 0 and status.info["ranks"][0]["phase"]
-        assert (status.info["epoch"], status.info["restarts"]) == (0, [])
+        assert status.ranks[0].context_length == 4096
+        assert status.beats[0].status.running == 0 and status.beats[0].phase
+        assert (status.history.epoch, status.history.restarts) == (0, ())
         page = merge(await router.metrics()).decode()
         assert f'aerie_generated_tokens_total{{model_name="counting",rank="0"}} {sum(range(1, 21))}.0' in page
 
@@ -58,7 +58,7 @@ def test_leaving_aborts_within_a_step_or_two():
         await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(0.2)
         status = await router.status()
-        assert status.info["ranks"][0]["aborted"] == 2 and status.info["ranks"][0]["running"] == 0
+        assert status.beats[0].status.aborted == 2 and status.beats[0].status.running == 0
         assert status.running == 0 and status.queued_tokens == 0
 
     with_gang(spec("leaving"), body)

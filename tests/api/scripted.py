@@ -11,12 +11,14 @@ import httpx
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.actors.messages import GangStatus, Overloaded
+from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Overloaded
 from cluster.api.openai.service import ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.metrics import ServingMetrics, merge
 from cluster.request import Request, RequestOutput, Seeds, SpeculationCounts, TokenLogprob
+from cluster.status import EngineStatus
 from cluster.text import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
+from tests.info import rank_info
 
 MODEL = "demo"
 CONTEXT = 512
@@ -47,6 +49,10 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
     return folder
 
 
+RANK = rank_info(page_size=16, pid=7)
+BEAT = Heartbeat(0, steps=3, busy=False, age_s=0.0, status=EngineStatus(steps=3, accept_length=2.5))
+
+
 class ScriptedEngine:
     """Says what it is told to: `script`, or bytes that follow from the seed. Commits 1, 2, 3, 1, ... tokens a step."""
 
@@ -61,7 +67,7 @@ class ScriptedEngine:
         self.fail_at: int | None = None
         self.failure: RequestOutput | Exception | None = None
         self.reason = ""
-        self.info: dict[str, Any] = {"config": {"page_size": 16}, "ranks": [{"rank": 0, "accept_length": 2.5}]}
+        self.history = GangHistory()
         self.step_s = 0.0
         self.speculates = True
         self._tokenizer = tokenizer.text
@@ -140,7 +146,7 @@ class ScriptedEngine:
         return Overloaded("the server is full", self.retry_after_s) if self.retry_after_s else None
 
     async def status(self) -> GangStatus:
-        return GangStatus(not self.reason, self.reason, 0, len(self.running), self.info)
+        return GangStatus(not self.reason, self.reason, 0, len(self.running), self.history, (RANK,), (BEAT,))
 
     async def metrics(self) -> list[bytes]:
         return []

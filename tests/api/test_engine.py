@@ -6,7 +6,6 @@ The target is random and its tokens are bytes, so nearly every token ends within
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ class ThreadedEngine:
         return None
 
     async def status(self) -> GangStatus:
-        return GangStatus(True, info={"ranks": [asdict(self.loop.heartbeat().status)]})
+        return GangStatus(True, beats=(self.loop.heartbeat(),))
 
     async def metrics(self) -> list[bytes]:
         return []

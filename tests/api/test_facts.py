@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.actors.messages import GangHistory
 from cluster.api.openai.fields import HARMLESS, WARNING_HEADER
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica import ingress
@@ -61,7 +62,7 @@ def test_an_engine_that_is_lost_comes_back_in_about_the_time_of_its_first_start(
 ) -> None:
     service.engine.reason = "rank 0 died"
     if took_s is not None:
-        service.engine.info["start_seconds"] = took_s
+        service.engine.history = GangHistory(start_seconds=took_s)
     assert client.get(path).headers["retry-after"] == after
 
 
@@ -77,7 +78,9 @@ def test_head_is_get_without_a_body(client: Client, path: str) -> None:
 
 def test_server_info(client: Client) -> None:
     info = client.get("/server_info").json()
-    assert info["config"] == {"page_size": 16}
+    assert (info["page_size"], info["config"]["model_path"]) == (16, "none")
+    assert [(rank["pid"], rank["steps"], rank["accept_length"]) for rank in info["ranks"]] == [(7, 3, 2.5)]
+    assert (info["epoch"], info["restarts"]) == (0, [])
     assert info["internal_states"] == [{"avg_spec_accept_length": 2.5}]
     assert info["limits"]["body_bytes"] == 1 << 20
     assert client.get("/version").json() == {"version": info["version"]}

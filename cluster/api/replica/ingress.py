@@ -24,6 +24,7 @@ from cluster.api.replica import calls
 from cluster.api.replica.access import AccessLog
 from cluster.api.replica.drain import Drain, DrainMiddleware
 from cluster.api.replica.head_requests import HeadAsGet
+from cluster.api.replica.server_info import facts_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
     @app.get("/server_info")
     async def server_info() -> Response:
         """The resolved settings and the counters of every rank."""
-        return _json(_server_info(service, limits, await _status(service)))
+        return _json(facts_of(service.model.model_id, limits, await _status(service)))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -124,7 +125,7 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
 async def _check_progress(service: Service) -> None:
     status = await _status(service)
     if not status.healthy:
-        start_s = status.info.get("start_seconds") or RESTART_S  # none is known before the first start is over
+        start_s = status.history.start_seconds or RESTART_S  # none is known before the first start is over
         raise unavailable(status.reason or "the engine is not healthy", start_s)
 
 
@@ -149,23 +150,6 @@ def _card(service: Service) -> dict[str, Any]:
         "root": model.model_id,
         "parent": None,
         "max_model_len": model.room,
-    }
-
-
-def _server_info(service: Service, limits: Limits, status: GangStatus) -> dict[str, Any]:
-    """The facts that the gang reports, with accept lengths where SGLang's benchmark looks for them."""
-    ranks = status.info.get("ranks", [])
-    lengths = [rank["accept_length"] for rank in ranks if rank.get("accept_length")]
-    return {
-        "version": __version__,
-        "model_id": service.model.model_id,
-        "healthy": status.healthy,
-        "reason": status.reason,
-        "queued_tokens": status.queued_tokens,
-        "running": status.running,
-        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
-        **status.info,
-        "internal_states": [{"avg_spec_accept_length": sum(lengths) / len(lengths)}] if lengths else [{}],
     }
 
 

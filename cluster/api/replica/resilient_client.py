@@ -128,13 +128,12 @@ class ResilientClient:
                 attempt.close()
                 yield _ended(stream, "abort", f"it began on {model}, but {sign.model} is served now")
                 return
-            model, stream.begun = sign.model, True  # a `Sign` says no more than that it was taken
+            model = sign.model
+            stream.begin()  # a `Sign` says no more than that it was taken
             try:
                 while not stream.ended:
                     item = await attempt.next(self._silence_s)
                     if isinstance(item, RequestOutput):
-                        if not stream.dealt:
-                            stream.cached_tokens = item.cached_tokens
                         yield stream.take(replace(item, request_id=stream.name))
                     elif isinstance(item, Refused):
                         if stream.submissions == 1:

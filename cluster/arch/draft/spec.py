@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from cluster.arch.layer import LayerGeometry
+from cluster.status import ChosenFact, DraftInfo
 
 Kind = Literal["eagle3", "eagle1", "mistral", "mtp"]
 HiddenNorm = Literal["hidden_norm", "input_layernorm", "none"]
@@ -133,15 +134,15 @@ class DraftSpec:
         others = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)
         return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({others})\.")
 
-    def described(self) -> dict[str, Any]:
-        """What was resolved, and the source of each fact that tensors cannot show; JSON-ready."""
-        return {
-            "kind": self.kind,
-            "dialect": self.dialect,
-            "algorithm": self.algorithm,
-            "aux_boundaries": list(self.aux_boundaries),
-            "num_aux": self.num_aux,
-            "runners": self.runners,
-            "draft_vocab_size": self.draft_vocab_size,
-            "choices": {choice.fact: {"value": choice.value, "source": choice.source} for choice in self.choices},
-        }
+    def info(self) -> DraftInfo:
+        """What was resolved, and the source of each fact that tensors cannot show."""
+        return DraftInfo(
+            kind=self.kind,
+            dialect=self.dialect,
+            algorithm=self.algorithm,
+            aux_boundaries=self.aux_boundaries,
+            num_aux=self.num_aux,
+            runners=self.runners,
+            draft_vocab_size=self.draft_vocab_size,
+            choices={choice.fact: ChosenFact(choice.value, choice.source) for choice in self.choices},
+        )

@@ -85,7 +85,7 @@ def test_a_restart_may_take_as_long_as_the_first_start_made_likely_or_as_long_as
     config = EngineConfig(model_path="m", restart_timeout_s=given)
     gang = Gang(GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand"))
     gang._start_s = start_s
-    assert gang.patience_s == gang.facts()["restart_timeout_s"] == patience_s
+    assert gang.patience_s == gang.history().restart_timeout_s == patience_s
 
 
 def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention import torch_backend
-from cluster.attention.plan import bias_of, causal_bias, reach_of, window_group
+from cluster.attention.plan import bias_of, causal_bias, partly_written, reach_of, window_group
 from cluster.attention.torch_backend import TorchAttention, run_of
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
@@ -106,7 +106,8 @@ def test_a_window_at_the_end_of_the_table_stays_inside() -> None:
     """Padded rows of a short chunk may reach beyond the longest sequence; they read the chunk's own first slot."""
     table = scattered(2, 10, 40)
     written = torch.tensor([1, 6])
-    reach = reach_of(table, torch.tensor([0, 1]), torch.tensor([9, 0]), 9, 6, torch.float64, written)
+    reach = reach_of(table, torch.tensor([0, 1]), torch.tensor([9, 0]), 9, 6, torch.float64)
+    reach = partly_written(reach, written)
     assert reach.window.shape == (2, 6)
     assert reach.window[0].tolist() == [int(table[0, 9])] * 6
     assert torch.equal(reach.window[1], table[1, :6])

@@ -1,11 +1,10 @@
 """Measuring what steps take at start leaves no trace, and is short."""
 
-from typing import Any
-
 import pytest
 
 from cluster.engine import Engine, build_engine, calibrate
 from cluster.engine.prefill_share import Load
+from cluster.status import StepCosts
 from tests.parity.harness import GREEDY, config_of, request, run, tiny_pair
 
 ASKED = [request(f"{i}", [t % 23 for t in range(1, 40 + i)], GREEDY, max_tokens=20) for i in range(3)]
@@ -15,7 +14,7 @@ def engine_of(**settings: object) -> Engine:
     return build_engine(config_of(*tiny_pair(), 4, 3, **settings))
 
 
-def costs_of(engine: Engine) -> dict[str, Any]:
+def costs_of(engine: Engine) -> StepCosts:
     """What the engine says that steps take."""
     costs = engine.info().step_costs
     assert costs is not None
@@ -25,9 +24,9 @@ def costs_of(engine: Engine) -> dict[str, Any]:
 def test_costs_are_measured_and_shown() -> None:
     engine = engine_of(mixed_prefill_size=None)
     costs = costs_of(engine)
-    assert costs["decode_ms"]["1"] > 0
-    assert list(costs["target_rows_ms"].values()) == sorted(costs["target_rows_ms"].values())
-    assert len(costs["target_rows_ms"]) > 2
+    assert costs.decode_ms["1"] > 0
+    assert list(costs.target_rows_ms.values()) == sorted(costs.target_rows_ms.values())
+    assert len(costs.target_rows_ms) > 2
     assert engine_of().info().step_costs is None, "a number of rows was given"
     assert engine_of(mixed_prefill_size=None, max_running_requests=1).info().step_costs is None, "nobody to wait"
 
@@ -56,7 +55,7 @@ def test_measuring_leaves_nothing_behind() -> None:
 )
 def test_measuring_fits_whatever_there_is_room_for(small: dict[str, object]) -> None:
     engine = engine_of(mixed_prefill_size=None, **small)
-    assert costs_of(engine)["decode_ms"]
+    assert costs_of(engine).decode_ms
     engine.check_pages()
 
 
@@ -72,7 +71,7 @@ def test_a_slow_model_is_measured_once_and_a_fast_one_at_its_best(monkeypatch: p
             return seconds * (10 if len(loads) == 3 else 1)
 
         monkeypatch.setattr(calibrate._Trial, "run", taken)
-        return float(costs_of(engine_of(mixed_prefill_size=None))["decode_ms"]["4"])
+        return float(costs_of(engine_of(mixed_prefill_size=None)).decode_ms["4"])
 
     slow = measured(3.0), list(loads)
     assert len(slow[1]) == 1 + len(set(slow[1][1:])) <= 12

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.arch.summary import computed_in, summary
+from cluster.arch.dtypes import computed_in
 from cluster.cli import main
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
+from cluster.tools.summary import summary
 from cluster.tools.tensor_report import inspect
 from tests.families import made
 from tests.tiny import draft_folder, target_folder

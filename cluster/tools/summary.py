@@ -4,16 +4,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from cluster.arch.dtypes import BYTES, PLAIN, computed_in
 from cluster.arch.read import read_target
-from cluster.arch.safetensors.header import SIZES
 from cluster.arch.safetensors.stored import stored_tensors
 from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
-PLAIN = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Dtypes that need no dequantisation: such tensors have no scales beside them."""
-BYTES = {dtype: SIZES[name] for name, dtype in PLAIN.items()}
 ASSUMED_DEVICE = "cuda"  # for estimates made without an engine: only torch could tell whether there is a GPU
 
 
@@ -26,16 +23,6 @@ class Report:
     memory: dict[str, Any] = field(default_factory=dict)
     features: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-
-
-def computed_in(stored: str, dtype: str, device: str) -> str:
-    """The compute dtype that the setting `dtype` gives weights of dtype `stored`; `auto` keeps theirs on a GPU.
-
-    On a CPU, where half precision is slower, and for dtypes that nothing computes in, `auto` is float32.
-    """
-    if dtype != "auto":
-        return dtype
-    return stored if device == "cuda" and stored in BYTES else "float32"
 
 
 def described(folder: str, arch: TargetArch) -> dict[str, Any]:

@@ -1,0 +1,44 @@
+"""`/server_info`: what a gang runs with, how far each rank is, and which lives it had, as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from cluster import __version__
+from cluster.actors.messages import GangStatus
+from cluster.api.openai.service import Limits
+
+
+def facts_of(model_id: str, limits: Limits, status: GangStatus) -> dict[str, Any]:
+    """The facts that the gang reports; accept lengths also stand where SGLang's benchmark looks for them."""
+    lengths = [beat.status.accept_length for beat in status.beats if beat.status.accept_length]
+    history = asdict(status.history)
+    return {
+        "version": __version__,
+        "model_id": model_id,
+        "healthy": status.healthy,
+        "reason": status.reason,
+        "queued_tokens": status.queued_tokens,
+        "running": status.running,
+        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+        **(status.ranks[0].described() if status.ranks else {}),
+        **history.pop("decided"),
+        **history,
+        "ranks": _ranks(status),
+        "internal_states": [{"avg_spec_accept_length": sum(lengths) / len(lengths)}] if lengths else [{}],
+    }
+
+
+def _ranks(status: GangStatus) -> list[dict[str, Any]]:
+    pids = {info.rank: info.pid for info in status.ranks}
+    return [
+        {
+            "rank": beat.rank,
+            "pid": pids.get(beat.rank),
+            "steps": beat.steps,
+            "busy": beat.busy,
+            "step": beat.step,
+            "phase": beat.phase,
+            **asdict(beat.status),
+        }
+        for beat in status.beats
+    ]
