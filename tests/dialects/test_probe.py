@@ -16,6 +16,8 @@ from tests.dialects.demo import DRAFT, TARGET
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import copy_of
 
+pytestmark = pytest.mark.timeout(1800)  # decoding under every reading takes minutes on a busy machine, and cannot hang
+
 ROUNDING = 1e-4
 """Committed samples are float32 of one machine: another adds up in another order. Wrong readings are off by 0.1."""
 
