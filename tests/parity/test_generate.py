@@ -111,5 +111,6 @@ def test_the_resolved_settings_tell_the_kind_and_a_depth_that_fits(kind: str, st
         update={"speculative_draft_model_path": DRAFTS[kind]()}
     )
     info = build_engine(config).info()
-    assert info.config["speculative_algorithm"] == (info.draft or {})["algorithm"] == kind.split()[0]
+    assert info.draft is not None
+    assert info.config.speculative_algorithm == info.draft.algorithm == kind.split()[0]
     assert info.speculative_num_steps == steps
