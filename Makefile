@@ -60,7 +60,7 @@ bench: $(VENV)/.stamp
 # What depends on floating point runs once more, first, without this CPU's vector instructions: no test may hold only
 # on the machine it was written on. What starts processes of its own (Ray, ranks) runs last and one at a time.
 FLOATING := tests/unit/attention tests/unit/forward tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
-    tests/dialects/test_probe.py
+    tests/dialects/test_probe.py tests/dialects/test_strict_drafts.py tests/dialects/test_strict_targets.py
 PROCESSES := tests/actors tests/api tests/ranks
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow"
 
