@@ -19,6 +19,7 @@ from cluster.status import EngineStatus, RankInfo
 logger = logging.getLogger(__name__)
 
 STEP_THREADS = "aerie-step"  # the name of the thread that steps, and of those that it starts
+TOLD_S = 1.0  # how long a step waits for the replica to say that it knows of a doubted request's beginning
 # Kinds of the engine's own errors, by class name: their module imports torch, and replicas import this one.
 KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
 
@@ -130,6 +131,8 @@ class EngineLoop:
         self._inbox: deque[Commands] = deque()
         self._outbox: deque[StepItem] = deque()
         self._filled = threading.Condition()
+        self._told = threading.Condition()
+        self._doubted: set[str] = set()  # ids whose beginning the replica has to know before the step that admits them
         self._over = threading.Event()
         self._asleep = self._rung = False
         self._busy = False
@@ -168,6 +171,10 @@ class EngineLoop:
 
     def put(self, commands: Commands) -> None:
         """Leave submits and aborts for the next step, and wake the gang for submits. A loop that is over drops them."""
+        with self._told:
+            self._doubted.update(commands.doubted)
+            self._doubted.difference_update(commands.heard, commands.aborts)
+            self._told.notify_all()
         with self._wake:
             self._inbox.append(commands)
             if commands.submits and not self._busy:  # from now on a sleeping rank has to make progress
@@ -282,8 +289,15 @@ class EngineLoop:
             self._put_out(StepItem(self.rank, self._steps, outputs, refused))
 
     def _begin(self, ids: tuple[str, ...]) -> None:
-        """Before a step runs, report the requests that it admits: if it kills the process, they are the suspects."""
+        """Before a step runs, report the requests that it admits: if it kills the process, they are the suspects.
+
+        A process that dies at once takes the report with it. So where one of them is in doubt already, the step waits
+        until the replica has said that it knows.
+        """
         self._put_out(StepItem(self.rank, self._steps, begun=ids))
+        with self._told:
+            self._told.wait_for(lambda: self._doubted.isdisjoint(ids), TOLD_S)
+            self._doubted.difference_update(ids)
 
     def _put_out(self, item: StepItem) -> None:
         with self._filled:

@@ -36,17 +36,19 @@ Work = Callable[[Life, int], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class Line:
-    """Submits and aborts that gather for one leader until the next actor call."""
+    """What gathers for one leader until the next actor call; see `Commands`."""
 
     submits: list[Request] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    doubted: list[str] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self) -> Commands:
         """Take everything and leave the line empty."""
-        commands = Commands(tuple(self.submits), tuple(self.aborts))
-        self.submits.clear()
-        self.aborts.clear()
+        commands = Commands(tuple(self.submits), tuple(self.aborts), tuple(self.doubted), tuple(self.heard))
+        for gathered in (self.submits, self.aborts, self.doubted, self.heard):
+            gathered.clear()
         self.filled.clear()
         return commands
 
@@ -201,6 +203,8 @@ class Router:
                 self._on_resumed()
         line = self._lines[stream.rank]
         line.submits.append(request)
+        if stream.unserved:
+            line.doubted.append(stream.name)
         line.filled.set()
 
     def _forget(self, stream: Stream) -> None:
@@ -255,6 +259,10 @@ class Router:
         for request_id in item.begun:
             if stream := self._streams.get(request_id):
                 stream.begin()
+                if stream.unserved:
+                    line = self._lines[stream.rank]
+                    line.heard.append(stream.name)
+                    line.filled.set()
         for request_id, message in item.refused:
             if (stream := self._streams.get(request_id)) and not stream.ended:
                 if stream.dealt:

@@ -26,6 +26,7 @@ TOO_LONG = 900_002  # refused at submit
 SLOW = 900_003  # each step takes 20 ms
 STUCK = 900_004  # each step takes 1.5 s, in one phase
 CRASH = 900_005  # the process dies in the step
+SUDDEN = 900_009  # the process dies as soon as it has said that the step admits the request
 ASTRAY = 900_006  # the rank is found out of step
 CRAWL = 900_007  # each phase takes 0.4 s
 NOISY = 900_008  # no trouble: the tokens depend on the seed as well
@@ -100,6 +101,8 @@ class CountingEngine:
             self.requests[name] = [request, request.resumed_tokens, 0]
         if taken:
             self._begun(tuple(taken))
+        if any(_trouble(self.requests[name][0], self.rank) == (SUDDEN, self.rank) for name in taken):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _exchange(self, row: dict[str, Any], phase: str) -> list[Any]:
         assert self._link is not None

@@ -15,7 +15,7 @@ from cluster.actors.gang import Gang
 from cluster.actors.messages import Loss, Unavailable
 from cluster.actors.router import Router
 from cluster.request import Request, SamplingParams
-from tests.actors.counting_engine import ASTRAY, CRASH, CRAWL, NOISY, ON, POISON, SLOW, token_at
+from tests.actors.counting_engine import ASTRAY, CRASH, CRAWL, NOISY, ON, POISON, SLOW, SUDDEN, token_at
 from tests.actors.gangs import ask, left_behind, read, spec, with_gang
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
@@ -229,19 +229,21 @@ def test_a_step_that_fails_on_one_rank_is_told_from_its_messengers(trouble: int,
 
 
 @pytest.mark.slow
-def test_a_request_that_ends_the_gang_again_and_again_ends_and_the_others_go_on() -> None:
+@pytest.mark.parametrize("kind", [CRASH, SUDDEN])
+def test_a_request_that_ends_the_gang_again_and_again_ends_and_the_others_go_on(kind: int) -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 6, max_tokens=600)
         await crowd.flowing()
-        tokens, last = await asyncio.wait_for(read(router, ask("poison", CRASH, ON + 1, 3)), 90)
+        poison = replace(ask("poison", kind, ON + 1, 3), routed_dp_rank=1)
+        tokens, last = await asyncio.wait_for(read(router, poison), 90)
         assert tokens == [] and last.finish_reason == "error"
         assert "poison was resumed 3 times without a new token" in (last.error or "")
         assert "rank 1 died" in (last.error or "")
         await crowd.check(60)
         assert len(gang.losses) == 4 and router.lost == ""
 
-    with_gang(spec("poison", world=2), body)
-    assert left_behind("poison") == []
+    with_gang(spec(f"poison-{kind}", world=2), body)
+    assert left_behind(f"poison-{kind}") == []
 
 
 def test_a_gang_that_cannot_come_back_is_given_up_within_the_bound() -> None:

@@ -75,6 +75,38 @@ def test_what_a_step_takes_in_is_said_before_the_step(loop):
     assert [item.begun for item in loop.drain()] == [("a", "b")]
 
 
+def told(loop: EngineLoop, within_s: float) -> list[StepItem]:
+    items, until = [], time.monotonic() + within_s
+    while (left := until - time.monotonic()) > 0:
+        items += loop.drain(timeout_s=left)
+    return items
+
+
+@pytest.mark.parametrize("last", [Commands(heard=("b",)), Commands(aborts=("b",))])
+def test_the_step_of_a_doubted_request_waits_until_the_replica_has_heard_that_it_begins(loop, monkeypatch, last):
+    monkeypatch.setattr("cluster.actors.loop.TOLD_S", 30.0)
+    loop.put(Commands(submits=(ask("a", 1), ask("b", 7)), doubted=("a", "b")))
+    (item,) = told(loop, 0.3)
+    assert item.begun == ("a", "b") and not item.outputs
+    loop.put(Commands(heard=("a",)))
+    assert told(loop, 0.3) == []
+    loop.put(last)
+    collect(loop, "a")
+    loop.put(Commands(submits=(ask("b2", 1), ask("a", 5))))  # nothing is doubted any more
+    collect(loop, "a", "b2")
+
+
+def test_a_replica_that_never_answers_does_not_stop_the_step(loop, monkeypatch):
+    monkeypatch.setattr("cluster.actors.loop.TOLD_S", 0.2)
+    asked = time.monotonic()
+    loop.put(Commands(submits=(ask("a", 7),), doubted=("a",)))
+    collect(loop, "a")
+    assert time.monotonic() - asked > 0.2
+    monkeypatch.setattr("cluster.actors.loop.TOLD_S", 30.0)
+    loop.put(Commands(submits=(ask("a", 7),)))
+    collect(loop, "a")
+
+
 def test_abort_reaches_the_engine_between_steps(loop):
     loop.put(Commands(submits=(ask("a", SLOW, 1, max_tokens=10_000),)))
     assert loop.drain(timeout_s=2)
