@@ -127,16 +127,9 @@ class SamplingBatch:
 
     def narrow(self, start: int, stop: int) -> "SamplingBatch":
         """The parameters of requests `start` to `stop - 1`."""
-        return SamplingBatch(
-            self.inverse_temperature[start:stop],
-            self.noise_scale[start:stop],
-            self.top_k[start:stop],
-            self.top_p[start:stop],
-            self.min_p[start:stop],
-            self.seeds[start:stop],
-            self.noisy,
-            self.filtered,
-        )
+        columns = (self.inverse_temperature, self.noise_scale, self.top_k, self.top_p, self.min_p, self.seeds)
+        inverse, scale, top_k, top_p, min_p, seeds = (column[start:stop] for column in columns)
+        return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, self.noisy, self.filtered)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,8 +154,7 @@ class EngineConfig(Settings):
         default_factory=dict, description="facts that a draft's tensors do not show, as {aux_numbering: boundaries}"
     )
     speculative_token_map: str | None = Field(
-        default=None,
-        description="file (.json or .safetensors) of the only token ids that the draft proposes; FR-Spec",
+        default=None, description="file (.json or .safetensors) of the only token ids that the draft proposes; FR-Spec"
     )
     tp_size: int = Field(default=1, ge=1, le=1024)
     attn_dp_size: int = Field(default=1, ge=1)

@@ -40,26 +40,46 @@ logger = logging.getLogger(__name__)
 PEERS_TIMEOUT_S = 0.8
 
 
-class DirectService:
+class RestService:
     """Implements `cluster.api.openai.service.Service` for a replica that owns a gang."""
 
-    def __init__(self, host: GangHost, model: Any, tokenizer: Any) -> None:
-        self.engine: EngineClient = host.router
-        self.model = model
-        self.tokenizer = tokenizer
-        self.metrics = host.metrics
+    def __init__(self, engine: EngineClient, model: Any, tokenizer: Any, metrics: ServingMetrics) -> None:
+        self.engine, self.model, self.tokenizer, self.metrics = engine, model, tokenizer, metrics
         self._page = Shared(self._make_page)
 
     async def metrics_page(self) -> bytes:
-        """The Prometheus text of all replicas and ranks, whichever replica is asked."""
+        """The Prometheus text of all replicas and ranks that answer, whichever replica is asked."""
         return await self._page.get()
 
     async def _make_page(self) -> bytes:
-        samples = await self.engine.metrics()
-        return await asyncio.to_thread(merge, [self.metrics.serialize(), *samples])
+        ingresses, engines = await asyncio.gather(self._ingresses(), self.engine.metrics())
+        return await asyncio.to_thread(merge, [*ingresses, *engines])
+
+    async def _ingresses(self) -> list[bytes]:
+        """One sample per replica with REST routes, at least that of this one."""
+        return [self.metrics.serialize()]
 
 
-class Replica:
+class GangOwner:
+    """A Serve replica that owns a gang."""
+
+    _host: GangHost
+
+    async def end_streams(self) -> None:
+        """End every open stream of this replica with an error: the server is shutting down."""
+        self._host.router.end_streams()
+
+    async def check_health(self) -> None:
+        """Fail once the gang is lost for good; see `GangHost.check_health`."""
+        self._host.check_health()
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica leaves."""
+        if hasattr(self, "_host"):
+            await self._host.close()
+
+
+class Replica(GangOwner):
     """One Serve replica: a gang, and the REST routes in front of it."""
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
@@ -75,7 +95,7 @@ class Replica:
             self._host.gang.kill()
             raise
         model = model_info(created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0]))
-        self._service = DirectService(self._host, model, tokenizer)
+        self._service = RestService(self._host.router, model, tokenizer, self._host.metrics)
         self._drain = Drain()
         self._replicas = settings.llm.fixed_replicas
         when_leaving(self._host.leave)
@@ -94,21 +114,8 @@ class Replica:
         """Refuse new calls from now on; returns how many are open."""
         return self._drain.begin()
 
-    async def end_streams(self) -> None:
-        """End every open stream with an error event: the server is shutting down."""
-        self._host.router.end_streams()
 
-    async def check_health(self) -> None:
-        """Fail once the gang is lost for good; see `GangHost.check_health`."""
-        self._host.check_health()
-
-    async def __del__(self) -> None:
-        """Serve awaits this when the replica leaves."""
-        if hasattr(self, "_host"):
-            await self._host.close()
-
-
-class EngineReplica:
+class EngineReplica(GangOwner):
     """A gang behind a separate ingress, which calls it through a Serve handle."""
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
@@ -135,10 +142,6 @@ class EngineReplica:
     def _leaving(self) -> str:
         return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
 
-    async def end_streams(self) -> None:
-        """End every open stream of this replica; the ingress tells the clients."""
-        self._host.router.end_streams()
-
     async def model_facts(self) -> dict[str, Any]:
         """The fields of a `ModelInfo`, except `created`."""
         return self._facts
@@ -155,38 +158,16 @@ class EngineReplica:
         """The samples of all engine replicas and of their ranks, whichever replica is asked."""
         return [self._host.metrics.serialize(), *await self._host.router.metrics()]
 
-    async def check_health(self) -> None:
-        """Fail once the gang is lost for good; see `GangHost.check_health`."""
-        self._host.check_health()
 
-    async def __del__(self) -> None:
-        """Serve awaits this when the replica leaves."""
-        if hasattr(self, "_host"):
-            await self._host.close()
-
-
-class ResilientService:
-    """Implements `cluster.api.openai.service.Service` for an ingress replica."""
+class ResilientService(RestService):
+    """The same for an ingress replica, which has others beside it."""
 
     def __init__(self, engine: EngineClient, model: Any, tokenizer: Any, metrics: ServingMetrics, peers: Any) -> None:
         """`peers` is the handle of the ingress deployment itself."""
-        self.engine = engine
-        self.model = model
-        self.tokenizer = tokenizer
-        self.metrics = metrics
+        super().__init__(engine, model, tokenizer, metrics)
         self._peers = peers
-        self._page = Shared(self._make_page)
-
-    async def metrics_page(self) -> bytes:
-        """The Prometheus text of all replicas and ranks that answer, whichever replica is asked."""
-        return await self._page.get()
-
-    async def _make_page(self) -> bytes:
-        ingresses, engines = await asyncio.gather(self._ingresses(), self.engine.metrics())
-        return await asyncio.to_thread(merge, [*ingresses, *engines])
 
     async def _ingresses(self) -> list[bytes]:
-        """One sample per ingress replica, at least that of this one."""
         try:
             asked = self._peers.broadcast("sample")
             # In a thread: Serve's results_async drops all answers when one does not come in time.

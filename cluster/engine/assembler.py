@@ -15,13 +15,8 @@ class Assembler:
     """Builds batches against one rank's slot table and sampling table."""
 
     def __init__(self, table: SlotTable, sampling: SamplingTable, window: int, dtype: torch.dtype) -> None:
-        self._slots, self._table, self._sampling, self._window, self._dtype = (
-            table,
-            table.slots,
-            sampling,
-            window,
-            dtype,
-        )
+        self._slots, self._table, self._sampling = table, table.slots, sampling
+        self._window, self._dtype = window, dtype
         self._device = table.slots.device
         self._no_prompt = self._prompt(())
 

@@ -19,12 +19,7 @@ from cluster.models.registry import load_draft_list, load_target
 from cluster.models.target import DecoderTarget
 from cluster.spec.multilayer import kept_bytes
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,11 @@ from cluster.spec.verify import Accepted
 
 def shifted(groups: tuple[Group, ...], by: int) -> tuple[Group, ...]:
     """The same groups, `by` rows further down the batch."""
-    moved = []
-    for group in groups:
-        rows = group.rows
-        moved.append(
-            replace(group, rows=slice(rows.start + by, rows.stop + by) if isinstance(rows, slice) else rows + by)
-        )
-    return tuple(moved)
+
+    def moved(rows: slice | Tensor) -> slice | Tensor:
+        return slice(rows.start + by, rows.stop + by) if isinstance(rows, slice) else rows + by
+
+    return tuple(replace(group, rows=moved(group.rows)) for group in groups)
 
 
 def extend_input(batch: Batch, accepted: Accepted, features: list[Tensor], shape: TreeShape) -> EagleDraftExtendInput:

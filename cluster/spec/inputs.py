@@ -51,12 +51,8 @@ class EagleDraftInput:
 
     def take(self, rows: Tensor) -> "EagleDraftInput":
         """The carriers of `rows` `[B]`."""
-        return EagleDraftInput(
-            self.topk_logprobs.index_select(0, rows),
-            self.topk_index.index_select(0, rows),
-            self.hidden.index_select(0, rows),
-            self.bonus.index_select(0, rows),
-        )
+        columns = (self.topk_logprobs, self.topk_index, self.hidden, self.bonus)
+        return EagleDraftInput(*(column.index_select(0, rows) for column in columns))
 
     def put(self, rows: Tensor, other: "EagleDraftInput") -> None:
         """Overwrite the carriers of `rows` `[B]` with `other`'s."""

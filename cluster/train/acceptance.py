@@ -4,8 +4,6 @@ The text is what plain decoding gives, so a chain is accepted as far as the draf
 temperature above 0 the draft ranks with the same Gumbel noise that drew the text.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

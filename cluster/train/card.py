@@ -1,7 +1,5 @@
 """The model card of a trained pair, written from what the run reported."""
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command `aerie train`: tokenizer, target, draft and MTP layers, each stage resuming where it stopped."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

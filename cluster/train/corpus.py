@@ -4,8 +4,6 @@ Whether a file is held out depends only on its path relative to the library, so 
 split. `dataset` turns the text into token ids.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """Token ids of the whole corpus as one array, and the windows that a step reads from it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +29,7 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0
     """Chats in the tokenizer's own template, as token ids."""
     documents: list[list[int]] = []
     for example in chat_examples(train_files(), count, seed):
-        messages = [
-            {"role": "user", "content": example.question},
-            {"role": "assistant", "content": example.answer},
-        ]
+        messages = [{"role": "user", "content": example.question}, {"role": "assistant", "content": example.answer}]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         documents.append(tokenizer.encode(str(text), add_special_tokens=False))
     return documents

@@ -1,7 +1,5 @@
 """Train the EAGLE-3 draft by training-time test, on text the target writes and on real text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

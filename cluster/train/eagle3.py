@@ -4,8 +4,6 @@ Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S 
 target's aux hidden at t and the embedding of token t+1, has rotary position t and predicts token t+2.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 
 @dataclass(frozen=True)
@@ -86,19 +85,12 @@ class Attention(nn.Module):
         return merged
 
 
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, shape: DraftShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, H] to the same shape."""
-        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+def mlp(shape: DraftShape) -> LlamaMLP:
+    """SwiGLU, [.., H] to the same shape."""
+    # An MLP has no heads, but the config checks their number.
+    width, inner = shape.hidden_size, shape.intermediate_size
+    config = LlamaConfig(hidden_size=width, intermediate_size=inner, num_attention_heads=1)
+    return LlamaMLP(config)  # type: ignore[no-untyped-call]
 
 
 class MidLayer(nn.Module):
@@ -107,7 +99,7 @@ class MidLayer(nn.Module):
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape, 2 * shape.hidden_size)
-        self.mlp = MLP(shape)
+        self.mlp = mlp(shape)
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)

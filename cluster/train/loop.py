@@ -1,7 +1,5 @@
 """A training loop that lasts a given wall time or number of steps, shows a bar and resumes from its checkpoint."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -102,12 +100,7 @@ def train_for(
 
 def _save(path: Path, module: nn.Module, optimizers: Optimizers, step: int, elapsed: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    state = {
-        "module": module.state_dict(),
-        "optimizers": optimizers.state_dict(),
-        "step": step,
-        "elapsed": elapsed,
-    }
+    state = {"module": module.state_dict(), "optimizers": optimizers.state_dict(), "step": step, "elapsed": elapsed}
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
     partial.replace(path)

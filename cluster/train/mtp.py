@@ -6,8 +6,6 @@ token t+2+i. Embedding and head are the target's; the head goes into the checkpo
 Sources: DeepSeek-V3's report 2.2; the format's table in `cluster/arch/draft/mtp.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from cluster.train.eagle3 import MLP, Attention, DraftShape, write_checkpoint
+from cluster.train.eagle3 import Attention, DraftShape, mlp, write_checkpoint
 
 
 class Decoder(nn.Module):
@@ -24,7 +22,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape, shape.hidden_size)
-        self.mlp = MLP(shape)
+        self.mlp = mlp(shape)
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 

@@ -3,8 +3,6 @@
 Both kinds read the same rows in the same order for the same number of steps, so they can be compared.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +35,7 @@ class Text:
     ids: torch.Tensor
     hidden: torch.Tensor
 
-    def __call__(self, rows: torch.Tensor) -> Text:
+    def __call__(self, rows: torch.Tensor) -> "Text":
         """Some of the rows."""
         return Text(self.ids[rows], self.hidden[rows])
 

@@ -4,8 +4,6 @@ The decode loop is written out for speed: keys and values lie in one preallocate
 group read together. It is tested against `transformers`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +24,7 @@ class Heads:
     theta: float
 
     @staticmethod
-    def of(target: LlamaForCausalLM) -> Heads:
+    def of(target: LlamaForCausalLM) -> "Heads":
         """Read from the target's config."""
         config: dict[str, Any] = target.config.to_dict()
         return Heads(

@@ -1,7 +1,5 @@
 """Train the target: a deep and narrow Llama, for a given wall time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Saved in the layout that `transformers.AutoTokenizer` loads.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -149,12 +149,7 @@ async def _understand(
         usage_in_chunks=options is not None and options.continuous_usage_stats,
     )
     shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
-        call_id,
-        int(time.time()),
-        model.model_id,
-        choices,
-        None if tokenizer is None else tokenizer.text,
-        extras,
+        call_id, int(time.time()), model.model_id, choices, None if tokenizer is None else tokenizer.text, extras
     )
     return Call(call_id, choices, shape, fields.stream, warning_headers(warnings))
 

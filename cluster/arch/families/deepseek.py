@@ -8,10 +8,7 @@ from cluster.arch.rope import mscale
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
-NAMES = (
-    (r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"),
-    (r"\.mlp\.router\.", ".mlp.gate."),
-)
+NAMES = ((r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"), (r"\.mlp\.router\.", ".mlp.gate."))
 
 
 def deepseek_v3(keys: Keys) -> TargetArch:

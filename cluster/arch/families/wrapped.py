@@ -11,11 +11,7 @@ from cluster.arch.keys import Keys
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
-WRAPPERS = (
-    "LlavaForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Gemma3ForConditionalGeneration",
-)
+WRAPPERS = ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")
 TEXT: dict[str, Callable[[Keys], TargetArch]] = {
     "llama": llama,
     "mistral": mistral,

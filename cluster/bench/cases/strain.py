@@ -74,11 +74,7 @@ def measure(target: str, dtype: str, size: Size, say: Say) -> dict[str, Any]:
             done = one_round(server, size, short, long, what)
             rounds.append(done)
             say(f"strain: {what}: {done.answered} of {done.asked} answered, {done.losses} lost {done.named}")
-    return {
-        "rounds": [asdict(r) for r in rounds],
-        "start_s": server.ready_s,
-        "failed": sum(r.failed for r in rounds),
-    }
+    return {"rounds": [asdict(r) for r in rounds], "start_s": server.ready_s, "failed": sum(r.failed for r in rounds)}
 
 
 def one_round(server: ServerProcess, size: Size, short: list[str], long: str, what: str) -> Round:
