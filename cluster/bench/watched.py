@@ -13,8 +13,9 @@ from cluster.batch import Batch, SamplingBatch
 from cluster.config import EngineConfig, TreeShape
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
+from cluster.forward.choose import scored
+from cluster.forward.noise import token_hashes
 from cluster.forward.runner import DraftRunner
-from cluster.forward.sampler import scores
 from cluster.spec.draft import EagleDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
@@ -54,17 +55,16 @@ class WatchedRanking:
         self.ids, self.levels = ids, list[list[Glance]]()
         self._alone, self._ranking = alone, CoupledRanking(ids, 1)
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def propose(self, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        self.levels.append(self._glances(logits, sampling, noise))
-        return self._ranking.propose(logits, sampling, None if self._alone else noise)
+        self.levels.append(self._glances(logits, sampling, keys))
+        return self._ranking.propose(logits, sampling, None if self._alone else keys)
 
-    def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> list[Glance]:
+    def _glances(self, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None) -> list[Glance]:
         """One for each request, from `logits` `[B, 1, Vd]`."""
         tempered = logits[:, 0] * sampling.inverse_temperature[:, None]
-        kept = None if noise is None else noise.index_select(-1, self.ids)
-        ranked = scores(logits, sampling, kept)[:, 0]
-        coupled, likely = (self.ids[s.topk(WIDTH, -1).indices].tolist() for s in (ranked, tempered))
+        ranked = logits if keys is None else scored(logits, sampling, keys, token_hashes(self.ids), None)
+        coupled, likely = (self.ids[s.topk(WIDTH, -1).indices].tolist() for s in (ranked[:, 0], tempered))
         return [Glance(*seen) for seen in zip(tempered.softmax(-1), coupled, likely, strict=True)]
 
 
@@ -81,20 +81,20 @@ class WatchedDraft:
         self._carried: dict[int, Glance] = {}
         self._tokens = torch.zeros(0)
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
         """See `Draft.draft`."""
         self._ranking.levels = self._levels = []
-        tree = self._draft.draft(batch, carried, noise, shape)
+        tree = self._draft.draft(batch, carried, keys, shape)
         self._tokens = tree.tokens
         return tree
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], keys: Tensor | None, shape: TreeShape
     ) -> EagleDraftInput:
         """See `Draft.extend`; first records the depths that this step reached."""
         self._note(batch, accepted)
         self._ranking.levels = []
-        carried = self._draft.extend(batch, accepted, features, noise, shape)
+        carried = self._draft.extend(batch, accepted, features, keys, shape)
         for row, glance in zip(batch.rows.tolist(), self._ranking.levels[0], strict=True):
             self._carried[row] = glance
         return carried

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cluster.attention.plan import causal_bias, partly_written, reach_of, window_group
 from cluster.batch import Batch, Group, Order, PromptChunk, PromptRows
-from cluster.forward.sampler import SamplingTable
+from cluster.forward.sampling import SamplingTable
 from cluster.kv.slots import SlotTable
 
 

@@ -22,7 +22,7 @@ from cluster.engine.models import RankModels, load_models
 from cluster.engine.prefill_share import Pace
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
-from cluster.forward.sampler import SamplingTable
+from cluster.forward.sampling import SamplingTable
 from cluster.kv.pool import Pools, SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics

@@ -284,8 +284,7 @@ class Engine(Rank):
 
 def _logprobs(given: StepOutput, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
     assert given.logprobs is not None
-    for offset, token in enumerate(kept):
-        line = given.logprobs[row + offset]
-        best = line.topk(top)
-        pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        yield TokenLogprob(token, float(line[token]), pairs)
+    lines = slice(row, row + len(kept))
+    all_ids, all_values = given.logprobs.ids[lines, :top].tolist(), given.logprobs.values[lines, :top].tolist()
+    for token, own, ids, values in zip(kept, given.logprobs.chosen[lines].tolist(), all_ids, all_values, strict=True):
+        yield TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import DraftSpec
-from cluster.forward.sampler import at_least_float32
+from cluster.forward.noise import at_least_float32
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ class Levels(Protocol):
 
 
 def grow(
-    batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape, ranking: Ranking, levels: Levels
+    batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape, ranking: Ranking, levels: Levels
 ) -> DraftTree:
     """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
 
@@ -38,16 +38,16 @@ def grow(
     tokens, parent = carried.topk_index, None
     for level in range(1, shape.num_steps):
         logits = levels.run(level, tokens, parent)
-        likely, proposed = ranking.propose(logits, sampling, at_level(noise, level))
+        likely, proposed = ranking.propose(logits, sampling, at_level(keys, level))
         grown.add(proposed, likely)
         if level < shape.num_steps - 1:
             tokens, parent = grown.best()
     return grown.tree(carried.bonus, shape.num_draft_tokens)
 
 
-def at_level(noise: Tensor | None, level: int) -> Tensor | None:
-    """The noise `[R, 1, V]` at the position of the tokens proposed after a level's rows."""
-    return None if noise is None else noise[:, level : level + 1]
+def at_level(keys: Tensor | None, level: int) -> Tensor | None:
+    """The keys `[R, 1]` of the noise at the position of the tokens proposed after a level's rows."""
+    return None if keys is None else keys[:, level : level + 1]
 
 
 class Ancestry:

@@ -8,8 +8,9 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.batch import SamplingBatch
+from cluster.forward.choose import likeliest
+from cluster.forward.noise import token_hashes
 from cluster.forward.runner import DraftRunner
-from cluster.forward.sampler import at_least_float32, scores
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.verify import Accepted
 
@@ -17,10 +18,10 @@ from cluster.spec.verify import Accepted
 class Ranking(Protocol):
     """Picks the proposals of a draft."""
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def propose(self, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits `[B, n, Vd]` -> the K best (log-probability, target token id), `[B, n, K]` each.
 
-        `noise` `[B, n, V]` is the target's at the position of the proposals; None at temperature 0.
+        `keys` `[B, 1]` are those of the target's noise at the position of the proposals; None at temperature 0.
         """
         ...
 
@@ -33,15 +34,12 @@ class CoupledRanking:
 
     def __init__(self, target_ids: Tensor, topk: int) -> None:
         """`target_ids` `[Vd]` map the draft vocabulary to target ids."""
-        self._target_ids, self._topk = target_ids, topk
+        self._target_ids, self._hashes, self._topk = target_ids, token_hashes(target_ids), topk
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def propose(self, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        if noise is not None:
-            noise = noise.index_select(-1, self._target_ids)
-        ranked = scores(logits, sampling, noise)
-        likely = ranked.log_softmax(-1, dtype=at_least_float32(ranked.dtype)).topk(self._topk, -1)
-        return likely.values, self._target_ids[likely.indices]
+        likely, columns = likeliest(logits, sampling, keys, self._hashes, self._topk)
+        return likely, self._target_ids[columns]
 
 
 def carry(
@@ -50,13 +48,13 @@ def carry(
     sampling: SamplingBatch,
     accepted: Accepted,
     gave: tuple[Tensor, Tensor],
-    noise: Tensor | None,
+    keys: Tensor | None,
 ) -> EagleDraftInput:
     """What requests carry to the next draft, from the output `gave` of the extend at each request's last row.
 
-    `gave` is (input of the head, recurrent hidden), `[B, H]` each.
+    `gave` is (input of the head, recurrent hidden), `[B, H]` each; `keys` `[B, 1]` as in `Ranking.propose`.
     """
     normed, recurrent = gave
     logits = runner.logits(normed)[:, None]
-    likely, proposed = ranking.propose(logits, sampling, None if noise is None else noise[:, None])
+    likely, proposed = ranking.propose(logits, sampling, keys)
     return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent, accepted.bonus)

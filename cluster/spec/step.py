@@ -13,20 +13,21 @@ from torch import Tensor
 from cluster.attention.plan import bias_of, window_group
 from cluster.batch import AttentionPlan, Batch, PromptRows, SamplingBatch
 from cluster.config import TreeShape
+from cluster.forward.choose import Logprobs, choose, logprobs
+from cluster.forward.noise import noise_keys
 from cluster.forward.runner import TargetRunner
-from cluster.forward.sampler import at_least_float32, gumbel, scores
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft
 from cluster.spec.extend import shifted
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree
-from cluster.spec.verify import accept, best, choose
+from cluster.spec.verify import accept
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
-    prompts; `logprobs` `[R * (S + 1) + F, V]` of the target for those, when the batch asked; seconds by phase.
+    prompts; `logprobs` are the target's for those `R * (S + 1) + F`, when the batch asked; seconds by phase.
 
     `scores` `[R, S + 1]` are those of `tokens`, not finite where the logits were not. `sound` `[c]` says whether a
     prompt row's hidden and, after a finished prompt, the score of `first` are finite.
@@ -37,7 +38,7 @@ class StepOutput:
     first: Tensor
     scores: Tensor
     sound: Tensor
-    logprobs: Tensor | None
+    logprobs: Logprobs | None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -58,59 +59,59 @@ class Step:
         clock = [time.perf_counter()]
         decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
         self._enter("draft")
-        noise, final_noise = self._noise(batch, s)
-        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), noise, shape)
+        keys, final_keys = self._keys(batch, s)
+        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), keys, shape)
         clock.append(time.perf_counter())
 
         self._enter("target")
         hidden, aux, logits = self._forward(batch, tree)
-        chosen, won = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
-        first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, final_noise)
+        node_keys, which = None if keys is None else keys[:, : s + 1], None if shape.topk == 1 else tree.depths
+        chosen, won = choose(logits[: r * n].view(r, n, self._vocab), decode, node_keys, which)
+        first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, final_keys)
         accepted = accept(tree, chosen, first, s)
         if shape.topk > 1:
             compact(self._target.pool, batch.reach.window, accepted.path)
         clock.append(time.perf_counter())
 
         self._enter("extend")
-        next_noise = None
-        if noise is not None and final_noise is not None:
-            own = noise[torch.arange(r, device=noise.device), accepted.accept_len.clamp(max=noise.shape[1] - 1)]
-            next_noise = torch.cat([own, final_noise[:, 1]])
-        carried = self._draft.extend(batch, accepted, aux or [hidden], next_noise, shape)
+        next_keys = None
+        if keys is not None and final_keys is not None:
+            next_keys = torch.cat([keys.gather(1, accepted.accept_len[:, None]), final_keys[:, 1:]])
+        carried = self._draft.extend(batch, accepted, aux or [hidden], next_keys, shape)
         self.carried.put(batch.rows, carried)
-        logprobs = None
+        asked = None
         if batch.logprobs:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
-            wanted = torch.cat([nodes.view(-1), torch.arange(r * n, logits.shape[0], device=chosen.device)])
-            logprobs = logits.index_select(0, wanted).log_softmax(-1, dtype=at_least_float32(logits.dtype))
+            rows = torch.cat([nodes.view(-1), torch.arange(r * n, logits.shape[0], device=chosen.device)])
+            asked = logprobs(logits, rows, torch.cat([accepted.tokens.view(-1), first]))
         clock.append(time.perf_counter())
         seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
         won = won.gather(1, accepted.path)
-        return StepOutput(accepted.tokens, accepted.accept_len, first, won, sound, logprobs, seconds)
+        return StepOutput(accepted.tokens, accepted.accept_len, first, won, sound, asked, seconds)
 
     @staticmethod
     def _prompts(
-        prompt: PromptRows, hidden: Tensor, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None
+        prompt: PromptRows, hidden: Tensor, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The tokens `[F]` after finished prompts, from `logits` `[F, V]`, and which of all prompt rows `hidden`
-        `[c, H]` are finite, `[c]`; `noise` is `[F, 2, V]`.
+        `[c, H]` are finite, `[c]`; `keys` is `[F, 2]`.
         """
-        first, won = best(scores(logits[:, None], sampling, None if noise is None else noise[:, :1]))
+        first, won = choose(logits[:, None], sampling, None if keys is None else keys[:, :1])
         if not hidden.shape[0]:
             return first[:, 0], prompt.token_ids.bool()
         sound = hidden.isfinite().all(-1)
         sound[prompt.final_rows] &= won[:, 0].isfinite()
         return first[:, 0], sound
 
-    def _noise(self, batch: Batch, num_steps: int) -> tuple[Tensor | None, Tensor | None]:
-        """Gumbel noise for positions seq_len + 1 .. seq_len + S + 2, and for the two after each finished prompt."""
+    @staticmethod
+    def _keys(batch: Batch, num_steps: int) -> tuple[Tensor | None, Tensor | None]:
+        """Keys of the noise at positions seq_len + 1 .. seq_len + S + 2, and at the two after each finished prompt."""
         if not batch.sampling.noisy:
             return None, None
         ahead = torch.arange(1, num_steps + 3, device=batch.rows.device)
-        seeds, dtype = batch.sampling.seeds, self.carried.hidden.dtype
-        decode = gumbel(seeds[: batch.decodes], batch.seq_lens[:, None] + ahead, self._vocab, dtype)
-        lens = batch.prompt.final_lens[:, None] + ahead[:2] - 1
-        return decode, gumbel(seeds[batch.decodes :], lens, self._vocab, dtype)
+        seeds, lens = batch.sampling.seeds, batch.prompt.final_lens[:, None] + ahead[:2] - 1
+        decode = noise_keys(seeds[: batch.decodes], batch.seq_lens[:, None] + ahead)
+        return decode, noise_keys(seeds[batch.decodes :], lens)
 
     def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""

@@ -16,7 +16,7 @@ import cluster.spec.step
 from cluster.engine import Engine
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.engine.scheduler import Scheduler
-from cluster.forward.sampler import SamplingTable
+from cluster.forward.sampling import SamplingTable
 from cluster.kv.cache import KVCache
 from cluster.kv.pages import PageAllocator
 from cluster.kv.pool import Pools
@@ -212,7 +212,7 @@ def _(patch: Patch) -> None:
 
 @bug("noise is keyed to the position before")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.spec.step, "gumbel", lambda true: lambda seeds, at, *rest: true(seeds, at - 1, *rest))
+    changed(patch, cluster.spec.step, "noise_keys", lambda true: lambda seeds, at: true(seeds, at - 1))
 
 
 @bug("the draft ranks without the target's noise")
@@ -221,7 +221,7 @@ def _(patch: Patch) -> None:
         patch,
         CoupledRanking,
         "propose",
-        lambda true: lambda self, logits, sampling, noise: true(self, logits, sampling, None),
+        lambda true: lambda self, logits, sampling, keys: true(self, logits, sampling, None),
     )
 
 

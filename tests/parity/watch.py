@@ -8,7 +8,8 @@ from torch import Tensor
 from cluster.batch import Batch
 from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
-from cluster.forward.sampler import gumbel, scores
+from cluster.forward.choose import scored
+from cluster.forward.noise import noise_keys, token_hashes
 from cluster.request import Request
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
@@ -46,8 +47,8 @@ class Watch:
             return
 
         class Watched:
-            def draft(_, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
-                tree = inner.draft(batch, carried, noise, shape)
+            def draft(_, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
+                tree = inner.draft(batch, carried, keys, shape)
                 by_row = {s.lease.row: s.request for s in engine._p.scheduler.running if s.lease is not None}
                 for i, row in enumerate(batch.decode_rows.tolist()):
                     self._look(engine, by_row[row], batch, carried, tree, i)
@@ -109,9 +110,8 @@ class Watch:
             logits, recurrent, _ = self.draft.run(tokens, hidden)
             line = logits[None, -1:]
             if batch.sampling.noisy:
-                vocab = engine._p.arch.vocab_size
-                noise = gumbel(sampling.seeds, torch.tensor([[hidden.shape[0] + 1]]), vocab, torch.float64)
-                line = scores(line, sampling, noise[..., ids])
+                keys = noise_keys(sampling.seeds, torch.tensor([[hidden.shape[0] + 1]]))
+                line = scored(line, sampling, keys, token_hashes(ids), None)
             best = line[0, 0].log_softmax(-1).topk(shape.topk)
             return [
                 (p, int(ids[j])) for p, j in zip(best.values.tolist(), best.indices.tolist(), strict=True)

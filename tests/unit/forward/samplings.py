@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from cluster.batch import Sampling, SamplingBatch
-from cluster.forward.sampler import SamplingTable
+from cluster.forward.sampling import SamplingTable
 from cluster.request import SamplingParams
 
 

@@ -1,0 +1,222 @@
+"""Choosing block by block against the plain way over whole tensors, and how much memory it takes."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cluster.batch import SamplingBatch
+from cluster.forward.blocks import blocks
+from cluster.forward.choose import TOP_LOGPROBS, choose, likeliest, logprobs
+from cluster.forward.filters import filter_, least, ordered
+from cluster.forward.noise import gumbel, noise_keys, token_hashes, vocabulary_hashes
+from cluster.request import SamplingParams
+from tests.unit.forward.samplings import sampling_of
+
+MIXED = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.0, top_k=5),
+    SamplingParams(temperature=1.2, top_p=0.7),
+    SamplingParams(temperature=1.0, min_p=0.05),
+    SamplingParams(temperature=0.6, top_k=9, top_p=0.8, min_p=0.02),
+]
+
+
+def mixed(dtype: torch.dtype) -> SamplingBatch:
+    """One request of each kind."""
+    each = [
+        sampling_of(1, dtype=dtype, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+        for p in MIXED
+    ]
+    names = ("inverse_temperature", "noise_scale", "top_k", "top_p", "min_p")
+    columns = [torch.cat([getattr(one, name) for one in each]) for name in names]
+    return SamplingBatch(*columns, torch.arange(len(each)) * 77, True, True)
+
+
+def sorted_filter(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The slow twin of `filter_`: the filters over the sorted row."""
+    vocab = tempered.shape[-1]
+    ordered_ = tempered.sort(-1, descending=True).values
+    keep = torch.where(sampling.top_k > 0, sampling.top_k, vocab).clamp_(max=vocab)[:, None, None]
+    kth = ordered_.gather(-1, (keep - 1).expand(*tempered.shape[:2], 1))
+    mass = ordered_.masked_fill(ordered_ < kth, float("-inf")).softmax(-1)
+    before = mass.cumsum(-1) - mass
+    share = sampling.top_p[:, None, None]
+    kept = (before < share) | (share >= 1)  # `before` may be rounded to 1
+    kept &= (mass >= sampling.min_p[:, None, None] * mass[..., :1]) & (ordered_ >= kth)
+    kept[..., 0] = True
+    last = kept.sum(-1, keepdim=True) - 1
+    return tempered.masked_fill(tempered < ordered_.gather(-1, last), float("-inf"))
+
+
+def plain(logits: Tensor, sampling: SamplingBatch, keys: Tensor, which: Tensor) -> Tensor:
+    """What the chosen token maximises, over whole tensors."""
+    noise = gumbel(keys, vocabulary_hashes(logits.shape[-1], logits.device), logits.dtype)
+    noise = noise.gather(1, which[..., None].expand(*which.shape, noise.shape[-1]))
+    tempered = sorted_filter(logits.to(noise.dtype) * sampling.inverse_temperature[:, None, None], sampling)
+    return tempered + noise * sampling.noise_scale[:, None, None]
+
+
+@pytest.mark.parametrize("block", [1, 40, 1 << 22])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_blocks_choose_what_the_whole_does(block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.forward.blocks.BLOCK", block)
+    torch.manual_seed(3)
+    sampling, r = mixed(dtype), len(MIXED)
+    logits = torch.randn(r, 4, 37, dtype=torch.float64).mul(3).to(dtype)
+    keys = noise_keys(sampling.seeds, torch.arange(5).expand(r, -1))
+    which = torch.randint(5, (r, 4))
+    got, won = choose(logits, sampling, keys, which)
+    ranked = plain(logits, sampling, keys, which)
+    assert torch.equal(got, ranked.argmax(-1))
+    assert torch.equal(won, ranked.amax(-1))
+    straight, _ = choose(logits, sampling, keys[:, :4])
+    assert torch.equal(straight, plain(logits, sampling, keys, torch.arange(4).expand(r, -1)).argmax(-1))
+    greedy, _ = choose(logits, sampling, None)
+    assert torch.equal(greedy, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("block", [1, 1 << 22])
+def test_the_likeliest_are_those_of_the_whole_distribution(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.forward.blocks.BLOCK", block)
+    torch.manual_seed(5)
+    sampling, r, ids = mixed(torch.float64), len(MIXED), torch.tensor([3, 5, 8, 13, 21, 34, 55])
+    logits = torch.randn(r, 3, len(ids), dtype=torch.float64)
+    keys = noise_keys(sampling.seeds, torch.full((r, 1), 9))
+    likely, columns = likeliest(logits, sampling, keys, token_hashes(ids), 2)
+    noise = gumbel(keys, vocabulary_hashes(60, ids.device), torch.float64)[..., ids]
+    tempered = sorted_filter(logits * sampling.inverse_temperature[:, None, None], sampling)
+    wanted = (tempered + noise * sampling.noise_scale[:, None, None]).log_softmax(-1).topk(2, -1)
+    assert torch.equal(columns, wanted.indices)
+    assert torch.allclose(likely, wanted.values)
+    likely, columns = likeliest(logits, sampling, None, token_hashes(ids), 2)
+    assert torch.allclose(likely, logits.log_softmax(-1).topk(2, -1).values)
+
+
+@pytest.mark.parametrize("block", [1, 1 << 22])
+def test_logprobs_are_the_models_own(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.forward.blocks.BLOCK", block)
+    torch.manual_seed(6)
+    logits, rows, tokens = torch.randn(9, 50), torch.tensor([7, 0, 0, 8]), torch.tensor([1, 2, 3, 49])
+    got, whole = logprobs(logits, rows, tokens), logits[rows].log_softmax(-1)
+    assert torch.allclose(got.chosen, whole.gather(1, tokens[:, None])[:, 0])
+    assert torch.equal(got.ids, whole.topk(TOP_LOGPROBS, -1).indices)
+    assert torch.allclose(got.values, whole.topk(TOP_LOGPROBS, -1).values)
+    few = logprobs(logits[:, :7], rows, tokens.clamp(max=6))
+    assert few.ids.shape == (4, 7), "a vocabulary of fewer than twenty"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ordered_integers_compare_as_the_floats_do(dtype: torch.dtype) -> None:
+    tiny, end = torch.finfo(dtype).smallest_normal, float("inf")
+    floats = torch.tensor([-end, -3e38, -2.5, -tiny, -0.0, 0.0, tiny / 4, 1e-3, 7.0, end], dtype=dtype)
+    numbers = ordered(floats)
+    assert bool((numbers[1:] > numbers[:-1]).all())
+    assert torch.equal(ordered(numbers.view(dtype)).view(dtype), floats)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_least_that_is_needed_equals_a_walk_from_the_top(dtype: torch.dtype) -> None:
+    """Over values of every size, ties, infinite ones and weights of 0."""
+    generator = torch.Generator().manual_seed(8)
+    for trial in range(60):
+        floats = torch.randn(3, 23, dtype=torch.float64, generator=generator) * 10.0 ** (trial % 9 - 4)
+        floats = (floats.round() if trial % 2 else floats).to(dtype)
+        floats[0, :3] = float("-inf")
+        weights = torch.randint(0, 4, floats.shape, generator=generator)
+        weights[:, 5] = 1
+        needed = torch.stack([torch.randint(1, int(row.sum()) + 1, (1,), generator=generator) for row in weights])
+        got = least(floats, weights, needed)
+        for row, weight, need, found in zip(floats, weights, needed, got, strict=True):
+            wanted = max(v for v in row.tolist() if int(weight[row >= v].sum()) >= int(need))
+            assert float(found) == wanted
+
+
+@pytest.mark.parametrize("vocab", [2, 7, 300, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_thresholds_keep_what_sorting_keeps(vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocab)
+    sampling = mixed(dtype)
+    for scale in (0.1, 2.0, 30.0):
+        tempered = torch.randn(len(MIXED), 3, vocab, dtype=dtype) * scale
+        assert torch.equal(filter_(tempered.clone(), sampling), sorted_filter(tempered, sampling))
+        tied = tempered.round()
+        assert torch.equal(filter_(tied.clone(), sampling), sorted_filter(tied, sampling))
+
+
+def test_a_row_that_is_not_finite_stays_so_and_alone() -> None:
+    """Its score tells the engine to end the request; rows beside it keep their bits."""
+    torch.manual_seed(2)
+    sampling, r = mixed(torch.float32), len(MIXED)
+    logits = torch.randn(r, 2, 30)
+    keys = noise_keys(sampling.seeds, torch.arange(2).expand(r, -1))
+    tokens, scores = choose(logits, sampling, keys)
+    for bad in (float("nan"), float("inf")):
+        spoiled = logits.clone()
+        spoiled[:, 1, 4] = bad
+        got, won = choose(spoiled, sampling, keys)
+        assert torch.equal(got[:, 0], tokens[:, 0]) and torch.equal(won[:, 0], scores[:, 0])
+        assert not won[:, 1].isfinite().any()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes held at once beside what is `given`; a storage lives as long as a tensor on it does."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()
+        self._given = given.untyped_storage()._cdata
+        self.now = self.most = 0
+        self._tensors: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor) and not any(tensor is arg for arg in args):
+                self._note(tensor)
+        return made
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        at, size = storage._cdata, storage.nbytes()
+        if at == self._given:
+            return
+        if not self._tensors[at]:
+            self.now += size
+            self.most = max(self.most, self.now)
+        self._tensors[at] += 1
+        weakref.finalize(tensor, self._gone, at, size)
+
+    def _gone(self, at: int, size: int) -> None:
+        self._tensors[at] -= 1
+        self.now -= size * (not self._tensors[at])
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_choosing_for_64_trees_of_64_nodes_takes_a_tenth_of_their_logits(
+    filtered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R 64, N 64, V 128k on meta tensors, log-probabilities included; of the filters' many blocks only the first."""
+    monkeypatch.setattr("cluster.forward.filters.blocks", lambda *sizes: [next(iter(blocks(*sizes)))])
+    r, n, vocab, steps, topk = 64, 64, 128 * 1024, 5, 8
+    meta = torch.device("meta")
+    floats = [torch.empty(r, device=meta) for _ in range(4)]
+    whole = torch.empty(r, dtype=torch.int64, device=meta)
+    sampling = SamplingBatch(floats[0], floats[1], whole, floats[2], floats[3], whole, True, filtered)
+    logits = torch.empty(r, n, vocab, device=meta)
+    keys, depths = (torch.empty(r, m, dtype=torch.int64, device=meta) for m in (steps + 2, n))
+    vocabulary_hashes(vocab, meta)
+    with Peak(logits) as choosing:
+        chosen, _ = choose(logits, sampling, keys, depths)
+        rows = torch.empty(r * (steps + 1), dtype=torch.int64, device=meta)
+        logprobs(logits.view(r * n, vocab), rows, chosen.view(-1)[: r * (steps + 1)])
+    assert 0 < choosing.most < 0.1 * logits.nbytes, f"{choosing.most / logits.nbytes:.2f} of the logits"
+    drafted = torch.empty(r, topk, vocab, device=meta)
+    with Peak(drafted) as drafting:
+        likeliest(drafted, sampling, keys[:, :1], vocabulary_hashes(vocab, meta), topk)
+    assert 0 < drafting.most < 0.1 * logits.nbytes, f"{drafting.most / logits.nbytes:.2f} of the target's logits"
