@@ -87,7 +87,7 @@ class Experts:
         if self.down_bias is not None:
             made = made + self.down_bias[expert]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        parts = made.index_select(0, place).view(*chosen.shape, -1).mul_(weights[..., None]).unbind(1)
+        parts = made.index_select(0, place).view(*chosen.shape, rows.shape[1]).mul_(weights[..., None]).unbind(1)
         return reduce(torch.add, parts)
 
     def _activated(self, gate_up: Tensor) -> Tensor:

@@ -5,18 +5,19 @@ each expert. As an operator of its own it can be traced and recorded: nothing ar
 expert has. Shape legend: T rows in order of their expert, H columns of a row, O of the result, E experts.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 # Not torch.library.custom_op, which imports torch's compiler at the first call: two seconds.
-LIBRARY = torch.library.Library("aerie", "DEF")
+LIBRARY: Any = torch.library.Library("aerie", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """`[T, H]`, `[E, H, O]` -> `[T, O]`; expert e has the rows up to `ends[e]`, `[E]` int32, and after those of e - 1."""
+    """`[T, H]`, `[E, H, O]` -> `[T, O]`; expert e has the rows after those of e - 1, up to `ends[e]`, `[E]` int32."""
     out: Tensor = torch.ops.aerie.grouped_mm(rows, matrices, ends)
     return out
 
