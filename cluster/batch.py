@@ -33,7 +33,7 @@ class Sampling(NamedTuple):
     seed: int
 
 
-class SlotWrite(NamedTuple):
+class PageWrite(NamedTuple):
     """Page `page` became entry `entry` of table row `row`; entry -1: the row was cleared."""
 
     row: int
@@ -59,7 +59,7 @@ class Order(NamedTuple):
     decodes: tuple[tuple[int, int], ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
     samplings: tuple[Sampling, ...] = ()
-    writes: tuple[SlotWrite, ...] = ()
+    writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     noisy: bool = False
     filtered: bool = False
@@ -156,7 +156,8 @@ class Batch:
 
     `rows` `[B]` index the request tables: the R decoding requests, then the F whose prompt finishes; `sampling` is
     theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position seq_len) not among them;
-    `reach` says where those and the W slots after them lie. `logprobs` asks for the target's log-probabilities.
+    `reach` says where those and the W slots after them lie. `copies` `[2, n]` are slots whose cells come from others,
+    `(to, from)`, before anything else. `logprobs` asks for the target's log-probabilities.
     """
 
     decodes: int
@@ -165,6 +166,7 @@ class Batch:
     reach: Reach
     sampling: SamplingBatch
     prompt: PromptRows
+    copies: Tensor
     logprobs: bool
 
     @property

@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Group, Reach
+from cluster.kv.page_table import PageTable
 
 MASKED = float("-inf")
 
 
-def reach_of(table: Tensor, rows: Tensor, committed: Tensor, longest: int, window: int, dtype: torch.dtype) -> Reach:
+def reach_of(table: PageTable, rows: Tensor, committed: Tensor, longest: int, window: int, dtype: torch.dtype) -> Reach:
     """What requests at table rows `rows` `[R]` can see and write: `committed` `[R]` tokens, then `window` slots.
 
     `longest` is the largest committed count, known on the host; beyond its own count a request reads its own first
     window slot, masked. It never reads memory of others, for which the bias would not be enough, as 0 * NaN is NaN.
     Computed once per step, shared by its phases.
     """
-    ahead = torch.arange(window, device=table.device)
-    slots = table[rows[:, None], (committed[:, None] + ahead).clamp_(max=table.shape[1] - 1)]
-    beyond = torch.arange(longest, device=table.device) >= committed[:, None]
-    prefix = torch.where(beyond, slots[:, :1], table[:, :longest].index_select(0, rows))
-    bias = torch.zeros(beyond.shape, dtype=dtype, device=table.device).masked_fill_(beyond, MASKED)
+    device = rows.device
+    slots = table.slots(rows[:, None], committed[:, None] + torch.arange(window, device=device))
+    beyond = torch.arange(longest, device=device) >= committed[:, None]
+    prefix = torch.where(beyond, slots[:, :1], table.first_slots(rows, longest))
+    bias = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, MASKED)
     return Reach(prefix, bias[:, None], slots)
 
 

@@ -1,6 +1,6 @@
 """Padding of an order to the planned rows. Idle rows are real rows on the sink page, so no phase has a special case.
 
-An idle request uses the slot table's last row, whose slots are all in the sink; its carriers, in the same row of the
+An idle request uses the page table's last row, whose slots are all in the sink; its carriers, in the same row of the
 table of carriers, come from `EagleDraftInput.create_idle_input`, so their widths are those of `hidden_size_for`.
 """
 

@@ -23,7 +23,7 @@ from cluster.engine.prefill_share import Pace
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.sampling import SamplingTable
-from cluster.kv.pool import Pools, SlotMemory
+from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
@@ -166,18 +166,17 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
     config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
     rows, shapes = config.max_running_requests + 1, tiers(shape)
     carried = EagleDraftInput.create_idle_input(prepared.resolved.draft, shape.topk, dtype, device, rows)
-    kept: list[SlotMemory] = [memory.target_runner.pool, *(runner.pool for runner in memory.draft_runner_list)]
+    slots: list[SlotMemory] = [memory.target_runner.pool, *(runner.pool for runner in memory.draft_runner_list)]
     if isinstance(draft, MultiLayerDraft):
-        kept.append(draft)
+        slots.append(draft)
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         assembler=Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, dtype),
-        step=Step(memory.target_runner, draft, carried, mesh.enter),
+        step=Step(memory.target_runner, draft, carried, slots, mesh.enter),
         shapes=shapes,
-        pools=Pools(kept, config.page_size, device),
         debug=config.debug_lockstep,
     )
 

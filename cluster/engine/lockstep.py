@@ -16,7 +16,6 @@ from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine.assembler import Assembler
-from cluster.kv.pool import Pools
 from cluster.mesh import GangError, Mesh
 from cluster.spec.step import Step, StepOutput
 
@@ -37,7 +36,7 @@ class GangStep:
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the gang's steps. `shapes` are the trees by tier, `pools` all memory that has slots."""
+    """One rank's side of the gang's steps; `shapes` are the trees by tier."""
 
     mesh: Mesh
     coordinator: Coordinator
@@ -45,7 +44,6 @@ class Lockstep:
     assembler: Assembler
     step: Step
     shapes: tuple[TreeShape, ...]
-    pools: Pools
     debug: bool = False
     left: bool = False
     leaving: bool = False
@@ -99,9 +97,7 @@ class Lockstep:
             words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
-                self.assembler.follow(order)
         real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
-        self.pools.copy(order.copies)
         output = self.step.run(self.assembler.batch(order), shape)
         if mesh.attn.size > 1:  # the next header carries these: ranks with other orders or tokens have diverged
             self.coordinator.decided(checksum(order), _results(output, real))

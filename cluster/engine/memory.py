@@ -1,4 +1,4 @@
-"""The memory of one rank besides its weights: KV pools and the runners bound to them, pages and slot table."""
+"""The memory of one rank besides its weights: KV pools and the runners bound to them, pages and page table."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from cluster.engine.models import RankModels
 from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
 from cluster.kv.budget import Capacity, kv_capacity, page_count
 from cluster.kv.cache import KVCache
-from cluster.kv.slots import SlotTable
+from cluster.kv.page_table import PageTable
 from cluster.mesh import Mesh
 
 
@@ -34,8 +34,7 @@ def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_lengt
     config, window, spec = resolved.config, resolved.shape.window, resolved.draft
     capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window)
     pages, longest = page_count(config, capacity, window), context_length + window
-    journaled = mesh.attn.size > 1 and mesh.leads
-    table = SlotTable(config.max_running_requests, longest, config.page_size, device, journaled)
+    table = PageTable(config.max_running_requests, longest, config.page_size, device)
     cache = KVCache(pages, table, radix=not config.disable_radix_cache)
     slots = (pages + 1) * config.page_size
     first, *others = [bind_attention(layers, slots, models.dtype, device) for layers in models.layers]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.batch import Order, PageCopy, PromptChunk, SlotWrite
+from cluster.batch import Order, PageCopy, PageWrite, PromptChunk
 from cluster.config import EngineConfig, tree_shape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.prefill_share import Bargain, Pace
@@ -68,7 +68,7 @@ class Schedule:
         """c, the prompt rows of the step."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
-    def order(self, writes: tuple[SlotWrite, ...]) -> Order:
+    def order(self, writes: tuple[PageWrite, ...]) -> Order:
         """This work as plain values. The chunks are put in order of length, so that equal ones form groups."""
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         params = [s.request.params for s in self.decodes + [c.sequence for c in self.chunks if c.final]]

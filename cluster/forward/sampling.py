@@ -1,11 +1,14 @@
 """Sampling parameters of all requests, on the device."""
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor
 
 from cluster.batch import Sampling, SamplingBatch
 from cluster.forward.noise import at_least_float32
 from cluster.request import GREEDY_BELOW
+from cluster.staging import Staging, bits_of
 
 
 class SamplingTable:
@@ -17,16 +20,28 @@ class SamplingTable:
         self._floats[:, 0] = 1.0
         self._floats[:, 2] = 1.0
         self._ints = torch.zeros(rows, 2, dtype=torch.int64, device=device)
-        self._device, self._dtype = device, dtype
 
-    def put(self, s: Sampling) -> None:
-        """Write one admitted request's parameters."""
-        greedy = s.temperature < GREEDY_BELOW
-        scale = 1.0 if greedy else 1.0 / s.temperature
-        filters = (1.0, 0.0) if greedy else (s.top_p, s.min_p)
-        floats = [scale, 0.0 if greedy else 1.0, *filters]
-        self._floats[s.row] = torch.tensor(floats, dtype=self._dtype, device=self._device)
-        self._ints[s.row] = torch.tensor([0 if greedy else s.top_k, s.seed], device=self._device)
+    @staticmethod
+    def stage(samplings: Iterable[Sampling], staging: Staging) -> None:
+        """Put the parameters of admitted requests on their way; `put` writes them where they arrive."""
+        rows: list[int] = []
+        ints: list[int] = []
+        floats: list[float] = []
+        for s in samplings:
+            greedy = s.temperature < GREEDY_BELOW
+            rows.append(s.row)
+            ints += (0 if greedy else s.top_k, s.seed)
+            floats += (1.0, 0.0, 1.0, 0.0) if greedy else (1.0 / s.temperature, 1.0, s.top_p, s.min_p)
+        staging.add("sampling rows", rows)
+        staging.add("sampling ints", ints)
+        staging.add("sampling floats", map(bits_of, floats))
+
+    def put(self, sent: Mapping[str, Tensor]) -> None:
+        """Write the parameters that `stage` sent."""
+        rows = sent["sampling rows"]
+        floats = sent["sampling floats"].view(torch.float64).view(-1, 4)
+        self._floats.index_copy_(0, rows, floats.to(self._floats.dtype))
+        self._ints.index_copy_(0, rows, sent["sampling ints"].view(-1, 2))
 
     def take(self, rows: Tensor, noisy: bool, filtered: bool) -> SamplingBatch:
         """The parameters of `rows` `[B]`."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.batch import PageCopy
+from cluster.kv.page_table import PageTable
 from cluster.kv.pages import PageAllocator
 from cluster.kv.radix import Key, Node, RadixTree, common
-from cluster.kv.slots import SlotTable
 
 
 class Next(NamedTuple):
@@ -51,9 +51,9 @@ class Lease:
 
 
 class KVCache:
-    """Pages, slot table and radix tree of one rank. Indices only: the tensors are the runners' pools."""
+    """Pages, page table and radix tree of one rank. Indices only: the tensors are the runners' pools."""
 
-    def __init__(self, pages: int, table: SlotTable, radix: bool) -> None:
+    def __init__(self, pages: int, table: PageTable, radix: bool) -> None:
         """`pages` pages for as many running requests as `table` has rows; without `radix` requests share none."""
         self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
@@ -237,10 +237,10 @@ class KVCache:
             lease.source = None
 
     def check(self) -> None:
-        """Every page has exactly one owner, is locked by those who read it, and lies where the slot table says.
+        """Every page has exactly one owner, is locked by those who read it, and lies where the page table says.
 
         Raises:
-            AssertionError: pages are lost or owned twice, or a lock or a slot is wrong.
+            AssertionError: pages are lost or owned twice, or a lock or an entry is wrong.
         """
         self._tree.check()
         own = [page for lease in self._leases.values() for page in lease.own]
@@ -254,8 +254,7 @@ class KVCache:
             parents = [self._tree.root, *lease.locked]
             assert all(node.parent is before for node, before in zip(lease.locked, parents, strict=False)), "no path"
             pages = [node.page for node in lease.locked] + lease.own
-            first_slots = self.table.slots[lease.row, : len(pages) * self.page_size : self.page_size].tolist()
-            assert first_slots == [page * self.page_size for page in pages], f"row {lease.row} has other pages"
+            assert self.table.held[lease.row, : len(pages)].tolist() == pages, f"row {lease.row} has other pages"
         for node in tree.values():
             assert node.locks == locks.pop(node, 0), f"page {node.page} has {node.locks} locks"
         assert not locks, "a request reads pages that are not in the tree"

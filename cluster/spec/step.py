@@ -4,7 +4,7 @@ carried --draft--> tree --target--> logits, hidden --accept--> path --compact, e
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from cluster.config import TreeShape
 from cluster.forward.choose import Logprobs, choose, logprobs
 from cluster.forward.noise import noise_keys
 from cluster.forward.runner import TargetRunner
+from cluster.kv.pool import SlotMemory
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft
 from cluster.spec.extend import shifted
@@ -46,10 +47,17 @@ class Step:
     """One rank's step, bound to its target, draft and request tables."""
 
     def __init__(
-        self, target: TargetRunner, draft: Draft, carried: EagleDraftInput, enter: Callable[[str], None]
+        self,
+        target: TargetRunner,
+        draft: Draft,
+        carried: EagleDraftInput,
+        slots: Sequence[SlotMemory],
+        enter: Callable[[str], None],
     ) -> None:
-        """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
-        self._target, self._draft, self.carried, self._enter = target, draft, carried, enter
+        """`carried` holds the carriers of every request row, `slots` is all memory that has slots; `enter` is called
+        with each phase that begins.
+        """
+        self._target, self._draft, self.carried, self._slots, self._enter = target, draft, carried, slots, enter
         self._vocab = target.model.arch.vocab_size
 
     @torch.inference_mode()
@@ -59,6 +67,9 @@ class Step:
         clock = [time.perf_counter()]
         decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
         self._enter("draft")
+        if batch.copies.shape[1]:
+            for memory in self._slots:
+                memory.move_kv_cache(*batch.copies)
         keys, final_keys = self._keys(batch, s)
         tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), keys, shape)
         clock.append(time.perf_counter())

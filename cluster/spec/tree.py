@@ -32,19 +32,23 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Proposals of all levels, `[R, C]` each; `parents` are candidate numbers, -1 for the root; `depths` is `[C]`."""
+    """Proposals of all levels, `[R, C]` each; `parents` are candidate numbers, -1 for the root; `depths` is `[C]`, up to
+    `deepest`.
+    """
 
     tokens: Tensor
     scores: Tensor
     parents: Tensor
     depths: Tensor
+    deepest: int
 
     @staticmethod
     def of(levels: list[tuple[Tensor, Tensor, Tensor]]) -> "Candidates":
         """The candidates of all levels: tokens, scores and parents of each, `[R, K]` of the first, then `[R, K^2]`."""
         tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels, strict=True))
-        depths = [depth for depth, level in enumerate(levels, start=1) for _ in range(level[0].shape[1])]
-        return Candidates(tokens, scores, parents, torch.tensor(depths, device=tokens.device))
+        number, k = torch.arange(tokens.shape[1], device=tokens.device), levels[0][0].shape[1]
+        depths = (number - k).div(k * k, rounding_mode="floor").add_(2)  # K of depth 1, then K^2 of each depth
+        return Candidates(tokens, scores, parents, depths, len(levels))
 
 
 def clean(log_probabilities: Tensor) -> Tensor:
@@ -99,7 +103,7 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
     root = torch.zeros(r, 1, dtype=torch.int64, device=tokens.device)
     depths = torch.cat([root, candidates.depths.expand(r, -1).gather(1, chosen)], 1)
     parents = torch.cat([root, parents], 1)
-    return DraftTree(tokens, parents, depths, ancestors_of(parents, int(candidates.depths[-1])))
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, candidates.deepest))
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:

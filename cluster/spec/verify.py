@@ -29,7 +29,7 @@ def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Ac
     """The accepted path, given the target's choice after every node `[R, N]` and after finished prompts `[F]`."""
     r, n = chosen.shape
     wanted = chosen.gather(1, tree.parents) == tree.tokens
-    wanted[:, 0] = True
+    wanted[:, 0].fill_(True)
     on_path = (wanted[:, None] | ~tree.ancestors).all(-1)
     accept_len = on_path.sum(1)
     path = torch.zeros(r, num_steps + 2, dtype=torch.int64, device=chosen.device)

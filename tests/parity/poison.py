@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster.engine import Engine, StepResult
+from tests.tables import held_slots
 
 POISONS = (math.nan, math.inf)
 """In turns, step by step."""
@@ -32,7 +33,7 @@ def written(engine: Engine) -> Tensor:
     held = torch.zeros((cache.total + 1) * cache.page_size, dtype=torch.bool)
     held.view(cache.total + 1, cache.page_size)[[node.page for node in cache._tree.nodes()]] = True
     for sequence in engine._p.scheduler.running:
-        held[cache.table.slots[sequence.row, : sequence.committed]] = True
+        held[held_slots(cache.table, sequence.row, sequence.committed)] = True
     return held
 
 

@@ -305,7 +305,10 @@ def _(patch: Patch) -> None:
 
 @bug("sampling parameters land on the neighbouring row")
 def _(patch: Patch) -> None:
-    changed(patch, SamplingTable, "put", lambda true: lambda self, s: true(self, s._replace(row=s.row ^ 1)))
+    def swapped(true):  # type: ignore[no-untyped-def]
+        return lambda self, sent: true(self, {**sent, "sampling rows": sent["sampling rows"] ^ 1})
+
+    changed(patch, SamplingTable, "put", swapped)
 
 
 @bug("rope pairs are interleaved")

@@ -15,6 +15,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
 from tests.parity.drafts import Texts
 from tests.parity.reference import DraftReference, TargetReference
+from tests.tables import held_slots
 
 NEAR = 1e-9
 
@@ -69,7 +70,7 @@ class Watch:
             if sequence.tokens != self.texts[names[at]][: len(sequence.tokens)]:
                 self.errors.append(f"tokens of {names[at]} are {sequence.tokens}")
             known = min(sequence.committed, len(self.texts[names[at]]) - 1)
-            slots = engine._p.cache.table.slots[sequence.lease.row, :known]
+            slots = held_slots(engine._p.cache.table, sequence.lease.row, known)
             for what, (pool, reference) in zip(
                 ("target", "draft"), zip(self._pools, references, strict=True), strict=True
             ):

@@ -9,6 +9,7 @@ from cluster.attention.plan import bias_of, causal_bias, partly_written, reach_o
 from cluster.attention.torch_backend import TorchAttention, run_of
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
+from tests.tables import table_of
 
 CPU = torch.device("cpu")
 D = 8
@@ -41,7 +42,7 @@ def test_rows_see_their_committed_tokens_and_their_own_ancestors(heads: int, kv_
     before = pool.kv.clone()
     visible = torch.ones(4, q, q).tril().bool() if seen == "causal" else torch.rand(4, q, q) < 0.5
     visible |= torch.eye(q, dtype=torch.bool)
-    reach = reach_of(table, rows, committed, int(committed.max()), window, torch.float64)
+    reach = reach_of(table_of(table), rows, committed, int(committed.max()), window, torch.float64)
     bias = causal_bias(q, torch.float64, CPU) if seen == "causal" else bias_of(visible, torch.float64)
     write = reach.window[:, :q].reshape(-1)
     attention = TorchAttention(pool, heads)
@@ -69,8 +70,8 @@ def test_groups_of_unequal_length_are_padded_and_unpadded() -> None:
     pool.kv.normal_()
     before = pool.kv.clone()
     starts, lengths = torch.tensor([3, 0]), [2, 4]
-    first = reach_of(table, torch.tensor([2]), torch.tensor([6]), 6, 1, torch.float64)
-    padded = reach_of(table, torch.tensor([0, 1]), starts, 3, 4, torch.float64)
+    first = reach_of(table_of(table), torch.tensor([2]), torch.tensor([6]), 6, 1, torch.float64)
+    padded = reach_of(table_of(table), torch.tensor([0, 1]), starts, 3, 4, torch.float64)
     rows = torch.tensor([1, 2, 1, 1, 3, 4, 5, 6])  # rows beyond a request's own repeat its first
     back = torch.tensor([0, 1, 4, 5, 6, 7])
     write = torch.cat([first.window.view(-1), table[0, 3:5], table[1, :4]])
@@ -96,7 +97,7 @@ def test_a_batch_without_rows_attends_to_nothing() -> None:
     pool = KVPool(1, 8, (2, 2, D), torch.float64, CPU)
     attention = TorchAttention(pool, 4)
     none = torch.zeros(0, dtype=torch.int64)
-    reach = reach_of(scattered(2, 4, 9), none, none, 0, 3, torch.float64)
+    reach = reach_of(table_of(scattered(2, 4, 9)), none, none, 0, 3, torch.float64)
     attention.bind(AttentionPlan.of(none, window_group(reach, causal_bias(3, torch.float64, CPU), slice(0, 0))))
     out = attention(0, torch.zeros(0, 4, D, dtype=torch.float64), torch.zeros(0, 2, 2, D, dtype=torch.float64))
     assert out.shape == (0, 4 * D)
@@ -106,7 +107,7 @@ def test_a_window_at_the_end_of_the_table_stays_inside() -> None:
     """Padded rows of a short chunk may reach beyond the longest sequence; they read the chunk's own first slot."""
     table = scattered(2, 10, 40)
     written = torch.tensor([1, 6])
-    reach = reach_of(table, torch.tensor([0, 1]), torch.tensor([9, 0]), 9, 6, torch.float64)
+    reach = reach_of(table_of(table), torch.tensor([0, 1]), torch.tensor([9, 0]), 9, 6, torch.float64)
     reach = partly_written(reach, written)
     assert reach.window.shape == (2, 6)
     assert reach.window[0].tolist() == [int(table[0, 9])] * 6
@@ -120,7 +121,7 @@ def test_slots_that_follow_one_another_are_read_where_they_lie(monkeypatch: pyte
     """The slice equals its twin, the gather; the chunk's own rows are read after they are written."""
     torch.manual_seed(q)
     table = (torch.arange(40) + 7).view(1, 40)
-    reach = reach_of(table, torch.tensor([0]), torch.tensor([23]), 23, q, torch.float32)
+    reach = reach_of(table_of(table), torch.tensor([0]), torch.tensor([23]), 23, q, torch.float32)
     group = window_group(reach, causal_bias(q, torch.float32, CPU), slice(0, q))
     plan = AttentionPlan.of(reach.window.view(-1), group)
     queries, new = torch.randn(q, 4, D), torch.randn(q, 2, 2, D)

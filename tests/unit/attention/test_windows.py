@@ -8,6 +8,7 @@ from cluster.attention.plan import bias_of, causal_bias, reach_of, slid, window_
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionPlan
 from cluster.kv.pool import KVPool
+from tests.tables import table_of
 
 CPU = torch.device("cpu")
 D = 8
@@ -44,7 +45,7 @@ def test_a_row_of_a_tree_sees_the_last_tokens_of_its_own_path(window: int | None
     pool.kv.normal_()
     before = pool.kv.clone()
     table = (torch.randperm(89) + 1)[:60].view(3, 20)
-    reach = reach_of(table, torch.tensor([2, 0, 1]), committed, 6, nodes, torch.float64)
+    reach = reach_of(table_of(table), torch.tensor([2, 0, 1]), committed, 6, nodes, torch.float64)
     seen = ancestors().expand(3, -1, -1)
     own = window_group(reach, bias_of(seen, torch.float64), slice(0, 3 * nodes))
     write = reach.window.reshape(-1)
@@ -68,7 +69,7 @@ def test_other_layers_keep_the_whole_text() -> None:
     for pool in pools:
         pool.kv.copy_(torch.ones_like(pool.kv).cumsum(1).sin())
     plain, mixed = TorchAttention(pools[0], 4), TorchAttention(pools[1], 4, (3, None))
-    reach = reach_of(torch.arange(1, 21)[None], torch.tensor([0]), torch.tensor([9]), 9, 4, torch.float64)
+    reach = reach_of(table_of(torch.arange(1, 21)[None]), torch.tensor([0]), torch.tensor([9]), 9, 4, torch.float64)
     plan = AttentionPlan.of(reach.window.view(-1), window_group(reach, causal_bias(4, torch.float64, CPU), slice(0, 4)))
     q, kv = torch.randn(4, 4, D, dtype=torch.float64), torch.randn(4, 2, 2, D, dtype=torch.float64)
     for attention in (plain, mixed):

@@ -10,14 +10,14 @@ from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache
-from cluster.kv.slots import SlotTable
+from cluster.kv.page_table import PageTable
 from cluster.request import Request, SamplingParams
 
 WINDOW = 6
 
 
 def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix: bool = False) -> Scheduler:
-    cache = KVCache(pages, SlotTable(rows, 200, page_size, torch.device("cpu")), radix)
+    cache = KVCache(pages, PageTable(rows, 200, page_size, torch.device("cpu")), radix)
     return Scheduler(EngineConfig(model_path="", chunked_prefill_size=budget), cache, WINDOW)
 
 
@@ -258,7 +258,7 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
         speculative_eagle_topk=1,
         speculative_num_steps=5,
     )
-    cache = KVCache(120 // page_size, SlotTable(6, 200, page_size, torch.device("cpu")), bool(seed % 2))
+    cache = KVCache(120 // page_size, PageTable(6, 200, page_size, torch.device("cpu")), bool(seed % 2))
     scheduler, admissions, retracted = Scheduler(config, cache, WINDOW), 0, 0
     for number in range(60):
         scheduler.waiting.append(sequence(f"{number}", random.randint(1, 40), random.randint(1, 40)))

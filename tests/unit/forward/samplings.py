@@ -7,6 +7,7 @@ import torch
 from cluster.batch import Sampling, SamplingBatch
 from cluster.forward.sampling import SamplingTable
 from cluster.request import SamplingParams
+from cluster.staging import Staging
 
 
 def sampling_of(
@@ -15,7 +16,9 @@ def sampling_of(
     """The same parameters for every request, as the engine's own table gives them."""
     params = SamplingParams(**options)  # type: ignore[arg-type]
     table = SamplingTable(1, dtype, torch.device("cpu"))
-    table.put(Sampling(0, params.temperature, params.top_k, params.top_p, params.min_p, 0))
+    staging = Staging(torch.device("cpu"))
+    table.stage([Sampling(0, params.temperature, params.top_k, params.top_p, params.min_p, 0)], staging)
+    table.put(staging.sent())
     noisy = params.temperature > 0
     filtered = noisy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     batch = table.take(torch.zeros(requests, dtype=torch.int64), noisy, filtered)

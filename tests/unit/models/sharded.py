@@ -16,6 +16,7 @@ from cluster.mesh import Part
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
 from tests.loading import context, load_target
+from tests.tables import table_of
 
 CPU = torch.device("cpu")
 
@@ -85,7 +86,7 @@ def _run(
     boundaries = tuple(range(arch.num_layers + 1))
     logits, streams, at = [], [], 0
     for rows in chunks:
-        reach = reach_of(pages, torch.tensor([0]), torch.tensor([at]), at, rows, torch.float64)
+        reach = reach_of(table_of(pages), torch.tensor([0]), torch.tensor([at]), at, rows, torch.float64)
         own = window_group(reach, causal_bias(rows, torch.float64, CPU), slice(0, rows))
         attention.bind(AttentionPlan.of(reach.window.view(-1), own))
         ids, positions = torch.tensor(tokens[at : at + rows]), torch.arange(at, at + rows)

@@ -1,0 +1,65 @@
+"""The page table: for each running request the pages of its tokens, in order.
+
+The host's copy is as things are now. The device's is as of the last step, and lies where the device can read it without
+asking the host; what has changed since travels with the next order, so leaders and followers keep it alike.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.batch import PageWrite
+
+
+class PageTable:
+    """`[rows + 1, pages]` int32, 0 (the sink page) where nothing is held; the last row is that of idle requests."""
+
+    def __init__(self, rows: int, length: int, page_size: int, device: torch.device) -> None:
+        """`length` is the longest sequence plus the window, in tokens; it is rounded up to whole pages."""
+        self.page_size, self.idle_row = page_size, rows
+        shape = (rows + 1, -(-length // page_size))
+        self.held = np.zeros(shape, dtype=np.int32)
+        self.device_pages = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._cleared: list[int] = []
+        self._written: dict[tuple[int, int], int] = {}
+
+    def write(self, rows: Sequence[int], indices: Sequence[int], pages: Sequence[int]) -> None:
+        """Entry i: page `pages[i]` becomes the `indices[i]`-th page of row `rows[i]`."""
+        if rows:
+            self.held[rows, indices] = pages
+            self._written.update(zip(zip(rows, indices, strict=True), pages, strict=True))
+
+    def clear(self, row: int) -> None:
+        """Point a row back at the sink."""
+        self.held[row] = 0
+        self._cleared.append(row)
+        self._written = {at: page for at, page in self._written.items() if at[0] != row}
+
+    @property
+    def unsent(self) -> tuple[PageWrite, ...]:
+        """What has changed since `sent`: first the rows that were cleared, then each entry that was written, once."""
+        cleared = (PageWrite(row, -1, 0) for row in self._cleared)
+        return (*cleared, *(PageWrite(row, entry, page) for (row, entry), page in self._written.items()))
+
+    def sent(self) -> None:
+        """The changes have reached the device, here and where others follow."""
+        self._cleared, self._written = [], {}
+
+    def apply(self, cleared: Tensor, written: Tensor) -> None:
+        """Bring the device's copy up to date: rows `cleared` `[n]`, then `written` `[3, m]` rows, entries, pages."""
+        self.device_pages.index_fill_(0, cleared, 0)
+        self.device_pages.index_put_((written[0], written[1]), written[2].to(torch.int32))
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Pool slots, int64, of the tokens at `positions` of `rows`, which broadcast; past the end, the last ones."""
+        at = positions.clamp(max=self.device_pages.shape[1] * self.page_size - 1)
+        pages = self.device_pages[rows, at.div(self.page_size, rounding_mode="floor")]
+        return pages.to(torch.int64).mul_(self.page_size).add_(at.remainder(self.page_size))
+
+    def first_slots(self, rows: Tensor, count: int) -> Tensor:
+        """Pool slots `[R, count]` of the first `count` tokens of `rows` `[R]`."""
+        pages = self.device_pages[:, : -(-count // self.page_size)].index_select(0, rows).to(torch.int64)
+        offsets = torch.arange(self.page_size, device=pages.device)
+        return (pages[..., None] * self.page_size + offsets).view(rows.shape[0], -1)[:, :count]

@@ -1,0 +1,41 @@
+"""Whole numbers on their way to the device: gathered on the host by name, sent in one copy, read there by name."""
+
+import struct
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+class Staging:
+    """Lists of 64-bit integers that travel as one tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._words: list[int] = []
+        self._spans: dict[str, slice] = {}
+
+    def add(self, name: str, words: Iterable[int]) -> None:
+        """One more list."""
+        start = len(self._words)
+        self._words += words
+        self._spans[name] = slice(start, len(self._words))
+
+    def sent(self) -> Mapping[str, Tensor]:
+        """The lists as int64 tensors on the device, after one copy."""
+        words = torch.tensor(self._words, dtype=torch.int64)
+        if self._device.type == "cuda":
+            words = words.pin_memory().to(self._device, non_blocking=True)
+        return {name: words[span] for name, span in self._spans.items()}
+
+
+def bits_of(value: float) -> int:
+    """The bits of a float64 as a 64-bit integer; on the device, `view(torch.float64)` reads them."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def float_of(bits: int) -> float:
+    """The float64 with these bits."""
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value

@@ -1,0 +1,73 @@
+"""A trap for what a step on a GPU would stop for: values that the host asks for, tensors that it sends."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cluster
+
+ROOT = Path(cluster.__file__).parent
+ASKS = {
+    "aten::_local_scalar_dense": "a value",
+    "aten::nonzero": "a count",
+    "aten::bincount": "the largest value",
+    "aten::masked_select": "a count",
+    "aten::equal": "a value",
+    "aten::is_nonzero": "a value",
+    "aten::_unique2": "a count",
+    "aten::unique_consecutive": "a count",
+}
+
+
+class Trap(TorchDispatchMode):
+    """Counts, by place in `cluster/`, every operator that on a GPU would wait for the device or copy to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = function._schema.name, kwargs or {}
+        if name in ASKS or _by_mask(name, args) or _of_unknown_size(name, args, kwargs):
+            self.asked[_place()] += 1
+        elif name == "aten::lift_fresh":  # torch.tensor of Python numbers
+            self.sent[_place()] += 1
+        return function(*args, **kwargs)
+
+
+def _by_mask(name: str, args: Any) -> bool:
+    """Indexing by booleans: how many rows come out is known to the device alone."""
+    return name == "aten::index" and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
+
+
+def _of_unknown_size(name: str, args: Any, kwargs: Any) -> bool:
+    if name != "aten::repeat_interleave" or kwargs.get("output_size") is not None:
+        return False
+    return any(isinstance(arg, Tensor) for arg in args[1:] or args)
+
+
+def _place() -> str:
+    """The innermost function of `cluster/` on the stack, as `module.function`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            return f"{module}.{frame.f_code.co_name}"
+        assert frame.f_back is not None, "called by the product"
+        frame = frame.f_back
+    raise AssertionError
+
+
+def trapped(run: Callable[[], object]) -> Trap:
+    """What happens while `run` runs."""
+    with Trap() as trap:
+        run()
+    return trap
