@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import isfinite
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
@@ -19,7 +18,7 @@ from cluster.kv.cache import KVCache
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, Seeds, TokenLogprob
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.step import StepOutput
+from cluster.spec.result import Decided
 from cluster.status import EngineStatus, RankInfo
 from cluster.text import TextTokenizer
 
@@ -178,17 +177,15 @@ class Engine(Rank):
         """Assert that every page has exactly one owner."""
         self._p.cache.check()
 
-    def _commit(self, schedule: Schedule, given: StepOutput, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
+    def _commit(self, schedule: Schedule, given: Decided, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
         """Commit what the step gave; returns its outputs, and the accept length of each verified tree."""
-        width, nodes = given.tokens.shape[1], shape.num_draft_tokens - 1
-        tokens, first = given.tokens.tolist(), given.first.tolist()
-        accepted, scores = given.accept_len.tolist(), given.scores.tolist()
+        width, nodes = shape.num_steps + 1, shape.num_draft_tokens - 1
         outputs, lens = [], []
         for i, sequence in enumerate(schedule.decodes):
-            count = accepted[i]
-            sound = next((j for j in range(count) if not isfinite(scores[i][j])), count)
+            count = given.accept_len[i]
+            sound = min(count, given.finite[i])
             sequence.accepted_run(count)
-            output = self._extend(sequence, tokens[i][:sound], given, i * width)
+            output = self._extend(sequence, given.tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)
                 lens.append(len(output.token_ids))
@@ -198,22 +195,22 @@ class Engine(Rank):
             sequence, run = chunk.sequence, []
             sequence.prefilled(chunk.stop, chunk.final)
             if chunk.final:
-                run = [first[finals]] if whole else []
+                run = [given.first[finals]] if whole else []
                 finals += 1
             if chunk.final or not whole:
-                output = self._extend(sequence, run, given, len(tokens) * width + finals - 1)
+                output = self._extend(sequence, run, given, len(given.tokens) * width + finals - 1)
                 outputs += self._settled(sequence, output, whole)
         return outputs, lens
 
     @staticmethod
-    def _sound_chunks(schedule: Schedule, given: StepOutput) -> list[bool]:
+    def _sound_chunks(schedule: Schedule, given: Decided) -> list[bool]:
         """Whether all rows of each chunk are finite; the rows of idle chunks, which come first, are skipped."""
-        rows = given.sound.tolist()
+        rows = given.sound
         idle = len(rows) - schedule.prompt_rows
         ends = list(accumulate((chunk.stop - chunk.start for chunk in schedule.chunks), initial=idle))
         return [all(rows[start:end]) for start, end in pairwise(ends)]
 
-    def _extend(self, sequence: Sequence, run: list[int], given: StepOutput, row: int) -> RequestOutput:
+    def _extend(self, sequence: Sequence, run: list[int], given: Decided, row: int) -> RequestOutput:
         """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
@@ -282,7 +279,7 @@ class Engine(Rank):
         )
 
 
-def _logprobs(given: StepOutput, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
+def _logprobs(given: Decided, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
     assert given.logprobs is not None
     lines = slice(row, row + len(kept))
     all_ids, all_values = given.logprobs.ids[lines, :top].tolist(), given.logprobs.values[lines, :top].tolist()

@@ -17,7 +17,8 @@ from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine.assembler import Assembler
 from cluster.mesh import GangError, Mesh
-from cluster.spec.step import Step, StepOutput
+from cluster.spec.result import Decided
+from cluster.spec.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class GangStep:
 
     plan: StepPlan
     shape: TreeShape
-    output: StepOutput | None
+    output: Decided | None
     waited: float
     agreed: float
 
@@ -91,20 +92,20 @@ class Lockstep:
             raise self.mesh.explain(error) from error
         return GangStep(plan, shape, output, self.mesh.world.clock.take(), agreed)
 
-    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> StepOutput:
+    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> Decided:
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
         real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
-        output = self.step.run(self.assembler.batch(order), shape)
+        output = self.step.run(self.assembler.batch(order), shape).read()
         if mesh.attn.size > 1:  # the next header carries these: ranks with other orders or tokens have diverged
             self.coordinator.decided(checksum(order), _results(output, real))
         return output
 
 
-def _results(output: StepOutput, real: int) -> int:
+def _results(output: Decided, real: int) -> int:
     """A checksum of what a step decided for the first `real` decoding requests, idle ones left out, and for prompts."""
-    decided = (output.tokens[:real], output.accept_len[:real], output.first)
-    return zlib.crc32(array("q", [number for each in decided for number in each.flatten().tolist()]))
+    numbers = [number for row in output.tokens[:real] for number in row]
+    return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first]))

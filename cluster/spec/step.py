@@ -5,7 +5,6 @@ carried --draft--> tree --target--> logits, hidden --accept--> path --compact, e
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from cluster.attention.plan import bias_of, window_group
 from cluster.batch import AttentionPlan, Batch, PromptRows, SamplingBatch
 from cluster.config import TreeShape
-from cluster.forward.choose import Logprobs, choose, logprobs
+from cluster.forward.choose import choose, logprobs
 from cluster.forward.noise import noise_keys
 from cluster.forward.runner import TargetRunner
 from cluster.kv.pool import SlotMemory
@@ -21,26 +20,9 @@ from cluster.spec.compact import compact
 from cluster.spec.draft import Draft
 from cluster.spec.extend import shifted
 from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.result import StepOutput
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import accept
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
-    prompts; `logprobs` are the target's for those `R * (S + 1) + F`, when the batch asked; seconds by phase.
-
-    `scores` `[R, S + 1]` are those of `tokens`, not finite where the logits were not. `sound` `[c]` says whether a
-    prompt row's hidden and, after a finished prompt, the score of `first` are finite.
-    """
-
-    tokens: Tensor
-    accept_len: Tensor
-    first: Tensor
-    scores: Tensor
-    sound: Tensor
-    logprobs: Logprobs | None
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Step:
@@ -80,6 +62,7 @@ class Step:
         chosen, won = choose(logits[: r * n].view(r, n, self._vocab), decode, node_keys, which)
         first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, final_keys)
         accepted = accept(tree, chosen, first, s)
+        won = won.gather(1, accepted.path)
         if shape.topk > 1:
             compact(self._target.pool, batch.reach.window, accepted.path)
         clock.append(time.perf_counter())
@@ -97,8 +80,7 @@ class Step:
             asked = logprobs(logits, rows, torch.cat([accepted.tokens.view(-1), first]))
         clock.append(time.perf_counter())
         seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
-        won = won.gather(1, accepted.path)
-        return StepOutput(accepted.tokens, accepted.accept_len, first, won, sound, asked, seconds)
+        return StepOutput.of(accepted, won, (first, sound), asked, seconds)
 
     @staticmethod
     def _prompts(

@@ -32,7 +32,7 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Proposals of all levels, `[R, C]` each; `parents` are candidate numbers, -1 for the root; `depths` is `[C]`, up to
+    """Proposals of all levels, `[R, C]` each; `parents` are candidate numbers, -1 for the root; `depths` `[C]` go up to
     `deepest`.
     """
 
