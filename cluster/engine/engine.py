@@ -13,7 +13,6 @@ from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.engine.rank import Rank, StepResult
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
-from cluster.forward.runner import Stopwatch
 from cluster.kv.cache import KVCache
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, Seeds, TokenLogprob
@@ -21,6 +20,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Decided
 from cluster.status import EngineStatus, RankInfo
 from cluster.text import TextTokenizer
+from cluster.timing import Spans
 
 NOT_FINITE = (
     "request {name} ended after {at} tokens: the model's numbers for it are not finite (NaN or infinite). Other "
@@ -39,7 +39,7 @@ class Parts:
     cache: KVCache
     scheduler: Scheduler
     lockstep: Lockstep
-    watch: Stopwatch
+    watch: Spans
     tokenizer: TextTokenizer | None
     metrics: EngineMetrics
     info: RankInfo

@@ -6,11 +6,12 @@ import torch
 
 from cluster.attention.bind import bind_attention
 from cluster.engine.models import RankModels
-from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
+from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.kv.budget import Capacity, kv_capacity, page_count
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.mesh import Mesh
+from cluster.timing import Spans, timer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class RankMemory:
     cache: KVCache
     target_runner: TargetRunner
     draft_runner_list: list[DraftRunner]
-    watch: Stopwatch
+    watch: Spans
 
 
 def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_length: int) -> RankMemory:
@@ -30,7 +31,7 @@ def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_lengt
     Raises:
         ConfigError: not even a short request would fit.
     """
-    resolved, watch = models.resolved, Stopwatch()
+    resolved, watch = models.resolved, Spans(timer_of(device))
     config, window, spec = resolved.config, resolved.shape.window, resolved.draft
     capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window)
     pages, longest = page_count(config, capacity, window), context_length + window

@@ -1,7 +1,6 @@
 """A model bound to its own pool and attention backend; a batch never carries a pool, so runners cannot mix them up."""
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from cluster.kv.pool import KVPool
 from cluster.models.draft import DraftModel
 from cluster.models.layer import Attend
 from cluster.models.target import DecoderTarget
+from cluster.timing import Spans
 
 
 class AttentionBackend(Attend, Protocol):
@@ -21,34 +21,15 @@ class AttentionBackend(Attend, Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Stopwatch:
-    """Seconds spent inside model forwards since the last `take`."""
-
-    seconds: float = 0.0
-    _started: float = field(default=0.0)
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._started
-
-    def take(self) -> float:
-        """The seconds so far; starts again from zero."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
 @dataclass(frozen=True, slots=True)
 class TargetRunner:
-    """The target with its pool; captures the aux hidden states that the draft asked for."""
+    """The target with its pool; captures the aux hidden states that the draft asked for. `watch` times the forwards."""
 
     model: DecoderTarget
     pool: KVPool
     attention: AttentionBackend
     boundaries: tuple[int, ...]
-    watch: Stopwatch
+    watch: Spans
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[Tensor]]:
         """Rows `[T]` -> post-norm hidden `[T, H]`, residual stream at each boundary `[T, H]`."""
@@ -69,7 +50,7 @@ class DraftRunner:
     model: DraftModel
     pool: KVPool
     attention: AttentionBackend
-    watch: Stopwatch
+    watch: Spans
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """`[T, A]` -> `[T, H]`."""

@@ -4,12 +4,28 @@ Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cluster.forward.choose import Logprobs
 from cluster.spec.verify import Accepted
+from cluster.timing import Timer
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """When the device came to the step's phases, and to its end."""
+
+    timer: Timer
+    moments: list[Any]
+
+    def seconds(self) -> dict[str, float]:
+        """What each took."""
+        spans = zip(("draft", "target", "extend"), pairwise(self.moments), strict=True)
+        return {name: self.timer.between(*span) for name, span in spans}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +55,7 @@ class StepOutput:
     width: int
     finals: int
     logprobs: Logprobs | None
-    seconds: dict[str, float]
+    phases: Phases
 
     @staticmethod
     def of(
@@ -47,14 +63,14 @@ class StepOutput:
         scores: Tensor,
         prompts: tuple[Tensor, Tensor],
         logprobs: Logprobs | None,
-        seconds: dict[str, float],
+        phases: Phases,
     ) -> "StepOutput":
         """`scores` `[R, S + 1]` are those of the accepted tokens; `prompts` are `first` `[F]` and `sound` `[c]`."""
         first, sound = prompts
         finite = scores.isfinite().to(torch.int64).cumprod(1).sum(1, keepdim=True)
         rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite], 1)
         packed = torch.cat([rows.view(-1), first, sound.to(torch.int64)])
-        return StepOutput(packed, rows.shape[0], accepted.tokens.shape[1], first.shape[0], logprobs, seconds)
+        return StepOutput(packed, rows.shape[0], accepted.tokens.shape[1], first.shape[0], logprobs, phases)
 
     def read(self) -> Decided:
         """Wait for the device, and copy."""
@@ -69,5 +85,5 @@ class StepOutput:
             first=prompts[: self.finals],
             sound=[bool(whole) for whole in prompts[self.finals :]],
             logprobs=self.logprobs,
-            seconds=self.seconds,
+            seconds=self.phases.seconds(),
         )

@@ -3,7 +3,6 @@
 carried --draft--> tree --target--> logits, hidden --accept--> path --compact, extend--> carried
 """
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,9 +19,10 @@ from cluster.spec.compact import compact
 from cluster.spec.draft import Draft
 from cluster.spec.extend import shifted
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.result import StepOutput
+from cluster.spec.result import Phases, StepOutput
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import accept
+from cluster.timing import timer_of
 
 
 class Step:
@@ -40,13 +40,13 @@ class Step:
         with each phase that begins.
         """
         self._target, self._draft, self.carried, self._slots, self._enter = target, draft, carried, slots, enter
-        self._vocab = target.model.arch.vocab_size
+        self._vocab, self._timer = target.model.arch.vocab_size, timer_of(carried.bonus.device)
 
     @torch.inference_mode()
     def run(self, batch: Batch, shape: TreeShape) -> StepOutput:
         """Commit at least one token for each of the R requests, and the first one for each finished prompt."""
         r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
-        clock = [time.perf_counter()]
+        moments = [self._timer.now()]
         decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
         self._enter("draft")
         if batch.copies.shape[1]:
@@ -54,7 +54,7 @@ class Step:
                 memory.move_kv_cache(*batch.copies)
         keys, final_keys = self._keys(batch, s)
         tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), keys, shape)
-        clock.append(time.perf_counter())
+        moments.append(self._timer.now())
 
         self._enter("target")
         hidden, aux, logits = self._forward(batch, tree)
@@ -65,7 +65,7 @@ class Step:
         won = won.gather(1, accepted.path)
         if shape.topk > 1:
             compact(self._target.pool, batch.reach.window, accepted.path)
-        clock.append(time.perf_counter())
+        moments.append(self._timer.now())
 
         self._enter("extend")
         next_keys = None
@@ -78,9 +78,8 @@ class Step:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
             rows = torch.cat([nodes.view(-1), torch.arange(r * n, logits.shape[0], device=chosen.device)])
             asked = logprobs(logits, rows, torch.cat([accepted.tokens.view(-1), first]))
-        clock.append(time.perf_counter())
-        seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
-        return StepOutput.of(accepted, won, (first, sound), asked, seconds)
+        moments.append(self._timer.now())
+        return StepOutput.of(accepted, won, (first, sound), asked, Phases(self._timer, moments))
 
     @staticmethod
     def _prompts(
