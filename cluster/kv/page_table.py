@@ -62,4 +62,4 @@ class PageTable:
         """Pool slots `[R, count]` of the first `count` tokens of `rows` `[R]`."""
         pages = self.device_pages[:, : -(-count // self.page_size)].index_select(0, rows).to(torch.int64)
         offsets = torch.arange(self.page_size, device=pages.device)
-        return (pages[..., None] * self.page_size + offsets).view(rows.shape[0], -1)[:, :count]
+        return (pages[..., None] * self.page_size + offsets).flatten(1)[:, :count]

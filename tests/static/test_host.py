@@ -1,28 +1,61 @@
-"""What a step asks the host for and is sent by it. The lists may only become shorter."""
+"""A step is sent one tensor, gives back one, and on a GPU asks the host for nothing in between."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from cluster.engine import build_engine
 from cluster.request import Request
 from tests.parity.harness import SAMPLING, config_of, tiny_pair
-from tests.static.trap import Trap
+from tests.static.trap import Trap, reads
 
-ASKED: set[str] = set()
-SENT: set[str] = set()
+ON_A_CPU = {"attention.torch_backend.run_of"}  # looks whether slots are consecutive; a GPU never asks
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("topk", [1, 2])
-def test_nothing_else_asks_the_host_or_is_sent_by_it(topk: int, sampling: str) -> None:
+def test_one_copy_in_and_one_out(topk: int, sampling: str) -> None:
+    """Prompts in chunks that share pages, trees, ends of requests: admission to release."""
     target, draft = tiny_pair()
     engine = build_engine(config_of(target, draft, topk=topk))
     for i in range(5):
         engine.submit(Request(f"r{i}", tuple(1 + n % 20 for n in range(3 + 7 * i)), SAMPLING[sampling]))
-    asked, sent, steps = Counter[str](), Counter[str](), 0
-    while engine.has_work and steps < 30:
-        with Trap() as trap:
+    asked, sent, back, steps = Counter[str](), Counter[str](), Counter[str](), 0
+    while engine.has_work:
+        with Trap() as trap, reads() as read:
             engine.step()
-        asked, sent, steps = asked + trap.asked, sent + trap.sent, steps + 1
-    assert set(asked) <= ASKED and set(sent) <= SENT, f"asked {asked}, sent {sent} in {steps} steps"
+        asked, sent, back, steps = asked + trap.asked, sent + trap.sent, back + read, steps + 1
+    assert set(asked) <= ON_A_CPU
+    assert sent == {"staging.sent": steps}
+    assert back == {"spec.result.read": steps}
+    assert steps > 5
+
+
+ROWS, SIZES = torch.arange(4), torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("ask", "asks"),
+    [
+        (lambda: int(ROWS[1]), True),
+        (lambda: bool(ROWS[1] == 1), True),
+        (lambda: ROWS[ROWS > 1], True),
+        (lambda: ROWS.nonzero(), True),
+        (lambda: ROWS.bincount(), True),
+        (lambda: SIZES.repeat_interleave(SIZES), True),
+        (lambda: SIZES.repeat_interleave(SIZES, output_size=3), False),
+        (lambda: ROWS.masked_fill(ROWS > 1, 0), False),
+    ],
+)
+def test_the_trap_sees_who_asks(ask: Callable[[], object], asks: bool) -> None:
+    with Trap() as trap:
+        ask()
+    assert bool(trap.asked) == asks
+
+
+def test_the_trap_sees_what_is_sent_and_read() -> None:
+    with Trap() as trap, reads() as read:
+        torch.tensor([1, 2]).tolist()
+    assert trap.sent and read
