@@ -28,6 +28,8 @@ GROUND = (
     "metrics",
     "logs",
     "text",
+    "staging",
+    "timing",
 )
 LAYERS = (
     "ground",

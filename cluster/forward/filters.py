@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.batch import SamplingBatch
 from cluster.forward.blocks import blocks
 
-DIGIT = 11  # bits of one histogram
+DIGIT = 11  # bits of one histogram at most; fewer for a small vocabulary, which fewer bins serve better
 MASS = 1 << 40  # mass of the likeliest token; 2**22 tokens as likely still fit in 63 bits
 WORDS = 4  # numbers that a threshold needs on the way, for each logit
 INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -34,16 +34,17 @@ def least(floats: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
     """
     width = 8 * floats.itemsize
     numbers = ordered(floats).to(torch.int64)
-    bins = torch.zeros(floats.shape[0], (1 << DIGIT) + 1, dtype=torch.int64, device=floats.device)
+    digit_bits = max(4, min(DIGIT, floats.shape[1].bit_length()))
+    bins = torch.zeros(floats.shape[0], (1 << digit_bits) + 1, dtype=torch.int64, device=floats.device)
     found, above = torch.zeros_like(needed), torch.zeros_like(needed)
-    for high in range(width, 0, -DIGIT):
-        low = max(0, high - DIGIT)
+    for high in range(width, 0, -digit_bits):
+        low = max(0, high - digit_bits)
         last = (1 << (high - low)) - 1
         digits = (numbers >> low) & last
         if high == width:
             digits ^= (last + 1) >> 1  # the sign bit: negative numbers are below all others
         else:
-            digits = digits.masked_fill_(numbers >> high != found, 1 << DIGIT)
+            digits = digits.masked_fill_(numbers >> high != found, 1 << digit_bits)
         filled = bins.zero_().scatter_add_(1, digits, weights)[:, : last + 1]
         beyond = above + filled.flip(1).cumsum(1).flip(1)
         digit = ((beyond >= needed).sum(1, keepdim=True) - 1).clamp_(min=0)

@@ -105,6 +105,7 @@ def batch_of(decodes: int, prompt_rows: int) -> Batch:
         reach=Reach(none, torch.zeros(decodes, 1, 0), none),
         sampling=SamplingBatch(each, each, each, each, each, rows, noisy=False, filtered=False),
         prompt=PromptRows(prompt, prompt + 1, prompt, prompt, (), prompt[prompt_rows - finals :], prompt[:finals]),
+        copies=torch.zeros(2, 0, dtype=torch.int64),
         logprobs=False,
     )
 
