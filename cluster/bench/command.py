@@ -32,7 +32,7 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "lockstep": lockstep,  # what lockstep costs data-parallel ranks
 }
 OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
-    "strain": strain  # steps that take seconds, on a busy machine, and a rank that is stopped
+    "strain": strain,  # steps that take seconds, on a busy machine, and a rank that is stopped
 }
 WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo pair on loopback, or need none
     "faults": faults,  # what clients see when processes die

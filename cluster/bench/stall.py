@@ -51,8 +51,7 @@ class First(NamedTuple):
     cpu: float
 
 
-Stalls = dict[str, Stall]
-"""The stalls of one repeat, by the name of the case."""
+Stalls = dict[str, Stall]  # the stalls of one repeat, by the name of the case
 
 
 def stall_of(lives: Sequence[Life], alone: First) -> Stall:

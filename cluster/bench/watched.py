@@ -22,8 +22,7 @@ from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
 
-WIDTH = 4
-"""How many of the best tokens are recorded, for the top-4 figures."""
+WIDTH = 4  # how many of the best tokens are recorded, for the top-4 figures
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-GROUP = 32
-"""Values that share one scale in MXFP4 (OCP Microscaling Formats 1.0)."""
+GROUP = 32  # values that share one scale in MXFP4 (OCP Microscaling Formats 1.0)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 

@@ -13,8 +13,7 @@ from cluster.forward.noise import at_least_float32
 DECAY = 1e-3
 """Every level costs a candidate this much log-probability, so that scores fall strictly along a path: a candidate among
 the best N - 1 has its parent among them, even with ties."""
-FLOOR = -30.0
-"""Log-probabilities are clamped here, which keeps DECAY above float32 rounding at any depth up to 16."""
+FLOOR = -30.0  # log-probabilities are clamped here, which keeps DECAY above float32 rounding at any depth up to 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from cluster.tools.summary import ASSUMED_DEVICE, Report, described, features_of
 
 META = torch.device("meta")
 NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map")
-Settings = tuple[dict[str, Any] | None, str | None]
-"""`speculative_draft_overrides` and `speculative_token_map`."""
+Settings = tuple[dict[str, Any] | None, str | None]  # `speculative_draft_overrides` and `speculative_token_map`
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ class Acceptance:
 
     accept_len: float
     by_depth: tuple[float, ...]
-    top4_by_depth: tuple[float, ...]
-    """Share of reached depths at which the text's token is among the draft's best four."""
+    top4_by_depth: tuple[float, ...]  # share of reached depths at which the text's token is among the draft's best four
 
     def __str__(self) -> str:
         depths = " ".join(f"{share:.2f}" for share in self.by_depth)

@@ -23,8 +23,7 @@ class CardFacts:
     heldout_bytes: int
     heldout_files: int
     train_files: int
-    parameters: tuple[int, int]
-    """Of the target and of the draft."""
+    parameters: tuple[int, int]  # of the target and of the draft
 
 
 def _acceptance_table(report: DraftReport) -> str:

@@ -20,8 +20,7 @@ from cluster.train.target import TargetRecipe, TargetReport, load_target, save_t
 from cluster.train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, save_tokenizer, train_tokenizer
 
 STAGES = ("tokenizer", "target", "draft", "all", "mtp")
-SIZE_LIMIT = 20_000_000
-"""Bytes of both models together: they live in the repository."""
+SIZE_LIMIT = 20_000_000  # bytes of both models together: they live in the repository
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class Plan:
     draft: DraftRecipe
     mtp: MtpRecipe
     prompts: int
-    files: int | None
-    """How many train files to read; None reads all."""
+    files: int | None  # how many train files to read; None reads all
 
 
 def quick_plan(out: Path, work: Path, layers: int) -> Plan:

@@ -14,11 +14,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-HELDOUT_PER_MILLE = 60
-"""Files held out, of every thousand."""
+HELDOUT_PER_MILLE = 60  # files held out, of every thousand
 
-TESTS_PER_MILLE = 150
-"""Test files trained on, of every thousand: the library's tests are longer than the library."""
+TESTS_PER_MILLE = 150  # test files trained on, of every thousand: the library's tests are longer than the library
 
 _LEFT_OUT_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})

@@ -21,8 +21,7 @@ class DraftRecipe:
     """Shape of the draft, its text and how it is trained."""
 
     shape: DraftShape = field(default_factory=DraftShape)
-    steps: int = 5
-    """Unrolled steps of the training-time test."""
+    steps: int = 5  # unrolled steps of the training-time test
     step_decay: float = 0.8
     overlap_sharpness: float = 3.0
     """The larger, the sooner the loss turns from cross entropy to the accepted share itself."""
@@ -31,8 +30,7 @@ class DraftRecipe:
     samples: int = 1280
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
     sample_batch: int = 128
-    length: int = 512
-    """Real text is read in windows this long; samples are prompt_length + sample_length long."""
+    length: int = 512  # real text is read in windows this long; samples are prompt_length + sample_length long
     tokens_per_step: int = 2048
     matrix_lr: float = 0.015
     other_lr: float = 0.002

@@ -66,8 +66,7 @@ class MtpShape:
     """The layers' shape and number; their indices follow those of the target's own layers."""
 
     layer: DraftShape
-    count: int
-    """One per level, or 1 for all levels."""
+    count: int  # one per level, or 1 for all levels
     first_index: int
 
 

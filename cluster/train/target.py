@@ -24,11 +24,9 @@ class TargetRecipe:
     kv_heads: int = 2
     head_dim: int = 64
     intermediate_size: int = 704
-    length: int = 512
-    """Every fourth step reads windows this long, the others windows half as long, which cost less."""
+    length: int = 512  # every fourth step reads windows this long, the others windows half as long, which cost less
     tokens_per_step: int = 4096
-    repeat_steps: int = 380
-    """Up to this step a quarter of the rows are `with_repeats`."""
+    repeat_steps: int = 380  # up to this step a quarter of the rows are `with_repeats`
     matrix_lr: float = 0.02
     other_lr: float = 0.004
     seed: int = 0

@@ -10,8 +10,7 @@ import yaml
 from cluster.api.settings import DEPLOYMENT_OPTIONS, AppSettings, LLMConfig, read_yaml, resolve_path
 from cluster.config import ALIASES, SPECULATIVE_CONFIG, ConfigError, EngineConfig, nearest, spelled
 
-Override = str | tuple[str, Any]
-"""`key=value`, the value read as YAML, or a key with its value."""
+Override = str | tuple[str, Any]  # `key=value`, the value read as YAML, or a key with its value
 
 MODEL_KEYS = {"model": "model_source", "model_path": "model_source", "tokenizer": "tokenizer_source"} | {
     name: name for name in ("model_id", "model_source", "tokenizer_source")
@@ -20,8 +19,7 @@ HTTP_KEYS = {"http_host": "host", "http_port": "port"}
 FILE_KEYS = ("proxy_location", "http_options", "logging_config")
 APP_KEYS = tuple(name for name in AppSettings.model_fields if name != "llm_configs")
 OWN_KEYS = ("allow_unauthenticated", "accelerator_type")
-SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")
-"""Set to null, either turns speculation off."""
+SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")  # set to null, either turns speculation off
 
 
 def lay_over(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:

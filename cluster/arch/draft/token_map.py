@@ -12,8 +12,7 @@ from cluster.config import ConfigError
 
 SETTING = "speculative_token_map"
 WIDTHS = {"I64": "q", "I32": "i"}
-LARGEST = 64 << 20
-"""Bytes: far beyond any vocabulary."""
+LARGEST = 64 << 20  # bytes: far beyond any vocabulary
 
 
 def read_token_map(file: str, vocab_size: int) -> tuple[int, ...]:

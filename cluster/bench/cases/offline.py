@@ -33,8 +33,7 @@ GOAL_SPEEDUP = {1: 1.6, 8: 1.2}
 GOAL_TRANSFORMERS = {1: 3.0, 8: 2.0}
 GOAL_OUTSIDE = 0.15
 
-Work = Callable[[Texts], Run]
-"""Runs prompts at the same time."""
+Work = Callable[[Texts], Run]  # runs prompts at the same time
 
 
 @dataclass(frozen=True, slots=True)
