@@ -50,14 +50,16 @@ class PageCopy(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What a rank is to run in one step: `decodes` are (table row, committed tokens), `chunks` in order of length.
+    """What a rank is to run in one step: `decodes` are (table row, most tokens committed), `chunks` in order of length.
 
-    Before the step, `samplings` and `writes` are applied to the tables, then `copies` to the pools. `noisy` and
-    `filtered` are those of `SamplingBatch`, `logprobs` that of `Batch`.
+    How many tokens of a row are committed is the device's to know; the host knows a bound. Before the step, `lens`
+    (table row, tokens committed), `samplings` and `writes` are applied to the tables, then `copies` to the pools.
+    `noisy` and `filtered` are those of `SamplingBatch`, `logprobs` that of `Batch`.
     """
 
     decodes: tuple[tuple[int, int], ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
+    lens: tuple[tuple[int, int], ...] = ()
     samplings: tuple[Sampling, ...] = ()
     writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()

@@ -19,6 +19,9 @@ def pack(order: Order) -> list[int]:
     words = [int(order.noisy), int(order.filtered), int(order.logprobs), len(order.decodes)]
     for pair in order.decodes:
         words += pair
+    words.append(len(order.lens))
+    for pair in order.lens:
+        words += pair
     words.append(len(order.chunks))
     for chunk in order.chunks:
         words += (chunk.row, chunk.start, chunk.stop, int(chunk.final), *chunk.tokens)
@@ -43,6 +46,7 @@ def unpack(words: list[int]) -> Order:
         filtered=filtered,
         logprobs=logprobs,
         decodes=tuple((next(w), next(w)) for _ in range(next(w))),
+        lens=tuple((next(w), next(w)) for _ in range(next(w))),
         chunks=tuple(_chunk(w) for _ in range(next(w))),
         samplings=tuple(
             Sampling(next(w), float_of(next(w)), next(w), float_of(next(w)), float_of(next(w)), next(w))

@@ -30,9 +30,9 @@ class Assembler:
     def batch(self, order: Order) -> Batch:
         """The batch of this step, after the order's changes to the tables."""
         staging, decodes = Staging(self._device), len(order.decodes)
-        committed = [count for _, count in order.decodes]
         staging.add("rows", [row for row, _ in order.decodes] + [chunk.row for chunk in order.chunks if chunk.final])
-        staging.add("seq_lens", committed)
+        staging.add("set", (row for row, _ in order.lens))
+        staging.add("lens", (count for _, count in order.lens))
         staging.add("copies", cells_of(order.copies, self._table.page_size))
         _stage_writes(order.writes, staging)
         self._sampling.stage(order.samplings, staging)
@@ -42,7 +42,10 @@ class Assembler:
             self._table.apply(sent["cleared"], sent["written"].view(3, -1))
         if order.samplings:
             self._sampling.put(sent)
-        rows, seq_lens, longest = sent["rows"], sent["seq_lens"], max(committed, default=0)
+        if order.lens:
+            self._table.commit(sent["set"], sent["lens"])
+        rows, longest = sent["rows"], max((most for _, most in order.decodes), default=0)
+        seq_lens = self._table.lens.index_select(0, rows[:decodes])
         return Batch(
             decodes=decodes,
             rows=rows,

@@ -175,7 +175,7 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         assembler=Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, dtype),
-        step=Step(memory.target_runner, draft, carried, slots, mesh.enter),
+        step=Step(memory.target_runner, draft, carried, memory.cache.table, slots, mesh.enter),
         shapes=shapes,
         debug=config.debug_lockstep,
     )

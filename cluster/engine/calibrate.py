@@ -89,7 +89,8 @@ class _Trial:
         order, deepest = Order(), len(self.lockstep.shapes) - 1
         if self.lease is not None:
             order, self._first = self._first, Order()
-            order = order._replace(decodes=((self.lease.row, load.committed),) * load.decodes)
+            at = (self.lease.row, load.committed)
+            order = order._replace(decodes=(at,) * load.decodes, lens=(at,))
             if load.rows and (load.crowd or self.lockstep.mesh.dp_rank == 0):
                 stop = load.start + load.rows
                 chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])

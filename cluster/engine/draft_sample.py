@@ -37,7 +37,7 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
     assert lease is not None, "an empty cache holds a request"
     chunk = PromptChunk(lease.row, 0, len(tokens), True, tokens)
     greedy = Sampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
-    lockstep.run(Order((), (chunk,), (greedy,), cache.table.unsent), 1, deepest)
+    lockstep.run(Order(chunks=(chunk,), samplings=(greedy,), writes=cache.table.unsent), 1, deepest)
     cache.table.sent()
     cache.close(lease, tokens, 0)
     row = torch.tensor([lease.row], device=lockstep.step.carried.bonus.device)

@@ -1,7 +1,8 @@
 """The page table: for each running request the pages of its tokens, in order.
 
 The host's copy is as things are now. The device's is as of the last step, and lies where the device can read it without
-asking the host; what has changed since travels with the next order, so leaders and followers keep it alike.
+asking the host; what has changed since travels with the next order, so leaders and followers keep it alike. How many
+tokens of a request are committed is decided on the device, and the host learns of it later.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from cluster.batch import PageWrite
 
 
 class PageTable:
-    """`[rows + 1, pages]` int32, 0 (the sink page) where nothing is held; the last row is that of idle requests."""
+    """Pages `[rows + 1, pages]` int32, 0 (the sink page) where nothing is held, and committed tokens `lens`
+    `[rows + 1]` int64; the last row is that of idle requests.
+    """
 
     def __init__(self, rows: int, length: int, page_size: int, device: torch.device) -> None:
         """`length` is the longest sequence plus the window, in tokens; it is rounded up to whole pages."""
@@ -22,6 +25,7 @@ class PageTable:
         shape = (rows + 1, -(-length // page_size))
         self.held = np.zeros(shape, dtype=np.int32)
         self.device_pages = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.lens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._cleared: list[int] = []
         self._written: dict[tuple[int, int], int] = {}
 
@@ -51,6 +55,11 @@ class PageTable:
         """Bring the device's copy up to date: rows `cleared` `[n]`, then `written` `[3, m]` rows, entries, pages."""
         self.device_pages.index_fill_(0, cleared, 0)
         self.device_pages.index_put_((written[0], written[1]), written[2].to(torch.int32))
+
+    def commit(self, rows: Tensor, lens: Tensor) -> None:
+        """The first `lens` `[B]` tokens of `rows` `[B]` are committed; idle requests have none, whatever they did."""
+        self.lens.index_copy_(0, rows, lens)
+        self.lens[-1:].zero_()
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Pool slots, int64, of the tokens at `positions` of `rows`, which broadcast; past the end, the last ones."""

@@ -14,6 +14,7 @@ from cluster.config import TreeShape
 from cluster.forward.choose import choose, logprobs
 from cluster.forward.noise import noise_keys
 from cluster.forward.runner import TargetRunner
+from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft
@@ -33,13 +34,15 @@ class Step:
         target: TargetRunner,
         draft: Draft,
         carried: EagleDraftInput,
+        table: PageTable,
         slots: Sequence[SlotMemory],
         enter: Callable[[str], None],
     ) -> None:
         """`carried` holds the carriers of every request row, `slots` is all memory that has slots; `enter` is called
         with each phase that begins.
         """
-        self._target, self._draft, self.carried, self._slots, self._enter = target, draft, carried, slots, enter
+        self._target, self._draft, self.carried, self._table = target, draft, carried, table
+        self._slots, self._enter = slots, enter
         self._vocab, self._timer = target.model.arch.vocab_size, timer_of(carried.bonus.device)
 
     @torch.inference_mode()
@@ -73,6 +76,7 @@ class Step:
             next_keys = torch.cat([keys.gather(1, accepted.accept_len[:, None]), final_keys[:, 1:]])
         carried = self._draft.extend(batch, accepted, aux or [hidden], next_keys, shape)
         self.carried.put(batch.rows, carried)
+        self._table.commit(batch.rows, torch.cat([batch.seq_lens + accepted.accept_len, batch.prompt.final_lens]))
         asked = None
         if batch.logprobs:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
