@@ -43,6 +43,6 @@ class Clock:
         """Note that a part of a layer is reached."""
         self.parts += 1
 
-    def take(self) -> float:
-        """The seconds spent in collectives since the last call; the device must have done all of them."""
-        return self._waits.take()
+    def split(self) -> Spans:
+        """The spans spent in collectives since the last call, to be taken when the device has done all of them."""
+        return self._waits.split()

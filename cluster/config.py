@@ -160,6 +160,10 @@ class EngineConfig(Settings):
     attn_dp_size: int = Field(default=1, ge=1)
     vocab_parallel: Literal["attention", "world"] = "attention"
     dp_padding: Literal["auto", "padded", "exact"] = "auto"
+    overlap: bool = Field(
+        default=True,
+        description="begin a step before the results of the one before are read, on devices that run behind the host",
+    )
     debug_lockstep: bool = False
     random_seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")

@@ -63,6 +63,7 @@ class RankInfo:
     context_length: int
     vocab_size: int
     attention_backend: str
+    steps_ahead: int
     num_threads: int
     speculative_num_steps: int
     speculative_eagle_topk: int

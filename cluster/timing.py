@@ -76,6 +76,11 @@ class Spans:
         """A span that began at a moment of `timer` and ends now."""
         self._spans.append((timer, started, timer.now()))
 
+    def split(self) -> "Spans":
+        """The spans so far, as another object; starts again from none."""
+        spans, self._spans = Spans(self.timer, self._spans), []
+        return spans
+
     def take(self) -> float:
         """The seconds of all spans so far; starts again from none."""
         spans, self._spans = self._spans, []

@@ -13,7 +13,7 @@ from cluster.mesh import Mesh, OutOfStepError
 
 
 class Coordinator:
-    """Keeps one rank in step with its gang. A header also has checksums of the rank's last order and its results."""
+    """Keeps one rank in step with its gang. A header also has checksums of the rank's last order and results."""
 
     def __init__(
         self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None
@@ -67,9 +67,13 @@ class Coordinator:
         shape = self._shapes[self._plan.num_steps]
         return script(self._plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
 
-    def decided(self, order: int, results: int) -> None:
-        """Note the checksums of the order that this rank's group ran and of its results, for the next header."""
-        self._order, self._results = order, results
+    def ordered(self, order: int) -> None:
+        """Note the checksum of the order that this rank's group runs, for the next header."""
+        self._order = order
+
+    def decided(self, results: int) -> None:
+        """Note the checksum of what a step decided for this rank's group, for the next header."""
+        self._results = results
 
     def taken(self) -> None:
         """The step agreed on is over."""

@@ -18,7 +18,7 @@ class Facts(NamedTuple):
 
     Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` counts the
     collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts; within a
-    group `order` and `results` must be the same too, checksums of the last order and of the tokens that came of it.
+    group `order` and `results` must be the same too, checksums of the last order and the last results read.
     Sizes: `decodes` requests decode, `prompt_rows` prompt rows are in the step, `finals` prompts finish, `order_words`
     is the length of the order for the group's followers, `num_steps` the deepest tree that the rank votes for,
     `requests` counts its waiting and running ones, `leaving` asks to end the gang, `decode_us` is the predicted time of
@@ -64,6 +64,11 @@ class StepPlan(NamedTuple):
     quiet: bool
     leaving: bool
     decode_us: tuple[int, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether no group has a row: nothing is run, whoever has requests waits for results of steps under way."""
+        return not (any(self.decodes) or any(self.prompt_rows))
 
     @property
     def digest(self) -> int:
@@ -154,7 +159,7 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
 
     A rank that is about to make another call is out of step; `Exchange` raises before that can reach its peers.
     """
-    if plan.quiet or plan.leaving:
+    if plan.empty or plan.leaving:
         return []
     r, c = plan.planned_decodes, plan.planned_prompt_rows
     levels = tuple(n * shape.topk for n in r)

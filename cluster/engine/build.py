@@ -122,7 +122,8 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepa
     _same_everywhere(resolved, mesh)
     _threads(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
-    models = load_models(resolved, mesh, device, context_length + resolved.shape.num_steps + 2)
+    deepest = context_length + 2 * resolved.shape.num_steps + 3  # a step that began before its request's end was known
+    models = load_models(resolved, mesh, device, deepest)
     return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
 
 
@@ -177,8 +178,14 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
         assembler=Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, dtype),
         step=Step(memory.target_runner, draft, carried, memory.cache.table, slots, mesh.enter),
         shapes=shapes,
+        lag=_lag(config, device),
         debug=config.debug_lockstep,
     )
+
+
+def _lag(config: EngineConfig, device: torch.device) -> int:
+    """Steps that the host is ahead; a CPU has ended a step when the host comes back from it."""
+    return int(config.overlap and device.type == "cuda")
 
 
 def _check_sample(prepared: Prepared, lockstep: Lockstep) -> None:
@@ -257,6 +264,7 @@ def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
         context_length=prepared.context_length,
         vocab_size=resolved.target.vocab_size,
         attention_backend="torch",
+        steps_ahead=_lag(config, prepared.device),
         num_threads=torch.get_num_threads(),
         speculative_num_steps=shape.num_steps,
         speculative_eagle_topk=shape.topk,

@@ -17,27 +17,36 @@ from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine.assembler import Assembler
 from cluster.mesh import GangError, Mesh
-from cluster.spec.result import Decided
+from cluster.spec.result import Decided, StepOutput
 from cluster.spec.step import Step
+from cluster.timing import Spans
 
 
 @dataclass(frozen=True, slots=True)
 class GangStep:
-    """A step that this rank took with its gang. `output` is None if no rank had work, or if the gang ends with it.
+    """A step that this rank has begun with its gang. `output` is None if no rank had rows, or if the gang ends with it.
 
-    `shape` is the tree of the step's tier; `waited` are seconds spent in collectives, `agreed` those of the agreement.
+    `shape` is the tree of the step's tier, `real` the number of requests that decode, idle ones left out; `waits` are
+    the spans spent in collectives, `agreed` the seconds of the agreement.
     """
 
     plan: StepPlan
     shape: TreeShape
-    output: Decided | None
-    waited: float
+    output: StepOutput | None
+    real: int
+    waits: Spans
     agreed: float
 
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the gang's steps; `shapes` are the trees by tier."""
+    """One rank's side of the gang's steps; `shapes` are the trees by tier.
+
+    `lag` is how many steps the host is ahead of a device that runs behind it: it begins the next step before it reads
+    the results of that many. Whatever is decided meanwhile reaches the device with a later order, so behind the steps
+    under way: pages can be freed and rows given to others at once, and what those steps still write there is
+    overwritten before anybody reads it.
+    """
 
     mesh: Mesh
     coordinator: Coordinator
@@ -45,6 +54,7 @@ class Lockstep:
     assembler: Assembler
     step: Step
     shapes: tuple[TreeShape, ...]
+    lag: int = 0
     debug: bool = False
     left: bool = False
     leaving: bool = False
@@ -54,8 +64,9 @@ class Lockstep:
         self.leaving = True
 
     def run(self, order: Order, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
-        """Run one step with the gang. `order` is this group's work, empty on a follower; `requests` counts this rank's
-        waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what its decoding is to take.
+        """Begin one step with the gang; `read` waits for its end. `order` is this group's work, empty on a follower;
+        `requests` counts this rank's waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what
+        its decoding is to take.
 
         Raises:
             OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
@@ -81,7 +92,7 @@ class Lockstep:
             self.left = plan.leaving
             shape = self.shapes[plan.num_steps]
             self.exchange.begin(plan.step, self.coordinator.script())
-            output = None if plan.quiet or plan.leaving else self._run(order, words, plan, shape)
+            real, output = (0, None) if plan.empty or plan.leaving else self._run(order, words, plan, shape)
             self.exchange.end()
             self.coordinator.taken()
         except GangError:
@@ -90,19 +101,26 @@ class Lockstep:
             if self.mesh.world.size == 1 or "gloo" not in str(error):
                 raise
             raise self.mesh.explain(error) from error
-        return GangStep(plan, shape, output, self.mesh.world.clock.take(), agreed)
+        return GangStep(plan, shape, output, real, self.mesh.world.clock.split(), agreed)
 
-    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> Decided:
+    def read(self, ran: GangStep) -> Decided:
+        """Wait for the end of a step that has an output. The ranks of a group read after equally many later steps."""
+        assert ran.output is not None, "nothing was run"
+        decided = ran.output.read()
+        if self.mesh.attn.size > 1:  # the next header carries this: ranks with other tokens have diverged
+            self.coordinator.decided(_results(decided, ran.real))
+        return decided
+
+    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, StepOutput]:
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
         real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
-        output = self.step.run(self.assembler.batch(order), shape).read()
-        if mesh.attn.size > 1:  # the next header carries these: ranks with other orders or tokens have diverged
-            self.coordinator.decided(checksum(order), _results(output, real))
-        return output
+        if mesh.attn.size > 1:  # the next header carries this: ranks with other orders have diverged
+            self.coordinator.ordered(checksum(order))
+        return real, self.step.run(self.assembler.batch(order), shape)
 
 
 def _results(output: Decided, real: int) -> int:

@@ -19,7 +19,7 @@ from cluster.config import EngineConfig, tree_shape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
-from cluster.kv.cache import KVCache, Next
+from cluster.kv.cache import KVCache, Lease, Next
 
 WORTH_WAITING = 16
 """The fewest prompt rows that waiting must save: it may cost a step, whose fixed cost equals that of some rows."""
@@ -27,33 +27,32 @@ WORTH_WAITING = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt rows `start` to `stop - 1` of a request; `final` when its prompt is then complete."""
+    """Prompt rows `start` to `stop - 1` of a request that runs on `lease`; `final` when its prompt is then complete."""
 
     sequence: Sequence
+    lease: Lease
     start: int
     stop: int
-
-    @property
-    def final(self) -> bool:
-        """Whether the target chooses a token after this chunk."""
-        return self.stop == len(self.sequence.tokens)
+    final: bool
 
     def order(self) -> PromptChunk:
         """This chunk as plain values."""
         tokens = self.sequence.tokens[self.start : self.stop + 1]
-        return PromptChunk(self.sequence.row, self.start, self.stop, self.final, tuple(tokens))
+        return PromptChunk(self.lease.row, self.start, self.stop, self.final, tuple(tokens))
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work. `retracted` counts requests that lost their pages to it; `fresh` were `admitted` the first time.
+    """One step's work. `decodes` are requests with the leases on which they run: what the step gives to a request
+    counts only if it still runs on that lease. `retracted` counts requests that lost their pages to the step; `fresh`
+    were `admitted` the first time.
 
     `decode_us` is the predicted time of the decoding alone, or the number of decoding requests if there is no pace.
     Beside requests that decode on any rank, this rank is predicted to need `busy_us` for them and `rows_us` for its
     prompt rows.
     """
 
-    decodes: list[Sequence] = field(default_factory=list)
+    decodes: list[tuple[Sequence, Lease]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     retracted: int = 0
     admitted: list[Sequence] = field(default_factory=list)
@@ -71,9 +70,10 @@ class Schedule:
     def order(self, writes: tuple[PageWrite, ...]) -> Order:
         """This work as plain values. The chunks are put in order of length, so that equal ones form groups."""
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
-        params = [s.request.params for s in self.decodes + [c.sequence for c in self.chunks if c.final]]
+        decodes = [sequence for sequence, _ in self.decodes]
+        params = [s.request.params for s in decodes + [c.sequence for c in self.chunks if c.final]]
         return Order(
-            decodes=tuple((s.row, s.committed) for s in self.decodes),
+            decodes=tuple((lease.row, min(s.reach, s.longest)) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
             writes=writes,
@@ -82,6 +82,13 @@ class Schedule:
             filtered=any(not p.greedy and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
             logprobs=any(p.logprobs is not None for p in params),
         )
+
+    def begin(self, most: int) -> None:
+        """The step is under way, and commits `most` tokens of a tree at most."""
+        for sequence, _ in self.decodes:
+            sequence.begin_tree(most)
+        for chunk in self.chunks:
+            chunk.sequence.begin_prompt(chunk.stop, chunk.final)
 
 
 @dataclass(slots=True)
@@ -148,7 +155,7 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not yet computed, of waiting and of running requests."""
-        running = sum(len(s.tokens) - s.committed for s in self.running if s.prefilling)
+        running = sum(len(s.tokens) - s.reach for s in self.running if s.prefilling)
         return running + sum(len(s.tokens) for s in self.waiting)
 
     def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
@@ -158,7 +165,7 @@ class Scheduler:
         plan = Schedule()
         self._publish()
         plan.retracted = self._make_room()
-        plan.decodes = [s for s in self.running if not s.prefilling]
+        plan.decodes = self._decoding()
         bargain = self._bargain(plan, busiest)
         room = self._room(plan, bargain, busiest, prefilling)
         for sequence in self.running:
@@ -203,7 +210,7 @@ class Scheduler:
 
     def _bargain(self, plan: Schedule, busiest: int) -> Bargain | None:
         """What decoding takes of the step and leaves to prompts; None where no request decodes or no pace is kept."""
-        committed, pace = [s.committed for s in plan.decodes], self._pace
+        committed, pace = [s.reach for s, _ in plan.decodes], self._pace
         plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
         return pace.bargain(committed, busiest) if pace is not None and (committed or busiest) else None
 
@@ -216,18 +223,22 @@ class Scheduler:
         return Room(self._mixed_budget, allowance, self._pace, 0.0, len(plan.decodes) * self._pace.tree, prefilling)
 
     def _ride(self, plan: Schedule, sequence: Sequence, room: Room) -> None:
-        start = sequence.committed
-        stop = start + room.take(start, len(sequence.tokens))
-        if stop > start:
-            plan.chunks.append(Chunk(sequence, start, stop))
+        start, end = sequence.reach, len(sequence.tokens)
+        stop = start + room.take(start, end)
+        if stop > start and sequence.lease is not None:
+            plan.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == end))
+
+    def _decoding(self) -> list[tuple[Sequence, Lease]]:
+        """The requests that decode in the next step, but for those that end with the steps under way."""
+        return [(s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)]
 
     def _make_room(self) -> int:
         """Grow the window of every decoding request, retracting from the end of the running list if need be."""
         retracted = 0
         while True:
-            decodes = [s for s in self.running if not s.prefilling]
-            leases = [s.lease for s in decodes if s.lease is not None]
-            if self._cache.grow(leases, [s.committed + self._window for s in decodes]):
+            decodes = self._decoding()
+            reaches = [min(s.reach, s.longest) + self._window for s, _ in decodes]
+            if self._cache.grow([lease for _, lease in decodes], reaches):
                 return retracted
             self._retract(self.running[-1])
             retracted += 1
@@ -244,7 +255,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Schedule, room: Room) -> None:
         """Admit in order of arrival, as long as there are pages, and at least a row of the step for each."""
-        coming = {self._next(s) for s in self.running if s.prefilling} - {None}
+        coming = {self._next(s) for s in self.running if not s.known} - {None}
         spare = sum(map(self._growth, self.running))
         passed = 0  # requests at the front of the queue that wait for a prefix
         while room.left and passed < min(len(self.waiting), self._cache.free_rows):
@@ -276,10 +287,10 @@ class Scheduler:
         """
         assert sequence.lease is not None, "only running requests grow"
         if sequence.prefilling:
-            committed = len(sequence.tokens)
+            most = len(sequence.tokens)
         else:
-            committed = sequence.committed + min(self._most_committed, sequence.room - 1)
-        return max(0, self._cache.pages_for(committed + self._window) - sequence.lease.pages)
+            most = min(sequence.reach + self._most_committed, sequence.longest)
+        return max(0, self._cache.pages_for(most + self._window) - sequence.lease.pages)
 
     def _admit(self, sequence: Sequence, spare: int) -> bool:
         """Open a lease that leaves `spare` pages free, and those for its own first window, so that admission does not

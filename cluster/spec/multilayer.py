@@ -146,7 +146,7 @@ def last_slots(batch: Batch) -> Tensor:
     prefix = batch.reach.prefix
     if not prefix.shape[1]:
         return prefix.new_zeros(prefix.shape[0])
-    return prefix.gather(1, (batch.seq_lens[:, None] - 1).clamp(min=0))[:, 0]
+    return prefix.gather(1, (batch.seq_lens[:, None] - 1).clamp(0, prefix.shape[1] - 1))[:, 0]
 
 
 def slots_before(plan: AttentionPlan, positions: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def slots_before(plan: AttentionPlan, positions: Tensor) -> Tensor:
     for group in plan.groups:
         write = plan.write[group.rows].view(group.requests, group.q_rows)
         first = positions[group.rows].view(group.requests, group.q_rows)[:, :1]
-        ahead = group.slots.gather(1, (first - 1).clamp(min=0))
+        ahead = group.slots.gather(1, (first - 1).clamp(0, group.slots.shape[1] - 1))
         flat = torch.cat([ahead, write[:, :-1]], 1).view(-1)
         parts.append(flat if group.back is None else flat[group.back])
     return torch.cat(parts)

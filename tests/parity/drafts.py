@@ -13,6 +13,7 @@ from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
+from tests.late import owners
 
 Texts = dict[str, list[int]]
 """Whole texts, prompt included, by the request id up to its first `/`."""
@@ -31,10 +32,7 @@ class _Knowing:
 
     def _text(self, row: int) -> list[int]:
         assert self.engine is not None, "tie the draft to its engine first"
-        for sequence in self.engine._p.scheduler.running:
-            if sequence.lease is not None and sequence.lease.row == row:
-                return self._truth[sequence.request.request_id.split("/")[0]]
-        raise AssertionError(f"no running request sits on row {row}")
+        return self._truth[owners(self.engine)[row].split("/")[0]]
 
     def _lucky(self) -> bool:
         return float(torch.rand(1, generator=self._random)) < self._rate

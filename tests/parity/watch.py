@@ -10,9 +10,9 @@ from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
 from cluster.forward.choose import scored
 from cluster.forward.noise import noise_keys, token_hashes
-from cluster.request import Request
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
+from tests.late import owners
 from tests.parity.drafts import Texts
 from tests.parity.reference import DraftReference, TargetReference
 from tests.tables import held_slots
@@ -50,9 +50,8 @@ class Watch:
         class Watched:
             def draft(_, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
                 tree = inner.draft(batch, carried, keys, shape)
-                by_row = {s.lease.row: s.request for s in engine._p.scheduler.running if s.lease is not None}
                 for i, row in enumerate(batch.decode_rows.tolist()):
-                    self._look(engine, by_row[row], batch, carried, tree, i)
+                    self._look(engine, owners(engine)[row], batch, carried, tree, i)
                 return tree
 
             extend = staticmethod(inner.extend)
@@ -64,7 +63,7 @@ class Watch:
         references = ([one.kv for one in self._passes.values()], list(self._kv.values()))
         names = list(self.texts)
         for sequence in engine._p.scheduler.running:
-            if sequence.lease is None:
+            if sequence.lease is None or sequence.committed == sequence.lease.cached:  # its first step may be under way
                 continue
             at = names.index(sequence.request.request_id.split("/")[0])
             if sequence.tokens != self.texts[names[at]][: len(sequence.tokens)]:
@@ -83,10 +82,10 @@ class Watch:
         assert not (self.strict and self.errors), self.errors[0]
 
     def _look(
-        self, engine: Engine, request: Request, batch: Batch, carried: EagleDraftInput, tree: DraftTree, i: int
+        self, engine: Engine, request_id: str, batch: Batch, carried: EagleDraftInput, tree: DraftTree, i: int
     ) -> None:
         """Compare one request's carriers and tree with an independent EAGLE-2 expansion."""
-        name, at = request.request_id.split("/")[0], int(batch.seq_lens[i])
+        name, at = request_id.split("/")[0], int(batch.seq_lens[i])
         text, shape = self.texts[name], engine._p.shape
         if at >= len(text):
             return

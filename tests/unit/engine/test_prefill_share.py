@@ -71,7 +71,7 @@ def rode(scheduler: Scheduler, machine: Machine, prompt: int) -> Ride:
     scheduler.waiting.append(long)
     while long.prefilling:
         plan = scheduler.schedule()
-        own = (len(plan.decodes), max((s.committed for s in plan.decodes), default=0))
+        own = (len(plan.decodes), max((s.committed for s, _ in plan.decodes), default=0))
         start = plan.chunks[0].start if plan.chunks else 0
         ride.times.append(machine.step(*own, plan.prompt_rows, start))
         ride.ratios.append(ride.times[-1] / machine.step(*own))

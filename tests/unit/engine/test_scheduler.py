@@ -33,19 +33,19 @@ def of_tokens(name: str, ids: list[int], max_tokens: int = 20) -> Sequence:
 
 def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
     chunks = [(c.sequence.request.request_id, c.start, c.stop) for c in plan.chunks]
-    return [s.request.request_id for s in plan.decodes], chunks
+    return [s.request.request_id for s, _ in plan.decodes], chunks
 
 
 def advance(plan: Schedule, accept: int = 1) -> None:
     """What a step does to the sequences."""
-    for one in plan.decodes:
-        one.committed += accept
+    plan.begin(accept)
+    for one, _ in plan.decodes:
+        one.accepted_run(accept, accept)
         one.tokens += [7] * accept
     for chunk in plan.chunks:
-        chunk.sequence.committed = chunk.stop
+        chunk.sequence.prefilled(chunk.stop, chunk.final)
         if chunk.final:
             chunk.sequence.tokens.append(7)
-            chunk.sequence.prefilling = False
 
 
 def test_prompts_share_the_row_budget_in_order_and_ride_with_decodes() -> None:
@@ -296,9 +296,8 @@ def test_random_traffic_always_ends(seed: int, radix: bool) -> None:
         retracted += plan.retracted
         cache.check()
         assert plan.prompt_rows <= 9
-        for one in plan.decodes:
-            assert one.lease is not None
-            assert one.lease.pages * 4 >= one.committed + WINDOW
+        for one, lease in plan.decodes:
+            assert lease.pages * 4 >= one.committed + WINDOW
         for chunk in plan.chunks:
             assert chunk.sequence.lease is not None
             assert chunk.start < chunk.stop <= len(chunk.sequence.tokens) <= chunk.sequence.lease.pages * 4
