@@ -147,8 +147,9 @@ class Rank:
         before, self._read_at = self._read_at, time.perf_counter()
         took = self._read_at - max(flight.began, before)
         waited = flight.ran.waits.take()
-        self._own_seconds += took - waited
-        return Landed(flight, given, took, took - waited, waited)
+        own = max(0.0, took - waited)  # it may have waited to agree on this step while the one before was under way
+        self._own_seconds += own
+        return Landed(flight, given, took, own, waited)
 
     def _idle_rows(self, ran: GangStep) -> int:
         """Rows of the target phase that this rank computed only to fill the plan."""

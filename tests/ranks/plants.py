@@ -235,7 +235,9 @@ def other_seed(order: Any) -> Any:
 
 def other_results(true: Callable[..., Any], *args: Any) -> Any:
     stepped = true(*args)
-    return replace(stepped, tokens=stepped.tokens + 1)
+    other = stepped.packed.clone()
+    other[: stepped.requests * (stepped.width + 2)].view(stepped.requests, -1)[:, 0] += 1
+    return replace(stepped, packed=other)
 
 
 def other_draws(true: Callable[..., Any], batch: Batch, shape: TreeShape) -> Any:

@@ -1,6 +1,7 @@
 """The process of one rank: reads a case per line, runs it, answers with one line of JSON."""
 
 import json
+import os
 import sys
 import threading
 import time
@@ -107,6 +108,8 @@ def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = Non
     """Build the rank, do what the case says step by step, and leave together with the peers."""
     config = EngineConfig.from_kwargs(case["config"] | case["own"].get(str(rank), {}))
     engine = build_rank(config, rank, rendezvous, store if rank == 0 else None)
+    if os.environ.get("OVERLAP") == "1":
+        engine._lockstep.lag = 1
     logs = Logs(engine)
     undo: Callable[[], None] | None = None
     if case["plant"] and rank == case["guilty"]:
