@@ -34,6 +34,8 @@ class FinishCheck:
 
     def cut(self, run: Sequence[int], room: int) -> Cut:
         """Where the run ends the request; `room` is how many more tokens max_tokens allows, at least 1."""
+        if self._finder is None and len(run) < room and self._ends.isdisjoint(run):
+            return Cut(len(run))
         for kept, token in enumerate(run, start=1):
             if token in self._ends:
                 return Cut(kept, "stop", token)

@@ -164,14 +164,13 @@ class Scheduler:
         """
         plan = Schedule()
         self._publish()
-        plan.retracted = self._make_room()
-        plan.decodes = self._decoding()
+        plan.decodes, plan.retracted = self._make_room()
         bargain = self._bargain(plan, busiest)
         room = self._room(plan, bargain, busiest, prefilling)
         for sequence in self.running:
             if sequence.prefilling and room.left:
                 self._ride(plan, sequence, room)
-        if not plan.retracted:
+        if self.waiting and not plan.retracted:
             self._admit_waiting(plan, room)
         plan.copies = self._cache.take_copies()
         self._overdrawn = min(0.0, room.allowance)
@@ -232,14 +231,16 @@ class Scheduler:
         """The requests that decode in the next step, but for those that end with the steps under way."""
         return [(s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)]
 
-    def _make_room(self) -> int:
-        """Grow the window of every decoding request, retracting from the end of the running list if need be."""
+    def _make_room(self) -> tuple[list[tuple[Sequence, Lease]], int]:
+        """Grow the window of every request that is to decode, retracting from the end of the running list if need be;
+        returns those that decode, and how many were retracted.
+        """
         retracted = 0
         while True:
             decodes = self._decoding()
             reaches = [min(s.reach, s.longest) + self._window for s, _ in decodes]
             if self._cache.grow([lease for _, lease in decodes], reaches):
-                return retracted
+                return decodes, retracted
             self._retract(self.running[-1])
             retracted += 1
 
