@@ -75,8 +75,9 @@ def check_named(ranks: Ranks, case: Case) -> None:
         assert answer.kind == ("PeerLostError" if " left: " in answer.error else "OutOfStepError"), answer
         assert answer.at - struck < NOTICED_S, f"rank {rank} noticed after {answer.at - struck:.2f} s"
         assert answer.rank == case.guilty and f"rank {case.guilty} " in answer.error, f"rank {rank}: {answer}"
-        assert answer.step in range(step - 1, step + 2 + OVERLAP) and answer.phase in PHASES, f"rank {rank}: {answer}"
-        assert any(f"(step {n}, phase " in answer.error for n in range(step - 1, step + 2 + OVERLAP)), f"rank {rank}: {answer}"
+        steps = range(step - 1, step + 2 + OVERLAP)
+        assert answer.step in steps and answer.phase in PHASES, f"rank {rank}: {answer}"
+        assert any(f"(step {n}, phase " in answer.error for n in steps), f"rank {rank}: {answer}"
     slowest = max(answer.at for answer in answers) - struck  # type: ignore[union-attr]
     print(f"{case.plant}: {slowest:.2f} s, {answers[case.guilty].error}")  # type: ignore[union-attr]
 

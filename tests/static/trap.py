@@ -10,22 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cluster
+from cluster.forward.tape import asks
 
 ROOT = Path(cluster.__file__).parent
-ASKS = {
-    "aten::_local_scalar_dense": "a value",
-    "aten::nonzero": "a count",
-    "aten::bincount": "the largest value",
-    "aten::masked_select": "a count",
-    "aten::equal": "a value",
-    "aten::is_nonzero": "a value",
-    "aten::_unique2": "a count",
-    "aten::unique_consecutive": "a count",
-}
 
 
 class Trap(TorchDispatchMode):
@@ -38,22 +28,11 @@ class Trap(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function._schema.name, kwargs or {}
-        if name in ASKS or _by_mask(name, args) or _of_unknown_size(name, args, kwargs):
+        if asks(function, args, kwargs):
             self.asked[_place()] += 1
         elif name == "aten::lift_fresh":  # torch.tensor of Python numbers
             self.sent[_place()] += 1
         return function(*args, **kwargs)
-
-
-def _by_mask(name: str, args: Any) -> bool:
-    """Indexing by booleans: how many rows come out is known to the device alone."""
-    return name == "aten::index" and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
-
-
-def _of_unknown_size(name: str, args: Any, kwargs: Any) -> bool:
-    if name != "aten::repeat_interleave" or kwargs.get("output_size") is not None:
-        return False
-    return any(isinstance(arg, Tensor) for arg in args[1:] or args)
 
 
 def _place() -> str:
