@@ -51,9 +51,8 @@ def choose(
     (r, n, vocab), m = logits.shape, noise.keys.shape[1]
     parts = []
     for block in blocks(r, (n + m) * vocab, logits.device):
-        own = sampling.narrow(block.start, block.stop)
         at = None if which is None else which[block]
-        parts.append(best(scored(logits[block], own, noise.narrow(block), at)))
+        parts.append(best(scored(logits[block], *_of(block, sampling, noise), at)))
     return _joined(parts)
 
 
@@ -66,10 +65,17 @@ def likeliest(logits: Tensor, sampling: SamplingBatch, noise: Noise | None, coun
     for block in blocks(r, n * vocab, logits.device):
         ranked = logits[block]
         if noise is not None:
-            ranked = scored(ranked, sampling.narrow(block.start, block.stop), noise.narrow(block))
+            ranked = scored(ranked, *_of(block, sampling, noise))
         top = ranked.log_softmax(-1, dtype=at_least_float32(ranked.dtype)).topk(count, -1)
         parts.append((top.values, top.indices))
     return _joined(parts)
+
+
+def _of(block: slice, sampling: SamplingBatch, noise: Noise) -> tuple[SamplingBatch, Noise]:
+    """Both for the requests of a block, which often is all of them."""
+    if block.stop - block.start == noise.keys.shape[0]:
+        return sampling, noise
+    return sampling.narrow(block.start, block.stop), noise.narrow(block)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
