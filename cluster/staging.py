@@ -13,20 +13,20 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._words: list[int] = []
-        self._spans: dict[str, slice] = {}
+        self._lengths: dict[str, int] = {}
 
     def add(self, name: str, words: Iterable[int]) -> None:
         """One more list."""
         start = len(self._words)
         self._words += words
-        self._spans[name] = slice(start, len(self._words))
+        self._lengths[name] = len(self._words) - start
 
     def sent(self) -> Mapping[str, Tensor]:
         """The lists as int64 tensors on the device, after one copy."""
         words = torch.tensor(self._words, dtype=torch.int64)
         if self._device.type == "cuda":
             words = words.pin_memory().to(self._device, non_blocking=True)
-        return {name: words[span] for name, span in self._spans.items()}
+        return dict(zip(self._lengths, words.split_with_sizes(list(self._lengths.values())), strict=True))
 
 
 def bits_of(value: float) -> int:

@@ -14,7 +14,7 @@ from cluster.config import EngineConfig, TreeShape
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
 from cluster.forward.choose import scored
-from cluster.forward.noise import token_hashes
+from cluster.forward.noise import Noise, token_hashes
 from cluster.forward.runner import DraftRunner
 from cluster.spec.draft import EagleDraft
 from cluster.spec.inputs import EagleDraftInput
@@ -54,15 +54,18 @@ class WatchedRanking:
         self.ids, self.levels = ids, list[list[Glance]]()
         self._alone, self._ranking = alone, CoupledRanking(ids, 1)
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        self.levels.append(self._glances(logits, sampling, keys))
-        return self._ranking.propose(logits, sampling, None if self._alone else keys)
+        self.levels.append(self._glances(logits, sampling, noise))
+        return self._ranking.propose(logits, sampling, None if self._alone else noise)
 
-    def _glances(self, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None) -> list[Glance]:
+    def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Noise | None) -> list[Glance]:
         """One for each request, from `logits` `[B, 1, Vd]`."""
         tempered = logits[:, 0] * sampling.inverse_temperature[:, None]
-        ranked = logits if keys is None else scored(logits, sampling, keys, token_hashes(self.ids), None)
+        if noise is None:
+            ranked = logits
+        else:
+            ranked = scored(logits, sampling, noise.over(self.ids, token_hashes(self.ids)))
         coupled, likely = (self.ids[s.topk(WIDTH, -1).indices].tolist() for s in (ranked[:, 0], tempered))
         return [Glance(*seen) for seen in zip(tempered.softmax(-1), coupled, likely, strict=True)]
 
@@ -80,20 +83,20 @@ class WatchedDraft:
         self._carried: dict[int, Glance] = {}
         self._tokens = torch.zeros(0)
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """See `Draft.draft`."""
         self._ranking.levels = self._levels = []
-        tree = self._draft.draft(batch, carried, keys, shape)
+        tree = self._draft.draft(batch, carried, noise, shape)
         self._tokens = tree.tokens
         return tree
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], keys: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """See `Draft.extend`; first records the depths that this step reached."""
         self._note(batch, accepted)
         self._ranking.levels = []
-        carried = self._draft.extend(batch, accepted, features, keys, shape)
+        carried = self._draft.extend(batch, accepted, features, noise, shape)
         for row, glance in zip(batch.rows.tolist(), self._ranking.levels[0], strict=True):
             self._carried[row] = glance
         return carried

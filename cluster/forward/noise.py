@@ -4,10 +4,15 @@ Argmax of logits + Gumbel noise is a draw from the softmax (the Gumbel-max trick
 whichever way a token is reached. Legend: B requests, n positions, V token ids.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from cluster.forward.blocks import blocks
+
+KEPT = 1 << 22  # numbers of noise up to which all are made at once; where there are more, each when it is needed
 
 
 def _signed(value: int, bits: int) -> int:
@@ -81,3 +86,51 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def gumbel(keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise `[B, n, V]` for tokens with `hashes` `[V]` under `keys` `[B, n]`, in float32 at least."""
     return gumbel_of(noise_bits(keys, hashes), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Noise at m positions of B requests, for V tokens: `keys` `[B, m]` and `hashes` `[V]`, and the noise itself,
+    `kept` `[B, m, V]`, where there is little of it. What is kept is not made again for whoever reads it next.
+    """
+
+    keys: Tensor
+    hashes: Tensor
+    dtype: torch.dtype
+    kept: Tensor | None = None
+
+    @staticmethod
+    def of(keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> "Noise":
+        """The noise under `keys`, in `dtype` but at least float32."""
+        (b, m), vocab = keys.shape, hashes.shape[0]
+        if b * m * vocab > KEPT:
+            return Noise(keys, hashes, dtype)
+        parts = [gumbel(keys[block], hashes, dtype) for block in blocks(b, m * vocab, keys.device)]
+        return Noise(keys, hashes, dtype, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def narrow(self, requests: slice) -> "Noise":
+        """That of some requests."""
+        return Noise(self.keys[requests], self.hashes, self.dtype, None if self.kept is None else self.kept[requests])
+
+    def at(self, first: int, count: int = 1) -> "Noise":
+        """That at positions `first` to `first + count - 1`."""
+        kept = None if self.kept is None else self.kept[:, first : first + count]
+        return Noise(self.keys[:, first : first + count], self.hashes, self.dtype, kept)
+
+    def pick(self, which: Tensor) -> "Noise":
+        """That at one position of each request, `which` `[B]`."""
+        kept = None if self.kept is None else self.values(which[:, None])
+        return Noise(self.keys.gather(1, which[:, None]), self.hashes, self.dtype, kept)
+
+    def over(self, ids: Tensor, hashes: Tensor) -> "Noise":
+        """That of the tokens `ids` `[Vd]` alone; `hashes` `[Vd]` are theirs."""
+        return Noise(self.keys, hashes, self.dtype, None if self.kept is None else self.kept[..., ids])
+
+    def values(self, which: Tensor | None = None) -> Tensor:
+        """The noise `[B, m, V]`; with `which` `[B, n]`, that at these positions of each request, `[B, n, V]`."""
+        made = gumbel(self.keys, self.hashes, self.dtype) if self.kept is None else self.kept
+        if which is None:
+            return made
+        b, m, vocab = made.shape
+        rows = torch.arange(b, device=made.device)[:, None] * m + which
+        return made.reshape(b * m, vocab).index_select(0, rows.view(-1)).view(*which.shape, vocab)

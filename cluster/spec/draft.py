@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.attention.plan import window_group
 from cluster.batch import AttentionPlan, Batch
 from cluster.config import TreeShape
-from cluster.forward.noise import at_least_float32
+from cluster.forward.noise import Noise, at_least_float32
 from cluster.forward.runner import DraftRunner
 from cluster.spec.extend import extend_input, extend_plan
 from cluster.spec.inputs import EagleDraftInput
@@ -25,17 +25,17 @@ from cluster.spec.verify import Accepted
 class Draft(Protocol):
     """What the step asks of a draft, whatever it is made of."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
-        """Trees of `shape` for the R decoding requests; `keys` `[R, S + 2]` key the noise at seq_len + 1 onwards."""
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+        """Trees of `shape` for the R decoding requests; `noise` is that at seq_len + 1 to seq_len + S + 2."""
         ...
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], keys: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; returns what the B requests carry to the next step.
 
-        `features` are the target's hidden states `[T, Ht]` of all rows, `keys` `[B, 1]` those of the noise at the
-        position after each request's bonus.
+        `features` are the target's hidden states `[T, Ht]` of all rows, `noise` is that at the one position after each
+        request's bonus.
         """
         ...
 
@@ -43,12 +43,12 @@ class Draft(Protocol):
 class NoDraft:
     """Plain decoding as a tree of one node."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """Trees that are only their root."""
         return chain(carried.bonus[:, None])
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], keys: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Carry the bonus only."""
         bonus = accepted.bonus
@@ -67,15 +67,15 @@ class EagleDraft:
     def __init__(self, runner: DraftRunner, ranking: Ranking) -> None:
         self._runner, self._ranking = runner, ranking
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
         if shape.topk == 1:
-            return self._chain(batch, carried, keys, shape)
-        return grow(batch, carried, keys, shape, self._ranking, _Again(self._runner, batch, carried, shape))
+            return self._chain(batch, carried, noise, shape)
+        return grow(batch, carried, noise, shape, self._ranking, _Again(self._runner, batch, carried, shape))
 
-    def _chain(self, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
+    def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """The tree of topk 1: every level has one row, which sees all before it. Equals `grow`, faster."""
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
         seen = hidden.new_zeros(1, 1, shape.num_steps)
@@ -83,13 +83,13 @@ class EagleDraft:
         path = [carried.bonus[:, None], tokens]
         for level in range(1, shape.num_steps):
             logits, hidden = run_level(self._runner, batch, level, tokens, hidden, seen[:, :, :level])
-            _, proposed = self._ranking.propose(logits, sampling, at_level(keys, level))
+            _, proposed = self._ranking.propose(logits, sampling, at_level(noise, level))
             tokens = proposed[:, 0]
             path.append(tokens)
         return chain(torch.cat(path, 1))
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], keys: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
         given = extend_input(batch, accepted, features, shape)
@@ -97,7 +97,7 @@ class EagleDraft:
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, plan)
         gave = normed[given.select], recurrent[given.select]
-        return carry(self._runner, self._ranking, batch.sampling, accepted, gave, keys)
+        return carry(self._runner, self._ranking, batch.sampling, accepted, gave, noise)
 
 
 class _Again:

@@ -11,6 +11,7 @@ from torch import Tensor
 from cluster.attention.plan import MASKED
 from cluster.batch import Batch
 from cluster.config import TreeShape
+from cluster.forward.noise import Noise
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
 from cluster.spec.tree import DraftTree, Growth
@@ -27,7 +28,7 @@ class Levels(Protocol):
 
 
 def grow(
-    batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape, ranking: Ranking, levels: Levels
+    batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape, ranking: Ranking, levels: Levels
 ) -> DraftTree:
     """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
 
@@ -38,16 +39,16 @@ def grow(
     tokens, parent = carried.topk_index, None
     for level in range(1, shape.num_steps):
         logits = levels.run(level, tokens, parent)
-        likely, proposed = ranking.propose(logits, sampling, at_level(keys, level))
+        likely, proposed = ranking.propose(logits, sampling, at_level(noise, level))
         grown.add(proposed, likely)
         if level < shape.num_steps - 1:
             tokens, parent = grown.best()
     return grown.tree(carried.bonus, shape.num_draft_tokens)
 
 
-def at_level(keys: Tensor | None, level: int) -> Tensor | None:
-    """The keys `[R, 1]` of the noise at the position of the tokens proposed after a level's rows."""
-    return None if keys is None else keys[:, level : level + 1]
+def at_level(noise: Noise | None, level: int) -> Noise | None:
+    """The noise at the position of the tokens proposed after a level's rows."""
+    return None if noise is None else noise.at(level)
 
 
 class Ancestry:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cluster.attention.plan import MASKED, window_group
 from cluster.batch import AttentionPlan, Batch, Group
 from cluster.config import TreeShape
+from cluster.forward.noise import Noise
 from cluster.forward.runner import DraftRunner
 from cluster.kv.pool import zeros
 from cluster.spec.extend import extend_input, extend_plan
@@ -55,11 +56,11 @@ class MultiLayerDraft:
         for kept in (*self._gave, self._labels):
             kept.index_copy_(0, destination, kept.index_select(0, source))
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
-        return grow(batch, carried, keys, shape, self._ranking, _OneEach(self, batch, carried, shape))
+        return grow(batch, carried, noise, shape, self._ranking, _OneEach(self, batch, carried, shape))
 
     def run_level(
         self, batch: Batch, level: int, tokens: Tensor, source: Tensor, bias: Tensor
@@ -85,7 +86,7 @@ class MultiLayerDraft:
         return self._gave[level - 1].index_select(0, last_slots(batch))
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], keys: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through every runner; see `Draft.extend`."""
         given = extend_input(batch, accepted, features, shape)
@@ -101,7 +102,7 @@ class MultiLayerDraft:
             source = self._gave[i].index_select(0, before).masked_fill_((given.positions == 0)[:, None], 0)
         normed, recurrent = outputs[0]
         gave = normed[given.select], recurrent[given.select]
-        return carry(self._runners[0], self._ranking, batch.sampling, accepted, gave, keys)
+        return carry(self._runners[0], self._ranking, batch.sampling, accepted, gave, noise)
 
     def _seen(self, plan: AttentionPlan, positions: Tensor, runner: int) -> AttentionPlan:
         """The plan with labels below `runner` masked for rows at or above it; the output of other rows is not used."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.batch import SamplingBatch
 from cluster.forward.choose import likeliest
-from cluster.forward.noise import token_hashes
+from cluster.forward.noise import Noise, token_hashes
 from cluster.forward.runner import DraftRunner
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.verify import Accepted
@@ -18,10 +18,10 @@ from cluster.spec.verify import Accepted
 class Ranking(Protocol):
     """Picks the proposals of a draft."""
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """Logits `[B, n, Vd]` -> the K best (log-probability, target token id), `[B, n, K]` each.
 
-        `keys` `[B, 1]` are those of the target's noise at the position of the proposals; None at temperature 0.
+        `noise` is the target's at the one position of the proposals; None at temperature 0.
         """
         ...
 
@@ -36,9 +36,10 @@ class CoupledRanking:
         """`target_ids` `[Vd]` map the draft vocabulary to target ids."""
         self._target_ids, self._hashes, self._topk = target_ids, token_hashes(target_ids), topk
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        likely, columns = likeliest(logits, sampling, keys, self._hashes, self._topk)
+        own = None if noise is None else noise.over(self._target_ids, self._hashes)
+        likely, columns = likeliest(logits, sampling, own, self._topk)
         return likely, self._target_ids[columns]
 
 
@@ -48,13 +49,13 @@ def carry(
     sampling: SamplingBatch,
     accepted: Accepted,
     gave: tuple[Tensor, Tensor],
-    keys: Tensor | None,
+    noise: Noise | None,
 ) -> EagleDraftInput:
     """What requests carry to the next draft, from the output `gave` of the extend at each request's last row.
 
-    `gave` is (input of the head, recurrent hidden), `[B, H]` each; `keys` `[B, 1]` as in `Ranking.propose`.
+    `gave` is (input of the head, recurrent hidden), `[B, H]` each; `noise` as in `Ranking.propose`.
     """
     normed, recurrent = gave
     logits = runner.logits(normed)[:, None]
-    likely, proposed = ranking.propose(logits, sampling, keys)
+    likely, proposed = ranking.propose(logits, sampling, noise)
     return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent, accepted.bonus)

@@ -12,17 +12,17 @@ from cluster.attention.plan import bias_of, window_group
 from cluster.batch import AttentionPlan, Batch, PromptRows, SamplingBatch
 from cluster.config import TreeShape
 from cluster.forward.choose import choose, logprobs
-from cluster.forward.noise import noise_keys
+from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
 from cluster.forward.runner import TargetRunner
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory
 from cluster.spec.compact import compact
-from cluster.spec.draft import Draft
+from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.extend import shifted
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Phases, StepOutput
 from cluster.spec.tree import DraftTree
-from cluster.spec.verify import accept
+from cluster.spec.verify import Accepted, accept
 from cluster.timing import timer_of
 
 
@@ -55,15 +55,16 @@ class Step:
         if batch.copies.shape[1]:
             for memory in self._slots:
                 memory.move_kv_cache(*batch.copies)
-        keys, final_keys = self._keys(batch, s)
-        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), keys, shape)
+        noise = self._noise(batch, s)
+        own, after = (None, None) if noise is None else (noise.narrow(slice(0, r)), noise.narrow(slice(r, None)))
+        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), own, shape)
         moments.append(self._timer.now())
 
         self._enter("target")
         hidden, aux, logits = self._forward(batch, tree)
-        node_keys, which = None if keys is None else keys[:, : s + 1], None if shape.topk == 1 else tree.depths
-        chosen, won = choose(logits[: r * n].view(r, n, self._vocab), decode, node_keys, which)
-        first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, final_keys)
+        here, which = None if own is None else own.at(0, s + 1), None if shape.topk == 1 else tree.depths
+        chosen, won = choose(logits[: r * n].view(r, n, self._vocab), decode, here, which)
+        first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, after)
         accepted = accept(tree, chosen, first, s)
         won = won.gather(1, accepted.path)
         if shape.topk > 1:
@@ -71,10 +72,7 @@ class Step:
         moments.append(self._timer.now())
 
         self._enter("extend")
-        next_keys = None
-        if keys is not None and final_keys is not None:
-            next_keys = torch.cat([keys.gather(1, accepted.accept_len[:, None]), final_keys[:, 1:]])
-        carried = self._draft.extend(batch, accepted, aux or [hidden], next_keys, shape)
+        carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(noise, accepted), shape)
         self.carried.put(batch.rows, carried)
         self._table.commit(batch.rows, torch.cat([batch.seq_lens + accepted.accept_len, batch.prompt.final_lens]))
         asked = None
@@ -87,27 +85,39 @@ class Step:
 
     @staticmethod
     def _prompts(
-        prompt: PromptRows, hidden: Tensor, logits: Tensor, sampling: SamplingBatch, keys: Tensor | None
+        prompt: PromptRows, hidden: Tensor, logits: Tensor, sampling: SamplingBatch, noise: Noise | None
     ) -> tuple[Tensor, Tensor]:
         """The tokens `[F]` after finished prompts, from `logits` `[F, V]`, and which of all prompt rows `hidden`
-        `[c, H]` are finite, `[c]`; `keys` is `[F, 2]`.
+        `[c, H]` are finite, `[c]`.
         """
-        first, won = choose(logits[:, None], sampling, None if keys is None else keys[:, :1])
+        first, won = choose(logits[:, None], sampling, None if noise is None else noise.at(0))
         if not hidden.shape[0]:
             return first[:, 0], prompt.token_ids.bool()
         sound = hidden.isfinite().all(-1)
         sound[prompt.final_rows] &= won[:, 0].isfinite()
         return first[:, 0], sound
 
-    @staticmethod
-    def _keys(batch: Batch, num_steps: int) -> tuple[Tensor | None, Tensor | None]:
-        """Keys of the noise at positions seq_len + 1 .. seq_len + S + 2, and at the two after each finished prompt."""
+    def _noise(self, batch: Batch, num_steps: int) -> Noise | None:
+        """The noise at seq_len + 1 to seq_len + S + 2, and as many positions from the end of each finished prompt on;
+        one less where nothing is drafted.
+        """
         if not batch.sampling.noisy:
-            return None, None
-        ahead = torch.arange(1, num_steps + 3, device=batch.rows.device)
-        seeds, lens = batch.sampling.seeds, batch.prompt.final_lens[:, None] + ahead[:2] - 1
-        decode = noise_keys(seeds[: batch.decodes], batch.seq_lens[:, None] + ahead)
-        return decode, noise_keys(seeds[batch.decodes :], lens)
+            return None
+        first = torch.cat([batch.seq_lens + 1, batch.prompt.final_lens])
+        ahead = torch.arange(num_steps + 1 + self._drafts, device=first.device)
+        keys = noise_keys(batch.sampling.seeds, first[:, None] + ahead)
+        return Noise.of(keys, vocabulary_hashes(self._vocab, first.device), self.carried.hidden.dtype)
+
+    def _next(self, noise: Noise | None, accepted: Accepted) -> Noise | None:
+        """That at the position after each bonus, for the proposals that requests carry to the next step."""
+        if noise is None or not self._drafts:
+            return None
+        finals = accepted.bonus.shape[0] - accepted.accept_len.shape[0]
+        return noise.pick(torch.cat([accepted.accept_len, accepted.accept_len.new_ones(finals)]))
+
+    @property
+    def _drafts(self) -> bool:
+        return not isinstance(self._draft, NoDraft)
 
     def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""

@@ -4,6 +4,7 @@ Legend: R requests, N nodes (root included, node 0 is the bonus), C candidates =
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -118,6 +119,13 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
 def chain(tokens: Tensor) -> DraftTree:
     """The tree of one branch: `tokens` `[R, N]`, root first. Equals `best_tree` at topk 1, faster."""
     r, n = tokens.shape
-    depths = torch.arange(n, device=tokens.device)
-    lower = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril_()
-    return DraftTree(tokens, (depths - 1).clamp_(min=0).expand(r, n), depths.expand(r, n), lower.expand(r, n, n))
+    parents, depths, lower = _branch(n, tokens.device)
+    return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), lower.expand(r, n, n))
+
+
+@lru_cache(maxsize=64)
+def _branch(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents and depths `[N]` of one branch, and which nodes are ancestors-or-self of each, `[N, N]`."""
+    depths = torch.arange(nodes, device=device)
+    lower = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
+    return (depths - 1).clamp_(min=0), depths, lower

@@ -70,8 +70,8 @@ def watched(engine: Engine) -> Iterator[list[tuple[str, int, DraftTree]]]:
     assert isinstance(inner, MultiLayerDraft)
     true = inner.draft
 
-    def draft(batch, carried, keys, shape):  # type: ignore[no-untyped-def]
-        tree = true(batch, carried, keys, shape)
+    def draft(batch, carried, noise, shape):  # type: ignore[no-untyped-def]
+        tree = true(batch, carried, noise, shape)
         rows = owners(engine)
         for i in range(batch.decodes):
             one = DraftTree(*(part[i] for part in (tree.tokens, tree.parents, tree.depths, tree.ancestors)))

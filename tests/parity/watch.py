@@ -9,7 +9,7 @@ from cluster.batch import Batch
 from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
 from cluster.forward.choose import scored
-from cluster.forward.noise import noise_keys, token_hashes
+from cluster.forward.noise import Noise, noise_keys, token_hashes
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
 from tests.late import owners
@@ -48,8 +48,8 @@ class Watch:
             return
 
         class Watched:
-            def draft(_, batch: Batch, carried: EagleDraftInput, keys: Tensor | None, shape: TreeShape) -> DraftTree:
-                tree = inner.draft(batch, carried, keys, shape)
+            def draft(_, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+                tree = inner.draft(batch, carried, noise, shape)
                 for i, row in enumerate(batch.decode_rows.tolist()):
                     self._look(engine, owners(engine)[row], batch, carried, tree, i)
                 return tree
@@ -111,7 +111,7 @@ class Watch:
             line = logits[None, -1:]
             if batch.sampling.noisy:
                 keys = noise_keys(sampling.seeds, torch.tensor([[hidden.shape[0] + 1]]))
-                line = scored(line, sampling, keys, token_hashes(ids), None)
+                line = scored(line, sampling, Noise.of(keys, token_hashes(ids), line.dtype))
             best = line[0, 0].log_softmax(-1).topk(shape.topk)
             return [
                 (p, int(ids[j])) for p, j in zip(best.values.tolist(), best.indices.tolist(), strict=True)

@@ -71,10 +71,10 @@ def draft_level(harm: Harm) -> None:
     """Drafts one level less than the tree has."""
     true = harm.step._draft.draft
 
-    def draft(batch: Any, carried: Any, keys: Any, shape: TreeShape) -> Any:
+    def draft(batch: Any, carried: Any, noise: Any, shape: TreeShape) -> Any:
         if shape.num_steps > 1 and harm.due(harm.exchange._step):
             shape = harm.lockstep.shapes[shape.num_steps - 1]
-        return true(batch, carried, keys, shape)
+        return true(batch, carried, noise, shape)
 
     harm.put(harm.step._draft, "draft", draft)
 

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cluster.batch import SamplingBatch
 from cluster.forward.blocks import blocks
 from cluster.forward.choose import TOP_LOGPROBS, choose, likeliest, logprobs
-from cluster.forward.filters import filter_, least, ordered
-from cluster.forward.noise import gumbel, noise_keys, token_hashes, vocabulary_hashes
+from cluster.forward.filters import filter_, float_of, ordered
+from cluster.forward.least import Digits, Search, Sorted
+from cluster.forward.noise import Noise, gumbel, noise_keys, token_hashes, vocabulary_hashes
 from cluster.request import SamplingParams
 from tests.unit.forward.samplings import sampling_of
 
@@ -63,20 +64,26 @@ def plain(logits: Tensor, sampling: SamplingBatch, keys: Tensor, which: Tensor) 
     return tempered + noise * sampling.noise_scale[:, None, None]
 
 
+@pytest.mark.parametrize("kept", [0, 1 << 22])
 @pytest.mark.parametrize("block", [1, 40, 1 << 22])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_blocks_choose_what_the_whole_does(block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_choose_what_the_whole_does(
+    block: int, kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cluster.forward.blocks.BLOCK", block)
+    monkeypatch.setattr("cluster.forward.noise.KEPT", kept)
     torch.manual_seed(3)
     sampling, r = mixed(dtype), len(MIXED)
     logits = torch.randn(r, 4, 37, dtype=torch.float64).mul(3).to(dtype)
     keys = noise_keys(sampling.seeds, torch.arange(5).expand(r, -1))
     which = torch.randint(5, (r, 4))
-    got, won = choose(logits, sampling, keys, which)
+    noise = Noise.of(keys, vocabulary_hashes(37, keys.device), dtype)
+    assert (noise.kept is None) == (not kept)
+    got, won = choose(logits, sampling, noise, which)
     ranked = plain(logits, sampling, keys, which)
     assert torch.equal(got, ranked.argmax(-1))
     assert torch.equal(won, ranked.amax(-1))
-    straight, _ = choose(logits, sampling, keys[:, :4])
+    straight, _ = choose(logits, sampling, noise.at(0, 4))
     assert torch.equal(straight, plain(logits, sampling, keys, torch.arange(4).expand(r, -1)).argmax(-1))
     greedy, _ = choose(logits, sampling, None)
     assert torch.equal(greedy, logits.argmax(-1))
@@ -89,13 +96,13 @@ def test_the_likeliest_are_those_of_the_whole_distribution(block: int, monkeypat
     sampling, r, ids = mixed(torch.float64), len(MIXED), torch.tensor([3, 5, 8, 13, 21, 34, 55])
     logits = torch.randn(r, 3, len(ids), dtype=torch.float64)
     keys = noise_keys(sampling.seeds, torch.full((r, 1), 9))
-    likely, columns = likeliest(logits, sampling, keys, token_hashes(ids), 2)
+    likely, columns = likeliest(logits, sampling, Noise.of(keys, token_hashes(ids), torch.float64), 2)
     noise = gumbel(keys, vocabulary_hashes(60, ids.device), torch.float64)[..., ids]
     tempered = sorted_filter(logits * sampling.inverse_temperature[:, None, None], sampling)
     wanted = (tempered + noise * sampling.noise_scale[:, None, None]).log_softmax(-1).topk(2, -1)
     assert torch.equal(columns, wanted.indices)
     assert torch.allclose(likely, wanted.values)
-    likely, columns = likeliest(logits, sampling, None, token_hashes(ids), 2)
+    likely, columns = likeliest(logits, sampling, None, 2)
     assert torch.allclose(likely, logits.log_softmax(-1).topk(2, -1).values)
 
 
@@ -121,8 +128,11 @@ def test_ordered_integers_compare_as_the_floats_do(dtype: torch.dtype) -> None:
     assert torch.equal(ordered(numbers.view(dtype)).view(dtype), floats)
 
 
+@pytest.mark.parametrize("by", [Sorted, Digits])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_least_that_is_needed_equals_a_walk_from_the_top(dtype: torch.dtype) -> None:
+def test_the_least_that_is_needed_equals_a_walk_from_the_top(
+    by: Callable[[Tensor], Search], dtype: torch.dtype
+) -> None:
     """Over values of every size, ties, infinite ones and weights of 0."""
     generator = torch.Generator().manual_seed(8)
     for trial in range(60):
@@ -132,15 +142,22 @@ def test_the_least_that_is_needed_equals_a_walk_from_the_top(dtype: torch.dtype)
         weights = torch.randint(0, 4, floats.shape, generator=generator)
         weights[:, 5] = 1
         needed = torch.stack([torch.randint(1, int(row.sum()) + 1, (1,), generator=generator) for row in weights])
-        got = least(floats, weights, needed)
+        got = float_of(by(ordered(floats)).least(needed, weights), dtype)
         for row, weight, need, found in zip(floats, weights, needed, got, strict=True):
             wanted = max(v for v in row.tolist() if int(weight[row >= v].sum()) >= int(need))
             assert float(found) == wanted
+        rank = needed.clamp(max=floats.shape[1])
+        counted = float_of(by(ordered(floats)).least(rank), dtype)
+        assert torch.equal(counted, floats.sort(1, descending=True).values.gather(1, rank - 1))
 
 
+@pytest.mark.parametrize("few", [0, 1 << 30])
 @pytest.mark.parametrize("vocab", [2, 7, 300, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_thresholds_keep_what_sorting_keeps(vocab: int, dtype: torch.dtype) -> None:
+def test_thresholds_keep_what_sorting_keeps(
+    vocab: int, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.forward.least.FEW", few)
     torch.manual_seed(vocab)
     sampling = mixed(dtype)
     for scale in (0.1, 2.0, 30.0):
@@ -150,17 +167,37 @@ def test_thresholds_keep_what_sorting_keeps(vocab: int, dtype: torch.dtype) -> N
         assert torch.equal(filter_(tied.clone(), sampling), sorted_filter(tied, sampling))
 
 
+@pytest.mark.parametrize("kept", [0, 1 << 22])
+def test_parts_of_the_noise_are_those_of_the_whole(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests, of positions, of tokens, in any order: kept or made anew, the same bits."""
+    monkeypatch.setattr("cluster.forward.noise.KEPT", kept)
+    monkeypatch.setattr("cluster.forward.blocks.BLOCK", 100)
+    generator = torch.Generator().manual_seed(4)
+    keys = noise_keys(torch.arange(5), torch.arange(4).expand(5, -1))
+    hashes = vocabulary_hashes(30, keys.device)
+    noise, whole = Noise.of(keys, hashes, torch.float32), gumbel(keys, hashes, torch.float32)
+    assert torch.equal(noise.values(), whole)
+    assert torch.equal(noise.narrow(slice(1, 4)).at(1, 2).values(), whole[1:4, 1:3])
+    which, ids = torch.randint(4, (5, 7), generator=generator), torch.randperm(30, generator=generator)[:11]
+    assert torch.equal(noise.values(which), whole.gather(1, which[..., None].expand(-1, -1, 30)))
+    assert torch.equal(noise.over(ids, token_hashes(ids)).at(2).values(), whole[:, 2:3, ids])
+    picked = noise.pick(which[:, 0]).over(ids, token_hashes(ids)).values()
+    assert torch.equal(picked, whole[torch.arange(5), which[:, 0]][:, None, ids])
+    assert noise.narrow(slice(5, None)).values().shape == (0, 4, 30)
+
+
 def test_a_row_that_is_not_finite_stays_so_and_alone() -> None:
     """Its score tells the engine to end the request; rows beside it keep their bits."""
     torch.manual_seed(2)
     sampling, r = mixed(torch.float32), len(MIXED)
     logits = torch.randn(r, 2, 30)
     keys = noise_keys(sampling.seeds, torch.arange(2).expand(r, -1))
-    tokens, scores = choose(logits, sampling, keys)
+    noise = Noise.of(keys, vocabulary_hashes(30, keys.device), torch.float32)
+    tokens, scores = choose(logits, sampling, noise)
     for bad in (float("nan"), float("inf")):
         spoiled = logits.clone()
         spoiled[:, 1, 4] = bad
-        got, won = choose(spoiled, sampling, keys)
+        got, won = choose(spoiled, sampling, noise)
         assert torch.equal(got[:, 0], tokens[:, 0]) and torch.equal(won[:, 0], scores[:, 0])
         assert not won[:, 1].isfinite().any()
 
@@ -210,13 +247,14 @@ def test_choosing_for_64_trees_of_64_nodes_takes_a_tenth_of_their_logits(
     sampling = SamplingBatch(floats[0], floats[1], whole, floats[2], floats[3], whole, True, filtered)
     logits = torch.empty(r, n, vocab, device=meta)
     keys, depths = (torch.empty(r, m, dtype=torch.int64, device=meta) for m in (steps + 2, n))
-    vocabulary_hashes(vocab, meta)
+    hashes = vocabulary_hashes(vocab, meta)
     with Peak(logits) as choosing:
-        chosen, _ = choose(logits, sampling, keys, depths)
+        noise = Noise.of(keys, hashes, torch.float32)
+        chosen, _ = choose(logits, sampling, noise.at(0, steps + 1), depths)
         rows = torch.empty(r * (steps + 1), dtype=torch.int64, device=meta)
         logprobs(logits.view(r * n, vocab), rows, chosen.view(-1)[: r * (steps + 1)])
     assert 0 < choosing.most < 0.1 * logits.nbytes, f"{choosing.most / logits.nbytes:.2f} of the logits"
     drafted = torch.empty(r, topk, vocab, device=meta)
     with Peak(drafted) as drafting:
-        likeliest(drafted, sampling, keys[:, :1], vocabulary_hashes(vocab, meta), topk)
+        likeliest(drafted, sampling, noise.at(0), topk)
     assert 0 < drafting.most < 0.1 * logits.nbytes, f"{drafting.most / logits.nbytes:.2f} of the target's logits"

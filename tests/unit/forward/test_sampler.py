@@ -8,7 +8,7 @@ from scipy import stats
 from cluster.config import TreeShape
 from cluster.forward.choose import choose
 from cluster.forward.filters import filter_
-from cluster.forward.noise import gumbel, gumbel_of, noise_keys, vocabulary_hashes
+from cluster.forward.noise import Noise, gumbel, gumbel_of, noise_keys, vocabulary_hashes
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import Growth
 from cluster.spec.verify import accept
@@ -31,6 +31,11 @@ FAST = [(FILTERS[0], 3), (FILTERS[-1], 1)]
 def noise_of(seeds: torch.Tensor, positions: torch.Tensor, vocab: int, dtype: torch.dtype) -> torch.Tensor:
     """Noise `[B, n, V]` of requests with `seeds` `[B]` at `positions` `[B, n]`."""
     return gumbel(noise_keys(seeds, positions), vocabulary_hashes(vocab, seeds.device), dtype)
+
+
+def noise_under(keys: torch.Tensor, vocab: int, dtype: torch.dtype = torch.float64) -> Noise:
+    """The noise of `vocab` tokens under `keys`."""
+    return Noise.of(keys, vocabulary_hashes(vocab, keys.device), dtype)
 
 
 def naive_filter(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -115,7 +120,7 @@ def test_greedy_rows_among_sampled_ones_stay_greedy() -> None:
     logits = torch.randn(2, 3, VOCAB)
     both = sampling_of(2, dtype=torch.float32, temperature=0.0)
     keys = noise_keys(torch.arange(2), torch.arange(3).expand(2, -1))
-    got, _ = choose(logits, both, keys)
+    got, _ = choose(logits, both, noise_under(keys, VOCAB, torch.float32))
     assert torch.equal(got, logits.argmax(-1))
 
 
@@ -149,15 +154,15 @@ class Tables:
         """
         r, shape = len(seeds), TreeShape(num_steps=2, topk=topk, num_draft_tokens=min(7, 1 + topk + topk * topk))
         sampling = sampling_of(r, seeds, **options)
-        keys = noise_keys(seeds, torch.arange(5, 9).expand(r, -1))
+        noise = noise_under(noise_keys(seeds, torch.arange(5, 9).expand(r, -1)), VOCAB)
         ranking = CoupledRanking(torch.arange(VOCAB), topk)
-        first_p, first = ranking.propose(self.drafted[torch.zeros(r, 1, dtype=torch.int64)], sampling, keys[:, :1])
-        second_p, second = ranking.propose(self.drafted[first[:, 0]], sampling, keys[:, 1:2])
+        first_p, first = ranking.propose(self.drafted[torch.zeros(r, 1, dtype=torch.int64)], sampling, noise.at(0))
+        second_p, second = ranking.propose(self.drafted[first[:, 0]], sampling, noise.at(1))
         grown = Growth(first[:, 0], first_p[:, 0])
         grown.add(second, second_p)
         none = torch.zeros(r, dtype=torch.int64)
         tree = grown.tree(none, shape.num_draft_tokens)
-        chosen, _ = choose(self.target[tree.tokens], sampling, keys, tree.depths)
+        chosen, _ = choose(self.target[tree.tokens], sampling, noise, tree.depths)
         accepted = accept(tree, chosen, none[:0], 2)
         return accepted.tokens, accepted.accept_len
 
@@ -203,7 +208,7 @@ def reference_second(
     seeds = at * 2_654_435_761 + 17
     keys = noise_keys(seeds, torch.full((len(at), 1), 6))
     logits = tables.target[torch.full((len(at), 1), before)]
-    own = choose(logits, sampling_of(len(at), seeds, **options), keys)[0][:, 0]
+    own = choose(logits, sampling_of(len(at), seeds, **options), noise_under(keys, VOCAB))[0][:, 0]
     committed = count[at] >= 2
     assert torch.equal(own[committed], drawn[at, 1][committed]), "the tree draws what plain decoding would"
     return own.numpy()
@@ -219,7 +224,7 @@ def test_positions_are_independent() -> None:
         (torch.full((50_000,), 12), None),
     ):
         at = torch.arange(100_000).view(-1, 2) if positions is None else positions.expand(50_000, -1)
-        drawn, _ = choose(logits, sampling_of(50_000, seeds), noise_keys(seeds, at))
+        drawn, _ = choose(logits, sampling_of(50_000, seeds), noise_under(noise_keys(seeds, at), 6))
         pairs = np.bincount(drawn[:, 0] * 6 + drawn[:, 1], minlength=36)
         assert fits(pairs, np.outer(p, p).ravel(), 6)
         rolled = np.bincount(drawn[1:, 0] * 6 + drawn[:-1, 0], minlength=36)
