@@ -1,13 +1,13 @@
 """An order (plain values) becomes a batch (tensors): what a step needs from the host goes to the device in one copy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import causal_bias, partly_written, reach_of, window_group
-from cluster.batch import Batch, Group, Order, PageWrite, PromptChunk, PromptRows
+from cluster.batch import Batch, HostBounds, Order, PageWrite, PromptChunk, PromptRows, Text
+from cluster.forward.runner import AttentionBackend
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import cells_of
@@ -17,10 +17,13 @@ from cluster.staging import Staging
 class Assembler:
     """Builds batches against one rank's page table and sampling table, which it keeps up to date on the device."""
 
-    def __init__(self, table: PageTable, sampling: SamplingTable, window: int, dtype: torch.dtype) -> None:
-        self._table, self._sampling = table, sampling
-        self._window, self._dtype = window, dtype
+    def __init__(
+        self, table: PageTable, sampling: SamplingTable, window: int, attentions: Ordered[AttentionBackend]
+    ) -> None:
+        """`window` are the slots that a request may write in a step; `attentions` learn the bounds of every step."""
+        self._table, self._sampling, self._attentions = table, sampling, attentions
         self._device = table.device_pages.device
+        self._ahead = torch.arange(window, device=self._device)
 
     @property
     def idle_row(self) -> int:
@@ -44,39 +47,35 @@ class Assembler:
             self._sampling.put(sent)
         if order.lens:
             self._table.commit(sent["set"], sent["lens"])
-        rows, longest = sent["rows"], max((most for _, most in order.decodes), default=0)
-        seq_lens = self._table.lens.index_select(0, rows[:decodes])
+        longest = max((most for _, most in order.decodes), default=0)
+        for attention in self._attentions:
+            attention.prepare(HostBounds(longest, tuple((chunk.start, chunk.stop) for chunk in order.chunks)))
+        rows = sent["rows"]
+        decode_rows = rows[:decodes]
+        seq_lens = self._table.lens.index_select(0, decode_rows)
         return Batch(
-            decodes=decodes,
             rows=rows,
+            decode_rows=decode_rows,
             seq_lens=seq_lens,
-            reach=reach_of(self._table, rows[:decodes], seq_lens, longest, self._window, self._dtype),
+            window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + self._ahead),
             sampling=self._sampling.take(rows, order.noisy, order.filtered),
-            prompt=self._prompt(order.chunks, sent),
+            prompt=self._prompt(sent),
             copies=sent["copies"].view(2, -1),
             logprobs=order.logprobs,
         )
 
-    def _prompt(self, chunks: Ordered[PromptChunk], sent: Mapping[str, Tensor]) -> PromptRows:
+    def _prompt(self, sent: Mapping[str, Tensor]) -> PromptRows:
+        text = Text(sent["chunk rows"], sent["starts"], sent["indptr"])
         return PromptRows(
+            rows=sent["token rows"],
             token_ids=sent["tokens"],
             next_ids=sent["next"],
             positions=sent["positions"],
             write=self._table.slots(sent["token rows"], sent["positions"]),
-            groups=tuple(self._group(chunks, part, sent) for part in _parts(chunks)),
+            text=text if text.rows.shape[0] else None,
             final_rows=sent["final rows"],
             final_lens=sent["final lens"],
         )
-
-    def _group(self, chunks: Ordered[PromptChunk], part: slice, sent: Mapping[str, Tensor]) -> Group:
-        """The attention group of some chunks, in order of length, padded to the longest."""
-        q, longest = _length(chunks[part][-1]), max(chunk.start for chunk in chunks[part])
-        lengths, first_rows = sent["lengths"][part], sent["first rows"][part]
-        reach = reach_of(self._table, sent["chunk rows"][part], sent["starts"][part], longest, q, self._dtype)
-        row = torch.arange(q, device=self._device)
-        rows = (first_rows[:, None] + torch.where(row < lengths[:, None], row, 0)).view(-1)
-        bias = causal_bias(q, self._dtype, self._device)
-        return window_group(partly_written(reach, lengths), bias, rows, sent.get(f"back {part.start}"))
 
 
 def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
@@ -88,11 +87,11 @@ def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
 def _stage_prompt(chunks: Ordered[PromptChunk], staging: Staging) -> None:
     tokens: list[int] = []
     after: list[int] = []
-    first_rows: list[int] = []
+    indptr = [0]
     final_rows: list[int] = []
     for chunk in chunks:
-        first_rows.append(len(tokens))
         tokens += chunk.tokens[: _length(chunk)]
+        indptr.append(len(tokens))
         after += chunk.tokens[1:]
         if chunk.final:
             after.append(0)
@@ -103,25 +102,10 @@ def _stage_prompt(chunks: Ordered[PromptChunk], staging: Staging) -> None:
     staging.add("token rows", (chunk.row for chunk in chunks for _ in range(_length(chunk))))
     staging.add("final rows", final_rows)
     staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final])
-    staging.add("first rows", first_rows)
-    staging.add("lengths", map(_length, chunks))
+    staging.add("indptr", indptr)
     staging.add("starts", [chunk.start for chunk in chunks])
     staging.add("chunk rows", [chunk.row for chunk in chunks])
-    for part in _parts(chunks):
-        q = _length(chunks[part][-1])
-        if _length(chunks[part][0]) < q:  # which of the padded rows are real
-            real = (i * q + at for i, chunk in enumerate(chunks[part]) for at in range(_length(chunk)))
-            staging.add(f"back {part.start}", real)
 
 
 def _length(chunk: PromptChunk) -> int:
     return chunk.stop - chunk.start
-
-
-def _parts(chunks: Ordered[PromptChunk]) -> Iterator[slice]:
-    """Runs of chunks, which are in order of length, whose longest is at most twice the shortest."""
-    begin = 0
-    for end in range(1, len(chunks) + 1):
-        if end == len(chunks) or _length(chunks[end]) > 2 * _length(chunks[begin]):
-            yield slice(begin, end)
-            begin = end

@@ -22,6 +22,7 @@ from cluster.engine.models import RankModels, load_models
 from cluster.engine.prefill_share import Pace
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
+from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
@@ -60,7 +61,9 @@ class Prepared:
         if not runners:
             return NoDraft()
         ranking = CoupledRanking(runners[0].model.target_ids, topk)
-        return EagleDraft(runners[0], ranking) if len(runners) == 1 else MultiLayerDraft(runners, ranking)
+        if len(runners) == 1:
+            return EagleDraft(runners[0], ranking)
+        return MultiLayerDraft(runners, ranking, self.memory.cache.table)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -167,7 +170,9 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
     config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
     rows, shapes = config.max_running_requests + 1, tiers(shape)
     carried = EagleDraftInput.create_idle_input(prepared.resolved.draft, shape.topk, dtype, device, rows)
-    slots: list[SlotMemory] = [memory.target_runner.pool, *(runner.pool for runner in memory.draft_runner_list)]
+    runners: list[TargetRunner | DraftRunner] = [memory.target_runner, *memory.draft_runner_list]
+    slots: list[SlotMemory] = [runner.pool for runner in runners]
+    attentions = [runner.attention for runner in runners]
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
@@ -175,7 +180,7 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
-        assembler=Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, dtype),
+        assembler=Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, attentions),
         step=Step(memory.target_runner, draft, carried, memory.cache.table, slots, mesh.enter),
         shapes=shapes,
         lag=_lag(config, device),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from cluster.attention.bind import bind_attention
+from cluster.attention.gather import Gather
 from cluster.engine.models import RankModels
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.kv.budget import Capacity, kv_capacity, page_count
@@ -38,7 +39,8 @@ def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_lengt
     table = PageTable(config.max_running_requests, longest, config.page_size, device)
     cache = KVCache(pages, table, radix=not config.disable_radix_cache)
     slots = (pages + 1) * config.page_size
-    first, *others = [bind_attention(layers, slots, models.dtype, device) for layers in models.layers]
+    gather = Gather(table, window)
+    first, *others = [bind_attention(layers, slots, models.dtype, gather) for layers in models.layers]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
     drafts = [DraftRunner(model, *own, watch) for model, own in zip(models.drafts, others, strict=True)]
     return RankMemory(capacity, cache, TargetRunner(models.target, *first, boundaries, watch), drafts, watch)

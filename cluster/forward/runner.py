@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.batch import AttentionPlan
+from cluster.batch import HostBounds, Seen
 from cluster.kv.pool import KVPool
 from cluster.models.draft import DraftModel
 from cluster.models.layer import Attend
@@ -14,10 +14,16 @@ from cluster.timing import Spans
 
 
 class AttentionBackend(Attend, Protocol):
-    """The attention primitive; `bind` sets once per forward what each row sees."""
+    """The attention primitive, bound to a pool and a page table: told before a step what the host knows of it, and in
+    the step, once per forward, what each row sees.
+    """
 
-    def bind(self, plan: AttentionPlan) -> None:
-        """Use `plan` for the calls of the next forward."""
+    def prepare(self, bounds: HostBounds) -> None:
+        """A step within these bounds begins. What they are beyond the truth changes no result."""
+        ...
+
+    def bind(self, seen: Seen) -> None:
+        """Use `seen` for the calls of the next forward. On a GPU nothing here waits for the device."""
         ...
 
 
@@ -31,10 +37,10 @@ class TargetRunner:
     boundaries: tuple[int, ...]
     watch: Spans
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, token_ids: Tensor, positions: Tensor, seen: Seen) -> tuple[Tensor, list[Tensor]]:
         """Rows `[T]` -> post-norm hidden `[T, H]`, residual stream at each boundary `[T, H]`."""
         with self.watch:
-            self.attention.bind(plan)
+            self.attention.bind(seen)
             return self.model.forward(token_ids, positions, self.attention, self.boundaries)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -57,12 +63,10 @@ class DraftRunner:
         with self.watch:
             return self.model.fuse_aux(aux_hidden)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
         """Rows `[T]` and hidden `[T, H]` -> normed and recurrent hidden `[T, H]`."""
         with self.watch:
-            self.attention.bind(plan)
+            self.attention.bind(seen)
             return self.model.forward(token_ids, positions, hidden, self.attention)
 
     def logits(self, normed: Tensor) -> Tensor:

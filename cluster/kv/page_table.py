@@ -26,8 +26,14 @@ class PageTable:
         self.held = np.zeros(shape, dtype=np.int32)
         self.device_pages = torch.zeros(shape, dtype=torch.int32, device=device)
         self.lens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
         self._cleared: list[int] = []
         self._written: dict[tuple[int, int], int] = {}
+
+    @property
+    def length(self) -> int:
+        """How many tokens a row has room for."""
+        return self.device_pages.shape[1] * self.page_size
 
     def write(self, rows: Sequence[int], indices: Sequence[int], pages: Sequence[int]) -> None:
         """Entry i: page `pages[i]` becomes the `indices[i]`-th page of row `rows[i]`."""
@@ -63,12 +69,11 @@ class PageTable:
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Pool slots, int64, of the tokens at `positions` of `rows`, which broadcast; past the end, the last ones."""
-        at = positions.clamp(max=self.device_pages.shape[1] * self.page_size - 1)
+        at = positions.clamp(max=self.length - 1)
         pages = self.device_pages[rows, at.div(self.page_size, rounding_mode="floor")]
         return pages.to(torch.int64).mul_(self.page_size).add_(at.remainder(self.page_size))
 
     def first_slots(self, rows: Tensor, count: int) -> Tensor:
-        """Pool slots `[R, count]` of the first `count` tokens of `rows` `[R]`."""
-        pages = self.device_pages[:, : -(-count // self.page_size)].index_select(0, rows).to(torch.int64)
-        offsets = torch.arange(self.page_size, device=pages.device)
-        return (pages[..., None] * self.page_size + offsets).flatten(1)[:, :count]
+        """Pool slots `[R, count]`, int32, of the first `count` tokens of `rows` `[R]`; at most as many as have room."""
+        pages = self.device_pages[:, : -(-count // self.page_size)].index_select(0, rows)
+        return self._offsets.add(pages[..., None], alpha=self.page_size).flatten(1)[:, :count]

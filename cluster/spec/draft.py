@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import window_group
-from cluster.batch import AttentionPlan, Batch
+from cluster.attention.bits import line_bits
+from cluster.batch import Batch, Seen
 from cluster.config import TreeShape
 from cluster.forward.noise import Noise, at_least_float32
 from cluster.forward.runner import DraftRunner
-from cluster.spec.extend import extend_input, extend_plan
+from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, at_level, grow
 from cluster.spec.propose import Ranking, carry
@@ -78,11 +78,11 @@ class EagleDraft:
     def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """The tree of topk 1: every level has one row, which sees all before it. Equals `grow`, faster."""
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
-        seen = hidden.new_zeros(1, 1, shape.num_steps)
         sampling = batch.sampling.narrow(0, batch.decodes)
         path = [carried.bonus[:, None], tokens]
         for level in range(1, shape.num_steps):
-            logits, hidden = run_level(self._runner, batch, level, tokens, hidden, seen[:, :, :level])
+            bits = line_bits(1, level, tokens.device)
+            logits, hidden = run_level(self._runner, batch, level, tokens, hidden, bits)
             _, proposed = self._ranking.propose(logits, sampling, at_level(noise, level))
             tokens = proposed[:, 0]
             path.append(tokens)
@@ -93,9 +93,8 @@ class EagleDraft:
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
         given = extend_input(batch, accepted, features, shape)
-        plan = extend_plan(batch, shape, given.hidden.dtype)
         fused = self._runner.fuse_aux(given.hidden)
-        normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, plan)
+        normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, extend_seen(batch, shape))
         gave = normed[given.select], recurrent[given.select]
         return carry(self._runner, self._ranking, batch.sampling, accepted, gave, noise)
 
@@ -108,24 +107,24 @@ class _Again:
         self._hidden = carried.hidden[:, None].expand(*carried.topk_index.shape, -1)
 
     def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
-        bias = self._ancestry.descend(level, parent)[:, :, : level * tokens.shape[1]]
+        bits = self._ancestry.descend(level, parent)
         hidden = after(self._hidden, parent)
-        logits, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bias)
+        logits, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bits)
         return logits
 
 
 def run_level(
-    runner: DraftRunner, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bias: Tensor
+    runner: DraftRunner, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One level of K rows per request: `tokens` `[R, K]`, `hidden` `[R, K, H]` -> logits `[R, K, Vd]`, the next hidden.
 
-    `bias` `[R, K, level * K]` says which earlier rows of the window each row sees.
+    `bits` `[R or 1, K, ceil(level * K / 32)]` say which rows of the window, those of all levels so far, each row sees.
     """
     r, k = tokens.shape
-    write = batch.reach.window[:, (level - 1) * k : level * k].reshape(-1)
-    plan = AttentionPlan.of(write, window_group(batch.reach, bias, slice(0, r * k)))
+    write = batch.window[:, (level - 1) * k : level * k].reshape(-1)
+    seen = Seen(write, batch.tree(bits, level * k))
     positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
     rows = hidden.reshape(r * k, hidden.shape[-1])
-    normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, plan)
+    normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, seen)
     logits = runner.logits(normed)
     return logits.view(r, k, logits.shape[-1]), recurrent.view(r, k, recurrent.shape[-1])

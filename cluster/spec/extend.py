@@ -1,24 +1,13 @@
 """Extend: committed rows, S + 1 per request (not N), then the prompt rows, with the target's true hidden states."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import causal_bias, window_group
-from cluster.batch import AttentionPlan, Batch, Group
+from cluster.attention.bits import line_bits
+from cluster.batch import Batch, Seen
 from cluster.config import TreeShape
 from cluster.spec.inputs import EagleDraftExtendInput
 from cluster.spec.verify import Accepted
-
-
-def shifted(groups: tuple[Group, ...], by: int) -> tuple[Group, ...]:
-    """The same groups, `by` rows further down the batch."""
-
-    def moved(rows: slice | Tensor) -> slice | Tensor:
-        return slice(rows.start + by, rows.stop + by) if isinstance(rows, slice) else rows + by
-
-    return tuple(replace(group, rows=moved(group.rows)) for group in groups)
 
 
 def extend_input(batch: Batch, accepted: Accepted, features: list[Tensor], shape: TreeShape) -> EagleDraftExtendInput:
@@ -39,9 +28,8 @@ def extend_input(batch: Batch, accepted: Accepted, features: list[Tensor], shape
     )
 
 
-def extend_plan(batch: Batch, shape: TreeShape, dtype: torch.dtype) -> AttentionPlan:
-    """Causal rows after each request's committed tokens, then the prompt chunks as the target saw them."""
-    rows, width = batch.decodes * (shape.num_steps + 1), shape.num_steps + 1
-    write = torch.cat([batch.reach.window[:, :width].reshape(-1), batch.prompt.write])
-    own = window_group(batch.reach, causal_bias(width, dtype, write.device), slice(0, rows))
-    return AttentionPlan.of(write, own, *shifted(batch.prompt.groups, rows))
+def extend_seen(batch: Batch, shape: TreeShape) -> Seen:
+    """Rows in a line after each request's committed tokens, then the prompt chunks as the target saw them."""
+    width = shape.num_steps + 1
+    write = torch.cat([batch.window[:, :width].reshape(-1), batch.prompt.write])
+    return Seen(write, batch.tree(line_bits(width, width, write.device), width), batch.prompt.text)

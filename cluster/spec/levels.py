@@ -5,10 +5,9 @@ Legend: R requests, K topk, S depth, H width, Vd draft vocabulary.
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from cluster.attention.plan import MASKED
+from cluster.attention.bits import own_bits, words
 from cluster.batch import Batch
 from cluster.config import TreeShape
 from cluster.forward.noise import Noise
@@ -55,16 +54,20 @@ class Ancestry:
     """Which rows of earlier levels each row sees: its ancestors, and itself."""
 
     def __init__(self, carried: EagleDraftInput, shape: TreeShape) -> None:
-        r, self._k = carried.topk_index.shape
-        width = max(1, (shape.num_steps - 1) * self._k)
-        self._bias = torch.full((r, self._k, width), MASKED, dtype=carried.hidden.dtype, device=carried.hidden.device)
+        self._r, self._k = carried.topk_index.shape
+        self._width, self._device = (shape.num_steps - 1) * self._k, carried.topk_index.device
+        self._bits: Tensor | None = None
 
     def descend(self, level: int, parent: Tensor | None) -> Tensor:
-        """The bias `[R, K, (S - 1) K]` of the rows of `level`, each after row `parent` of the level before."""
-        self._bias = after(self._bias, parent)
-        own = slice((level - 1) * self._k, level * self._k)
-        self._bias[:, :, own].diagonal(dim1=1, dim2=2).zero_()
-        return self._bias
+        """The bits `[R, K, words]` of the rows of `level`, each after row `parent` of the level before, over the K
+        `level` window slots so far.
+        """
+        own = own_bits((level - 1) * self._k, self._k, self._width, self._device)
+        if self._bits is None or parent is None:
+            self._bits = own.expand(self._r, -1, -1)
+        else:
+            self._bits = after(self._bits, parent) | own
+        return self._bits[..., : words(level * self._k)]
 
 
 def after(rows: Tensor, parent: Tensor | None) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import bias_of, window_group
-from cluster.batch import AttentionPlan, Batch, PromptRows, SamplingBatch
+from cluster.attention.bits import line_bits, packed
+from cluster.batch import Batch, PromptRows, SamplingBatch, Seen
 from cluster.config import TreeShape
 from cluster.forward.choose import choose, logprobs
 from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
@@ -18,7 +18,6 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
-from cluster.spec.extend import shifted
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Phases, StepOutput
 from cluster.spec.tree import DraftTree
@@ -61,14 +60,14 @@ class Step:
         moments.append(self._timer.now())
 
         self._enter("target")
-        hidden, aux, logits = self._forward(batch, tree)
+        hidden, aux, logits = self._forward(batch, tree, shape.topk == 1)
         here, which = None if own is None else own.at(0, s + 1), None if shape.topk == 1 else tree.depths
         chosen, won = choose(logits[: r * n].view(r, n, self._vocab), decode, here, which)
         first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, after)
         accepted = accept(tree, chosen, first, s)
         won = won.gather(1, accepted.path)
         if shape.topk > 1:
-            compact(self._target.pool, batch.reach.window, accepted.path)
+            compact(self._target.pool, batch.window, accepted.path)
         moments.append(self._timer.now())
 
         self._enter("extend")
@@ -119,14 +118,14 @@ class Step:
     def _drafts(self) -> bool:
         return not isinstance(self._draft, NoDraft)
 
-    def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _forward(self, batch: Batch, tree: DraftTree, chain: bool) -> tuple[Tensor, list[Tensor], Tensor]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
         r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
-        own = window_group(batch.reach, bias_of(tree.ancestors, self.carried.hidden.dtype), slice(0, r * n))
-        write = torch.cat([batch.reach.window[:, :n].reshape(-1), prompt.write])
+        bits = line_bits(n, n, tree.tokens.device) if chain else packed(tree.ancestors)
+        write = torch.cat([batch.window[:, :n].reshape(-1), prompt.write])
         tokens = torch.cat([tree.tokens.reshape(-1), prompt.token_ids])
         positions = torch.cat([(batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions])
-        plan = AttentionPlan.of(write, own, *shifted(prompt.groups, r * n))
-        hidden, aux = self._target.forward(tokens, positions, plan)
+        seen = Seen(write, batch.tree(bits, n), prompt.text)
+        hidden, aux = self._target.forward(tokens, positions, seen)
         heads = torch.cat([torch.arange(r * n, device=write.device), prompt.final_rows + r * n])
         return hidden, aux, self._target.logits(hidden.index_select(0, heads))

@@ -11,10 +11,8 @@ from cluster.request import Request
 from tests.parity.harness import SAMPLING, config_of, tiny_pair
 from tests.static.trap import Trap, reads
 
-ON_A_CPU = {  # what asks on a CPU alone: whether slots are consecutive, and whether cells are finite
-    "attention.torch_backend.run_of",
-    "attention.torch_backend.kept_out",
-}
+LOOKS = "attention.cells.look"  # on a CPU alone: how long requests are, and in which pages
+FINITE = "attention.torch_backend.kept_out"  # on a CPU alone: whether cells are finite
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -30,8 +28,9 @@ def test_one_copy_in_and_one_out(topk: int, sampling: str) -> None:
         with Trap() as trap, reads() as read:
             engine.step()
         asked, sent, back, steps = asked + trap.asked, sent + trap.sent, back + read, steps + 1
-    assert set(asked) <= ON_A_CPU
+    assert set(asked) <= {FINITE}
     assert sent == {"staging.sent": steps}
+    assert back.pop(LOOKS) <= 2 * 3 * steps, "trees and texts: two lists and a table each"
     assert back == {"spec.result.read": steps}
     assert steps > 5
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch, PromptRows, Reach, SamplingBatch
+from cluster.batch import Batch, PromptRows, SamplingBatch
 from cluster.config import TreeShape
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget
@@ -96,15 +96,15 @@ def batch_of(decodes: int, prompt_rows: int) -> Batch:
     """R requests of 5 committed tokens and one prompt chunk that is final; (0, 0) is an idle rank."""
     finals = min(prompt_rows, 1)
     rows, prompt = torch.arange(decodes + finals), torch.arange(prompt_rows)
-    none = torch.zeros(decodes, 0, dtype=torch.int64)
+    last = prompt[prompt_rows - finals :]
     each = torch.ones(decodes + finals)
     return Batch(
-        decodes=decodes,
         rows=rows,
+        decode_rows=rows[:decodes],
         seq_lens=torch.full((decodes,), 5),
-        reach=Reach(none, torch.zeros(decodes, 1, 0), none),
+        window=torch.zeros(decodes, 0, dtype=torch.int64),
         sampling=SamplingBatch(each, each, each, each, each, rows, noisy=False, filtered=False),
-        prompt=PromptRows(prompt, prompt + 1, prompt, prompt, (), prompt[prompt_rows - finals :], prompt[:finals]),
+        prompt=PromptRows(prompt, prompt, prompt + 1, prompt, prompt, None, last, prompt[:finals]),
         copies=torch.zeros(2, 0, dtype=torch.int64),
         logprobs=False,
     )
