@@ -166,8 +166,8 @@ class Batch:
 
     `rows` `[B]` index the request tables: the R decoding requests, `decode_rows` `[R]`, then the F whose prompt
     finishes; `sampling` is theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position
-    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `copies` `[2, n]` are slots whose cells
-    come from others, `(to, from)`, before anything else. `logprobs` asks for the target's log-probabilities.
+    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `logprobs` asks for the target's
+    log-probabilities.
     """
 
     rows: Tensor
@@ -176,7 +176,6 @@ class Batch:
     window: Tensor
     sampling: SamplingBatch
     prompt: PromptRows
-    copies: Tensor
     logprobs: bool
 
     @property

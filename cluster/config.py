@@ -164,6 +164,10 @@ class EngineConfig(Settings):
         default=True,
         description="begin a step before the results of the one before are read, on devices that run behind the host",
     )
+    capture: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="replay captured programs in place of running steps of the same shape anew; auto: where it pays",
+    )
     debug_lockstep: bool = False
     random_seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")

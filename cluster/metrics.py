@@ -23,7 +23,7 @@ from cluster.status import EngineStatus
 
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
-PHASES = ("schedule", "agree", "draft", "target", "extend", "commit")
+PHASES = ("schedule", "agree", "draft", "target", "extend", "replay", "commit")
 PAGE_STATES = ("free", "used", "cached")
 LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
 # the usual statuses of routes; a series for any other appears with its first response

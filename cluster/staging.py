@@ -1,10 +1,30 @@
 """Whole numbers on their way to the device: gathered on the host by name, sent in one copy, read there by name."""
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Lists of 64-bit integers on the device, one after the other in `words`; `lengths` are theirs, by name."""
+
+    words: Tensor
+    lengths: dict[str, int]
+
+    def lists(self) -> dict[str, Tensor]:
+        """The lists by name."""
+        return dict(zip(self.lengths, self.words.split_with_sizes(list(self.lengths.values())), strict=True))
+
+    def cut(self, lists: int) -> "tuple[Sent, Sent]":
+        """The first so many lists, and the others."""
+        pairs = list(self.lengths.items())
+        first, others = dict(pairs[:lists]), dict(pairs[lists:])
+        words, rest = self.words.split_with_sizes([sum(first.values()), sum(others.values())])
+        return Sent(words, first), Sent(rest, others)
 
 
 class Staging:
@@ -21,12 +41,15 @@ class Staging:
         self._words += words
         self._lengths[name] = len(self._words) - start
 
-    def sent(self) -> Mapping[str, Tensor]:
-        """The lists as int64 tensors on the device, after one copy."""
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def sent(self) -> Sent:
+        """The lists on the device, after one copy."""
         words = torch.tensor(self._words, dtype=torch.int64)
         if self._device.type == "cuda":
             words = words.pin_memory().to(self._device, non_blocking=True)
-        return dict(zip(self._lengths, words.split_with_sizes(list(self._lengths.values())), strict=True))
+        return Sent(words, self._lengths)
 
 
 def bits_of(value: float) -> int:

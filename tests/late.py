@@ -14,34 +14,23 @@ import torch
 from cluster.batch import Order
 from cluster.config import TreeShape
 from cluster.engine import Engine, build
-from cluster.engine.assembler import Assembler
+from cluster.engine.programs import Programs
 from cluster.engine.rank import Rank
 from cluster.spec.result import Decided
-from cluster.spec.step import Step
 
 R = TypeVar("R", bound=Rank)
 
 
-class LateAssembler:
-    """Passes orders on as they are; a step assembles its batch when it runs."""
-
-    def __init__(self, assembler: Assembler) -> None:
-        self._assembler = assembler
-
-    def batch(self, order: Order) -> Order:
-        return order
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._assembler, name)
-
-
-class LateStep:
-    """A step whose runs wait in a queue until one of them is read. `owners` are those of the step that runs now;
-    `before` is called with its order.
+class LatePrograms:
+    """Steps that wait in a queue until one of them is read. `owners` are those of the step that runs now; `before` is
+    called with its order when the tables are as that says.
     """
 
-    def __init__(self, step: Step, assembler: Assembler, rank: Rank) -> None:
-        self.__dict__.update(_true=step, _assembler=assembler, _rank=rank, _queue=deque(), owners={}, before=None)
+    def __init__(self, programs: Programs, rank: Rank) -> None:
+        self.assembler, self.step, self._rank = programs.assembler, programs.step, rank
+        self._queue: deque[LateOutput] = deque()
+        self.owners: dict[int, str] = {}
+        self.before: Callable[[Order], None] | None = None
 
     def run(self, order: Order, shape: TreeShape) -> "LateOutput":
         meant = running(self._rank)
@@ -49,24 +38,15 @@ class LateStep:
         def late() -> Decided:
             self.owners.clear()
             self.owners.update(meant)
-            batch = self._assembler.batch(order)
+            inputs = self.assembler.send(order)
             if self.before is not None:
                 with torch.inference_mode():
                     self.before(order)
-            return self._true.run(batch, shape).read()
+            return self.step.run(self.assembler.batch(inputs), shape).read()
 
         output = LateOutput(late, self._queue)
         self._queue.append(output)
         return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._true, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "before":
-            self.__dict__[name] = value
-        else:
-            setattr(self._true, name, value)
 
 
 class LateOutput:
@@ -89,16 +69,15 @@ def running(rank: Rank) -> dict[int, str]:
 
 def owners(engine: Engine) -> dict[int, str]:
     """The requests that hold rows, by row, for the step that runs now."""
-    step = engine._p.lockstep.step
-    return step.owners if isinstance(step, LateStep) else running(engine)
+    programs = engine._p.lockstep.programs
+    return programs.owners if isinstance(programs, LatePrograms) else running(engine)
 
 
 def delay(rank: R) -> R:
     """Have the host of this rank, which is alone, be a step ahead of a device that runs as late as it can."""
     lockstep: Any = rank._lockstep
     assert lockstep.mesh.world.size == 1, "collectives of ranks that wait for each other cannot be put off"
-    lockstep.step = LateStep(lockstep.step, lockstep.assembler, rank)
-    lockstep.assembler = LateAssembler(lockstep.assembler)
+    lockstep.programs = LatePrograms(lockstep.programs, rank)
     lockstep.lag = 1
     return rank
 

@@ -30,6 +30,7 @@ GROUND = (
     "text",
     "staging",
     "timing",
+    "tape",
 )
 LAYERS = (
     "ground",

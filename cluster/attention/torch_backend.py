@@ -15,6 +15,7 @@ from cluster.attention.cells import Piece
 from cluster.attention.gather import Gather, Part, Reader
 from cluster.batch import HostBounds, Seen
 from cluster.kv.pool import KVPool
+from cluster.tape import opaque
 
 
 def kept_out(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,13 +64,19 @@ class TorchAttention:
 
     def bind(self, seen: Seen) -> None:
         """Use `seen` for the calls of the next forward; what all layers share is made once, here."""
+        opaque(self._bind, seen)
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
+        return opaque(self._attended, layer, q, kv, sinks)
+
+    def _bind(self, seen: Seen) -> None:
         self._write = seen.write
         self._parts = self._gather.parts(seen, self._reader)
         for part in self._parts:
             part.biases = {width: for_heads(part, bias, self._repeat) for width, bias in part.biases.items()}
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
+    def _attended(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         assert self._write is not None
         q, kv = kept_out(q, kv)
         self._pool.kv[layer].index_copy_(0, self._write, kv)

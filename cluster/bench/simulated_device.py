@@ -1,16 +1,17 @@
 """A device that takes a fixed time for each step, in place of a rank's step: what is left is what the host does.
 
 It is told what to run and goes on alone, as a GPU does; whoever reads a step's results waits until that step is over.
-Batches are assembled for real. Its tokens mean nothing, and every tree loses its last level.
+What a step takes from the host is sent for real. Its tokens mean nothing, and every tree loses its last level.
 """
 
 import time
 from collections.abc import Iterable
 from typing import Any
 
-from cluster.batch import Batch
+from cluster.batch import Order
 from cluster.config import TreeShape
 from cluster.dp_attention.plan import Call
+from cluster.engine.assembler import Assembler
 from cluster.engine.rank import Rank
 from cluster.spec.result import Decided
 
@@ -19,19 +20,21 @@ PHASES = ("draft", "target", "extend")
 
 
 class SimulatedDevice:
-    """Stands for a `Step`. `gaps` are seconds in which it had nothing to do before each step that only decodes `full`
+    """Stands for `Programs`. `gaps` are seconds in which it had nothing to do before each step that only decodes `full`
     requests, `waited` the seconds that the host waited for it after each such step.
     """
 
-    def __init__(self, step_s: float, full: int) -> None:
+    def __init__(self, assembler: Assembler, step_s: float, full: int) -> None:
+        self.assembler = assembler
         self.gaps: list[float] = []
         self.waited: list[float] = []
         self._step_s, self._full, self._free = step_s, full, 0.0
 
-    def run(self, batch: Batch, shape: TreeShape) -> "SimulatedOutput":
+    def run(self, order: Order, shape: TreeShape) -> "SimulatedOutput":
         """Queue a step."""
+        lengths = self.assembler.send(order).sent.lengths
         now = time.perf_counter()
-        counts = batch.decodes, batch.prompt.final_rows.shape[0], batch.prompt.token_ids.shape[0]
+        counts = len(order.decodes), lengths["final rows"], lengths["tokens"]
         steady = counts == (self._full, 0, 0)
         if steady:
             self.gaps.append(max(0.0, now - self._free))
@@ -81,6 +84,6 @@ def simulate(rank: Rank, step_s: float, full: int, ahead: bool) -> SimulatedDevi
     """Have a rank whose group has no followers run its steps on such a device, `ahead` of it by one step or not."""
     lockstep: Any = rank._lockstep
     lockstep.exchange = NoScript()
-    lockstep.step, lockstep.lag = SimulatedDevice(step_s, full), int(ahead)
-    device: SimulatedDevice = lockstep.step
+    device = SimulatedDevice(lockstep.programs.assembler, step_s, full)
+    lockstep.programs, lockstep.lag = device, int(ahead)
     return device

@@ -1,7 +1,11 @@
-"""An order (plain values) becomes a batch (tensors): what a step needs from the host goes to the device in one copy."""
+"""An order (plain values) becomes a batch (tensors): what a step needs from the host goes to the device in one copy.
 
-from collections.abc import Mapping
+`send` does what depends on how much has changed since the last step; `batch` is the beginning of the step's program,
+which is the same for all orders of one shape.
+"""
+
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,18 +14,44 @@ from cluster.batch import Batch, HostBounds, Order, PageWrite, PromptChunk, Prom
 from cluster.forward.runner import AttentionBackend
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
-from cluster.kv.pool import cells_of
-from cluster.staging import Staging
+from cluster.kv.pool import SlotMemory, cells_of
+from cluster.staging import Sent, Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the program of a step takes from the host: numbers on the device, and what of the order decides its shapes.
+
+    Orders with the same `shape` run the same program.
+    """
+
+    sent: Sent
+    decodes: int
+    noisy: bool
+    filtered: bool
+    logprobs: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many requests decode, the mode, the lengths of all lists."""
+        return self.decodes, self.noisy, self.filtered, self.logprobs, *self.sent.lengths.values()
 
 
 class Assembler:
     """Builds batches against one rank's page table and sampling table, which it keeps up to date on the device."""
 
     def __init__(
-        self, table: PageTable, sampling: SamplingTable, window: int, attentions: Ordered[AttentionBackend]
+        self,
+        table: PageTable,
+        sampling: SamplingTable,
+        window: int,
+        slots: Ordered[SlotMemory],
+        attentions: Ordered[AttentionBackend],
     ) -> None:
-        """`window` are the slots that a request may write in a step; `attentions` learn the bounds of every step."""
-        self._table, self._sampling, self._attentions = table, sampling, attentions
+        """`window` are the slots that a request may write in a step, `slots` is all memory that has slots; `attentions`
+        learn the bounds of every step.
+        """
+        self._table, self._sampling, self._slots, self._attentions = table, sampling, slots, attentions
         self._device = table.device_pages.device
         self._ahead = torch.arange(window, device=self._device)
 
@@ -30,41 +60,54 @@ class Assembler:
         """The table row of idle requests."""
         return self._table.idle_row
 
-    def batch(self, order: Order) -> Batch:
-        """The batch of this step, after the order's changes to the tables."""
-        staging, decodes = Staging(self._device), len(order.decodes)
+    def send(self, order: Order) -> Inputs:
+        """Bring the tables and the pools up to date, and send what the step needs."""
+        staging = Staging(self._device)
         staging.add("rows", [row for row, _ in order.decodes] + [chunk.row for chunk in order.chunks if chunk.final])
+        _stage_prompt(order.chunks, staging)
+        inputs = len(staging)
         staging.add("set", (row for row, _ in order.lens))
         staging.add("lens", (count for _, count in order.lens))
         staging.add("copies", cells_of(order.copies, self._table.page_size))
         _stage_writes(order.writes, staging)
         self._sampling.stage(order.samplings, staging)
-        _stage_prompt(order.chunks, staging)
-        sent = staging.sent()
-        if order.writes:
-            self._table.apply(sent["cleared"], sent["written"].view(3, -1))
-        if order.samplings:
-            self._sampling.put(sent)
-        if order.lens:
-            self._table.commit(sent["set"], sent["lens"])
+        sent, changes = staging.sent().cut(inputs)
+        if order.lens or order.copies or order.writes or order.samplings:
+            self._change(order, changes.lists())
         longest = max((most for _, most in order.decodes), default=0)
+        bounds = HostBounds(longest, tuple((chunk.start, chunk.stop) for chunk in order.chunks))
         for attention in self._attentions:
-            attention.prepare(HostBounds(longest, tuple((chunk.start, chunk.stop) for chunk in order.chunks)))
+            attention.prepare(bounds)
+        return Inputs(sent, len(order.decodes), order.noisy, order.filtered, order.logprobs)
+
+    def _change(self, order: Order, changes: dict[str, Tensor]) -> None:
+        if order.writes:
+            self._table.apply(changes["cleared"], changes["written"].view(3, -1))
+        if order.samplings:
+            self._sampling.put(changes)
+        if order.lens:
+            self._table.commit(changes["set"], changes["lens"])
+        if order.copies:
+            for memory in self._slots:
+                memory.move_kv_cache(*changes["copies"].view(2, -1))
+
+    def batch(self, inputs: Inputs) -> Batch:
+        """The batch of a step."""
+        sent = inputs.sent.lists()
         rows = sent["rows"]
-        decode_rows = rows[:decodes]
+        decode_rows = rows[: inputs.decodes]
         seq_lens = self._table.lens.index_select(0, decode_rows)
         return Batch(
             rows=rows,
             decode_rows=decode_rows,
             seq_lens=seq_lens,
             window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + self._ahead),
-            sampling=self._sampling.take(rows, order.noisy, order.filtered),
+            sampling=self._sampling.take(rows, inputs.noisy, inputs.filtered),
             prompt=self._prompt(sent),
-            copies=sent["copies"].view(2, -1),
-            logprobs=order.logprobs,
+            logprobs=inputs.logprobs,
         )
 
-    def _prompt(self, sent: Mapping[str, Tensor]) -> PromptRows:
+    def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:
         text = Text(sent["chunk rows"], sent["starts"], sent["indptr"])
         return PromptRows(
             rows=sent["token rows"],

@@ -20,6 +20,7 @@ from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, load_models
 from cluster.engine.prefill_share import Pace
+from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, TargetRunner
@@ -33,6 +34,7 @@ from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
 from cluster.status import RankInfo
+from cluster.tape import Tape
 from cluster.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -180,8 +182,11 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
-        assembler=Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, attentions),
-        step=Step(memory.target_runner, draft, carried, memory.cache.table, slots, mesh.enter),
+        programs=Programs(
+            Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, slots, attentions),
+            Step(memory.target_runner, draft, carried, memory.cache.table, mesh.enter),
+            Tape if config.capture == "on" else None,
+        ),
         shapes=shapes,
         lag=_lag(config, device),
         debug=config.debug_lockstep,

@@ -15,7 +15,7 @@ from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
-from cluster.engine.assembler import Assembler
+from cluster.engine.programs import Programs
 from cluster.mesh import GangError, Mesh
 from cluster.spec.result import Decided, StepOutput
 from cluster.spec.step import Step
@@ -51,13 +51,17 @@ class Lockstep:
     mesh: Mesh
     coordinator: Coordinator
     exchange: Exchange
-    assembler: Assembler
-    step: Step
+    programs: Programs
     shapes: tuple[TreeShape, ...]
     lag: int = 0
     debug: bool = False
     left: bool = False
     leaving: bool = False
+
+    @property
+    def step(self) -> Step:
+        """The step that the programs run."""
+        return self.programs.step
 
     def leave(self) -> None:
         """Tell all ranks with the next step that the gang ends."""
@@ -117,10 +121,10 @@ class Lockstep:
             words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
-        real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
+        real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.programs.assembler.idle_row)
         if mesh.attn.size > 1:  # the next header carries this: ranks with other orders have diverged
             self.coordinator.ordered(checksum(order))
-        return real, self.step.run(self.assembler.batch(order), shape)
+        return real, self.programs.run(order, shape)
 
 
 def _results(output: Decided, real: int) -> int:

@@ -3,7 +3,7 @@
 Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (S + 1) + F tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,10 +21,11 @@ class Phases:
 
     timer: Timer
     moments: list[Any]
+    names: tuple[str, ...] = ("draft", "target", "extend")
 
     def seconds(self) -> dict[str, float]:
         """What each took."""
-        spans = zip(("draft", "target", "extend"), pairwise(self.moments), strict=True)
+        spans = zip(self.names, pairwise(self.moments), strict=True)
         return {name: self.timer.between(*span) for name, span in spans}
 
 
@@ -71,6 +72,13 @@ class StepOutput:
         rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite], 1)
         packed = torch.cat([rows.view(-1), first, sound])
         return StepOutput(packed, rows.shape[0], accepted.tokens.shape[1], first.shape[0], logprobs, phases)
+
+    def kept(self) -> "StepOutput":
+        """The same in memory of its own, which no later replay overwrites."""
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = Logprobs(logprobs.chosen.clone(), logprobs.values.clone(), logprobs.ids.clone())
+        return replace(self, packed=self.packed.clone(), logprobs=logprobs)
 
     def read(self) -> Decided:
         """Wait for the device, and copy."""

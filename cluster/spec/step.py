@@ -3,7 +3,7 @@
 carried --draft--> tree --target--> logits, hidden --accept--> path --compact, extend--> carried
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from cluster.forward.choose import choose, logprobs
 from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
 from cluster.forward.runner import TargetRunner
 from cluster.kv.page_table import PageTable
-from cluster.kv.pool import SlotMemory
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
@@ -34,14 +33,11 @@ class Step:
         draft: Draft,
         carried: EagleDraftInput,
         table: PageTable,
-        slots: Sequence[SlotMemory],
         enter: Callable[[str], None],
     ) -> None:
-        """`carried` holds the carriers of every request row, `slots` is all memory that has slots; `enter` is called
-        with each phase that begins.
-        """
+        """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
         self._target, self._draft, self.carried, self._table = target, draft, carried, table
-        self._slots, self._enter = slots, enter
+        self.enter = enter
         self._vocab, self._timer = target.model.arch.vocab_size, timer_of(carried.bonus.device)
 
     @torch.inference_mode()
@@ -50,16 +46,13 @@ class Step:
         r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
         moments = [self._timer.now()]
         decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
-        self._enter("draft")
-        if batch.copies.shape[1]:
-            for memory in self._slots:
-                memory.move_kv_cache(*batch.copies)
+        self.enter("draft")
         noise = self._noise(batch, s)
         own, after = (None, None) if noise is None else (noise.narrow(slice(0, r)), noise.narrow(slice(r, None)))
         tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), own, shape)
         moments.append(self._timer.now())
 
-        self._enter("target")
+        self.enter("target")
         hidden, aux, logits = self._forward(batch, tree, shape.topk == 1)
         here, which = None if own is None else own.at(0, s + 1), None if shape.topk == 1 else tree.depths
         chosen, won = choose(logits[: r * n].view(r, n, self._vocab), decode, here, which)
@@ -70,7 +63,7 @@ class Step:
             compact(self._target.pool, batch.window, accepted.path)
         moments.append(self._timer.now())
 
-        self._enter("extend")
+        self.enter("extend")
         carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(noise, accepted), shape)
         self.carried.put(batch.rows, carried)
         self._table.commit(batch.rows, torch.cat([batch.seq_lens + accepted.accept_len, batch.prompt.final_lens]))

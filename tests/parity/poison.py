@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cluster.batch import Order
 from cluster.engine import Engine, StepResult
-from tests.late import LateStep
+from tests.late import LatePrograms
 from tests.tables import held_slots
 
 NOTHING = Order()
@@ -70,8 +70,8 @@ def poisoned() -> Iterator[None]:
         self._memory = memory_of(self)  # type: ignore[attr-defined]
 
     def step(self: Engine) -> StepResult:
-        late, value = self._p.lockstep.step, POISONS[self._steps % 2]
-        if isinstance(late, LateStep):  # what the host writes now would overtake steps under way
+        late, value = self._p.lockstep.programs, POISONS[self._steps % 2]
+        if isinstance(late, LatePrograms):  # what the host writes now would overtake steps under way
             late.before = lambda order: poison(self, self._memory, value, order)  # type: ignore[attr-defined]
         else:
             with torch.inference_mode():

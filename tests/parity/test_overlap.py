@@ -8,7 +8,7 @@ import pytest
 from cluster.batch import Order
 from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
-from tests.late import LateOutput, LateStep, delay
+from tests.late import LateOutput, LatePrograms, delay
 from tests.parity.harness import config_of, grid_requests, plain_run, run, scarce, speculative, tiny_pair, truth
 
 
@@ -16,7 +16,7 @@ def overlapped(topk: int, memory: str = "ample", kind: str = "corrected", rate: 
     requests = grid_requests("0.8", 8)
     config = config_of(*tiny_pair(), topk, 3, chunked_prefill_size=9)
     engine = speculative(scarce(config, requests, 6) if memory == "scarce" else config, kind, truth("0.8"), rate)
-    return engine if isinstance(engine._p.lockstep.step, LateStep) else delay(engine)
+    return engine if isinstance(engine._p.lockstep.programs, LatePrograms) else delay(engine)
 
 
 @pytest.mark.parametrize("kind", ["model", "corrected", "oracle"])
@@ -35,9 +35,9 @@ def test_a_host_that_is_ahead_gets_the_same_tokens(topk: int, memory: str, kind:
 def test_a_step_is_under_way_while_the_next_is_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begun and read in turns: the host never waits for the step that it has just begun, until nothing is left."""
     engine, seen = overlapped(1), ""
-    begin, read = LateStep.run, LateOutput.read
+    begin, read = LatePrograms.run, LateOutput.read
 
-    def began(self: LateStep, order: Order, shape: TreeShape) -> LateOutput:
+    def began(self: LatePrograms, order: Order, shape: TreeShape) -> LateOutput:
         nonlocal seen
         seen += "b"
         return begin(self, order, shape)
@@ -47,7 +47,7 @@ def test_a_step_is_under_way_while_the_next_is_scheduled(monkeypatch: pytest.Mon
         seen += "r"
         return read(self)
 
-    monkeypatch.setattr(LateStep, "run", began)
+    monkeypatch.setattr(LatePrograms, "run", began)
     monkeypatch.setattr(LateOutput, "read", landed)
     run(engine, grid_requests("0.8", 1))
     assert seen == "b" + "br" * (seen.count("b") - 1) + "r" and len(seen) > 10

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.batch import Batch, Order
+from cluster.batch import Order
 from cluster.engine import Engine, build_engine
+from cluster.engine.assembler import Inputs
 from cluster.engine.lockstep import GangStep, Lockstep
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
 
@@ -45,16 +46,16 @@ def test_a_quiet_step_loses_no_change_of_the_page_table() -> None:
 
 def watched(engine: Engine) -> list[Order]:
     """Orders as they are run, after each of which the device's page table must equal the host's."""
-    assembler, table = engine._p.lockstep.assembler, engine._p.cache.table
-    true, sent = assembler.batch, []
+    assembler, table = engine._p.lockstep.programs.assembler, engine._p.cache.table
+    true, sent = assembler.send, []
 
-    def batch(order: Order) -> Batch:
+    def send(order: Order) -> Inputs:
         sent.append(order)
         made = true(order)
         assert np.array_equal(table.device_pages.numpy(), table.held)
         return made
 
-    assembler.batch = batch  # type: ignore[method-assign]
+    assembler.send = send  # type: ignore[method-assign]
     return sent
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.forward.tape import CaptureError, Tape, opaque
+from cluster.tape import CaptureError, Tape, opaque
 
 ROWS = torch.tensor([1, 2])
 

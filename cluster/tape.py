@@ -7,7 +7,7 @@ memory, makes no decision, and asks the device for nothing. Whoever replays puts
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+R = TypeVar("R", Tensor, None)
 
 _recording: ContextVar["_Recorder | None"] = ContextVar("recording", default=None)
 
@@ -24,16 +26,39 @@ class CaptureError(RuntimeError):
     """A program that cannot be replayed; the message names the operator and what is wrong with it."""
 
 
-def opaque(run: Callable[..., Tensor], *given: Any) -> Tensor:
+class Captured(Protocol[T_co]):
+    """A program that was run once and can be run again, without the host. `output` is what it returned: tensors that
+    every replay fills anew. `bytes` is the memory that it holds for itself.
+    """
+
+    @property
+    def output(self) -> T_co:
+        """What the program returned."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Memory of its buffers."""
+        ...
+
+    def replay(self) -> None:
+        """Run it again on what now lies in its inputs."""
+        ...
+
+
+def opaque(run: Callable[..., R], *given: Any) -> R:
     """`run(*given)`, which a tape replays as one call: what happens inside, it decides anew each time. The shape of its
-    output must not change.
+    output, if it has one, must not change.
     """
     recorder = _recording.get()
-    return run(*given) if recorder is None else recorder.whole(run, given)
+    if recorder is None:
+        return run(*given)
+    output: R = recorder.whole(run, given)
+    return output
 
 
-class Tape:
-    """A recorded program. `output` is what it returned: tensors that every replay fills anew."""
+class Tape(Generic[T]):
+    """A program captured on a CPU."""
 
     def __init__(self, program: Callable[[], T]) -> None:
         """Run `program` and record it.
@@ -45,7 +70,7 @@ class Tape:
         token = _recording.set(recorder)
         try:
             with torch.inference_mode(), recorder:
-                self.output: Any = program()
+                self.output: T = program()
         finally:
             _recording.reset(token)
         self._calls, self.buffers = recorder.calls, recorder.own
@@ -97,16 +122,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.own: list[Tensor] = []
         self._storages: set[int] = set()
 
-    def whole(self, run: Callable[..., Tensor], given: tuple[Any, ...]) -> Tensor:
+    def whole(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         """Run and note something that is to be one call."""
         with _unrecorded():
             output = run(*given)
+        if output is None:
+            self.calls.append(lambda: run(*given))
+            return output
         self._made([output])
-
-        def again() -> None:
-            output.copy_(run(*given))
-
-        self.calls.append(again)
+        self.calls.append(lambda: output.copy_(run(*given)))
         return output
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:

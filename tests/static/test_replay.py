@@ -1,0 +1,124 @@
+"""A captured step equals the step to the last bit, whatever its buffers held before and whoever decodes."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.config import EngineConfig
+from cluster.engine import Engine, build_engine
+from cluster.engine.assembler import Inputs
+from cluster.engine.programs import Program
+from cluster.request import Request, SamplingParams
+from cluster.spec.result import StepOutput
+from cluster.tape import Tape
+from tests.parity.harness import SAMPLING, VOCAB, config_of, tiny_pair
+from tests.parity.poison import memory_of
+from tests.tiny import draft_folder, target_folder
+
+PARAMS = {**SAMPLING, "log-probabilities": SamplingParams(temperature=0.8, logprobs=3)}
+POISONS = (math.nan, math.inf)
+
+
+def poison(tape: Tape[Any], value: float) -> None:
+    """Fill all that the program makes for itself."""
+    with torch.inference_mode():
+        for buffer in tape.buffers:
+            buffer.fill_(value if buffer.is_floating_point() else 1)
+
+
+class Compared:
+    """Runs every step that is to be replayed as it is as well, from the same state, and compares all it leaves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+        programs = engine._p.lockstep.programs
+        carried = programs.step.carried
+        self.replays = Counter[int]()
+        self._state = [*memory_of(engine), engine._p.cache.table.lens]
+        self._state += [carried.topk_logprobs, carried.topk_index, carried.hidden, carried.bonus]
+        self._places: dict[int, list[int]] = {}
+        self._replayed, self._programs, self._shape = programs._replayed, programs, engine._p.shape
+        monkeypatch.setattr(programs, "_replayed", self.replayed)
+
+    def replayed(self, program: Program, inputs: Inputs) -> StepOutput:
+        tape: Any = program.captured
+        before = self._copied()
+        run = self._programs.step.run(self._programs.assembler.batch(inputs), self._shape)
+        wanted = [run.packed, *_logprobs(run), *self._copied()]
+        with torch.inference_mode():
+            for mine, old in zip(self._state, before, strict=True):
+                mine.copy_(old)
+        places = [buffer.data_ptr() for buffer in tape.buffers]
+        assert self._places.setdefault(id(program), places) == places
+        poison(tape, POISONS[self.replays[id(program)] % 2])
+        given = self._replayed(program, inputs)
+        got = [given.packed, *_logprobs(given), *self._copied()]
+        assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+        self.replays[id(program)] += 1
+        return given
+
+    def _copied(self) -> list[Tensor]:
+        return [one.clone() for one in self._state]
+
+
+def _logprobs(output: StepOutput) -> list[Tensor]:
+    logprobs = output.logprobs
+    return [] if logprobs is None else [logprobs.chosen, logprobs.values, logprobs.ids]
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal to the last bit, NaN included."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def texts(engine: Engine, params: SamplingParams) -> dict[str, list[Any]]:
+    """What requests get that come and go: rows, pages and lengths change, and shapes recur."""
+    given: dict[str, list[Any]] = {}
+    for number in range(4):
+        for i in range(2):
+            name, prompt = f"{number}/{i}", tuple(2 + (number + n) % 20 for n in range(4 + 9 * i + number))
+            own = replace(params, seed=10 * number + i, max_tokens=30, ignore_eos=True)
+            engine.submit(Request(name, prompt, own))
+            given[name] = []
+        while engine.has_work:
+            for output in engine.step().outputs:
+                given[output.request_id] += [*output.token_ids, *output.logprobs]
+    return given
+
+
+def check(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, params: SamplingParams) -> Counter[int]:
+    """The texts with captured programs are those without; returns how often each program was replayed."""
+    plain = texts(build_engine(config), params)
+    engine = build_engine(config.model_copy(update={"capture": "on"}))
+    compared = Compared(monkeypatch, engine)
+    assert texts(engine, params) == plain
+    return compared.replays
+
+
+@pytest.mark.parametrize("sampling", PARAMS)
+@pytest.mark.parametrize("topk", [0, 1, 3])
+def test_a_replay_leaves_what_the_step_leaves(monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str) -> None:
+    target, draft = tiny_pair()
+    config = config_of(target, draft if topk else None, topk or 1, page_size=4, chunked_prefill_size=9)
+    replays = check(monkeypatch, config, PARAMS[sampling])
+    assert max(replays.values()) >= 20 and len(replays) >= 2
+
+
+def test_steps_with_prompt_rows_are_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompts again and again, so that steps with prompt rows recur."""
+    target = target_folder(vocab_size=VOCAB)
+    config = config_of(target, draft_folder(target, num_aux=1), 3, disable_radix_cache=True)
+    engine = build_engine(config.model_copy(update={"capture": "on"}))
+    compared, seen = Compared(monkeypatch, engine), []
+    for number in range(5):
+        engine.submit(Request(f"{number}", tuple(range(2, 13)), SamplingParams(temperature=0.0, max_tokens=6)))
+        while engine.has_work:
+            rows = engine.step().stats.prompt_rows
+            seen.append((rows, sum(compared.replays.values())))
+    replayed = [after > before for (_, before), (rows, after) in pairwise(seen) if rows]
+    assert replayed[-1], "the last prompt was replayed"
