@@ -14,6 +14,7 @@ import cluster.spec.draft
 import cluster.spec.step
 from cluster.attention.cells import Cells
 from cluster.engine import Engine
+from cluster.engine.assembler import Assembler
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner
@@ -167,20 +168,17 @@ def _(patch: Patch) -> None:
 
 @bug("shared cells are not copied")
 def _(patch: Patch) -> None:
-    def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, batch, shape: true(self, replace(batch, copies=batch.copies[:, :0]), shape)
-
-    changed(patch, Step, "run", make)
+    changed(patch, Assembler, "send", lambda true: lambda self, order: true(self, order._replace(copies=())))
 
 
 @bug("shared cells are copied into the target's pool only")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, target, draft, carried, table, slots, enter: true(
-            self, target, draft, carried, table, slots[:1], enter
+        return lambda self, table, sampling, window, slots, others: true(
+            self, table, sampling, window, slots[:1], others
         )
 
-    changed(patch, Step, "__init__", make)
+    changed(patch, Assembler, "__init__", make)
 
 
 @bug("a cell is taken for shared whose next token is another one")
