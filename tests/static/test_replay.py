@@ -18,8 +18,10 @@ from cluster.request import Request, SamplingParams
 from cluster.spec.result import StepOutput
 from cluster.tape import Tape
 from tests.parity.harness import SAMPLING, VOCAB, config_of, tiny_pair
+from tests.parity.pairs import algorithm_of, diagonal, draft_of
 from tests.parity.poison import memory_of
 from tests.tiny import draft_folder, target_folder
+from tests.unit.models.draft_cases import LISTS
 
 PARAMS = {**SAMPLING, "log-probabilities": SamplingParams(temperature=0.8, logprobs=3)}
 POISONS = (math.nan, math.inf)
@@ -42,13 +44,15 @@ class Compared:
         self._state = [*memory_of(engine), engine._p.cache.table.lens]
         self._state += [carried.topk_logprobs, carried.topk_index, carried.hidden, carried.bonus]
         self._places: dict[int, list[int]] = {}
-        self._replayed, self._programs, self._shape = programs._replayed, programs, engine._p.shape
+        self._replayed, self._programs = programs._replayed, programs
+        self._shapes = {shape.num_steps: shape for shape in engine._p.lockstep.shapes}
         monkeypatch.setattr(programs, "_replayed", self.replayed)
 
     def replayed(self, program: Program, inputs: Inputs) -> StepOutput:
         tape: Any = program.captured
         before = self._copied()
-        run = self._programs.step.run(self._programs.assembler.batch(inputs), self._shape)
+        shape = self._shapes[next(key for key, one in self._programs._programs.items() if one is program)[0]]
+        run = self._programs.step.run(self._programs.assembler.batch(inputs), shape)
         wanted = [run.packed, *_logprobs(run), *self._copied()]
         with torch.inference_mode():
             for mine, old in zip(self._state, before, strict=True):
@@ -122,3 +126,35 @@ def test_steps_with_prompt_rows_are_replayed_too(monkeypatch: pytest.MonkeyPatch
             seen.append((rows, sum(compared.replays.values())))
     replayed = [after > before for (_, before), (rows, after) in pairwise(seen) if rows]
     assert replayed[-1], "the last prompt was replayed"
+
+
+DIAGONAL = diagonal()
+FEW = [n for n, pair in enumerate(DIAGONAL) if pair.draft in LISTS or pair.family in ("gpt_oss", "gemma3")][:6]
+
+
+def check_pair(monkeypatch: pytest.MonkeyPatch, number: int) -> Counter[int]:
+    """One pair as a chain or a tree, sampled or filtered, by turns."""
+    pair = DIAGONAL[number]
+    config = config_of(
+        pair.target, draft_of(pair.draft), (1, 3)[number % 2], 3, speculative_algorithm=algorithm_of(pair.spec())
+    )
+    return check(monkeypatch, config, list(PARAMS.values())[number % len(PARAMS)])
+
+
+@pytest.mark.parametrize("number", FEW)
+def test_a_pair(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    assert max(check_pair(monkeypatch, number).values()) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(len(DIAGONAL)))
+def test_each_draft_and_each_family(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    assert max(check_pair(monkeypatch, number).values()) >= 20
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_programs_of_all_tiers_are_replayed(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Two requests together draft less deeply than one."""
+    config = config_of(*tiny_pair(), 3, speculative_batch_tiers={2: most})
+    assert max(check(monkeypatch, config, PARAMS["0.8"]).values()) >= 20
