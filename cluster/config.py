@@ -166,7 +166,8 @@ class EngineConfig(Settings):
     )
     capture: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="replay captured programs in place of running steps of the same shape anew; auto: where it pays",
+        description="replay captured programs in place of running steps of the same shape anew; auto: where it pays, "
+        "which is nowhere yet",
     )
     debug_lockstep: bool = False
     random_seed: int = Field(default=0, ge=0)

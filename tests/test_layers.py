@@ -31,6 +31,7 @@ GROUND = (
     "staging",
     "timing",
     "tape",
+    "graph",
 )
 LAYERS = (
     "ground",

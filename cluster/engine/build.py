@@ -20,7 +20,7 @@ from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, load_models
 from cluster.engine.prefill_share import Pace
-from cluster.engine.programs import Programs
+from cluster.engine.programs import Capture, Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, TargetRunner
@@ -185,12 +185,23 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
         programs=Programs(
             Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, slots, attentions),
             Step(memory.target_runner, draft, carried, memory.cache.table, mesh.enter),
-            Tape if config.capture == "on" else None,
+            _capture(config, device),
         ),
         shapes=shapes,
         lag=_lag(config, device),
         debug=config.debug_lockstep,
     )
+
+
+def _capture(config: EngineConfig, device: torch.device) -> Capture | None:
+    """How programs are captured, None: not at all. That is the default: a tape of operators is no faster than running
+    them, and attention by torch reads as far as the host's bound, which a graph would fix for good.
+    """
+    if config.capture != "on":
+        return None
+    if device.type == "cuda":
+        raise ConfigError("capture on needs an attention backend that a graph can hold, and torch's is none; set auto")
+    return Tape
 
 
 def _lag(config: EngineConfig, device: torch.device) -> int:
