@@ -4,27 +4,25 @@ Pages are handed out lowest first, so a long prompt mostly lies in one run of co
 read where it lies. On a CPU that is worth a look at the table; a GPU would have to wait for it, and gathers always.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.attention.bias import MASKED
 from cluster.kv.page_table import PageTable
 
-LARGE = 1 << 23
+LARGE = 1 << 24
 """Bytes of one layer from which on requests are read one by one. A smaller copy of all of them stays in a processor's
-caches, and one call is faster than many; from 32 MB on the copy costs four times what attending to it does."""
-LONG = 1 << 21
+caches, and one call is faster than many. From 32 MB on the copy alone takes four times as long as attention: every
+call then gets its memory anew from the system."""
+LONG = 1 << 22
 """Bytes of one layer from which on a request that does not lie in one run is read in pieces, not copied."""
 RUN = 1 << 18
 """Bytes of one layer from which on a run of slots is a piece of its own. A smaller one is copied together with what
 lies about it, which costs less than products of its own."""
-
-
-Pages = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 class Piece(NamedTuple):
@@ -34,23 +32,9 @@ class Piece(NamedTuple):
     length: int
 
 
-class Held(NamedTuple):
-    """What the host saw of R requests: how many tokens are committed, and the pages `[R, n]` that the longest needs."""
-
-    committed: list[int]
-    pages: np.ndarray[tuple[int, int], np.dtype[np.int32]]
-
-
-def look(table: PageTable, rows: Tensor, lens: Tensor, more: int) -> Held | None:
-    """On a CPU, what table rows `rows` `[R]` hold of `lens` `[R]` tokens and `more` after each; None on a GPU.
-
-    The only place where attention asks the device.
-    """
-    if lens.device.type != "cpu":
-        return None
-    committed: list[int] = lens.tolist()
-    most = -(-(max(committed) + more) // table.page_size)
-    return Held(committed, table.device_pages.numpy()[rows.tolist(), :most])
+def look(numbers: Tensor) -> list[Any] | None:
+    """On a CPU, what lengths or pages `numbers` are; None on a GPU. The only place where attention asks the device."""
+    return numbers.tolist() if numbers.is_cpu else None
 
 
 class Cells:
@@ -66,9 +50,9 @@ class Cells:
     ) -> None:
         self.rows, self.lens = rows, lens
         self._table, self._more, self._written = table, more, written
-        self.held = look(table, rows, lens, more)
-        self.longest = min(longest, table.length) if self.held is None else max(self.held.committed)
-        self._numbers = torch.arange(max(self.longest, more), device=lens.device)
+        self.counts: list[int] | None = look(lens)
+        self.longest = min(longest, table.length) if self.counts is None else max(self.counts)
+        self._pages: list[list[int]] | None = None
         self._beyond: Tensor | None = None
         self._slots: Tensor | None = None
         self._bias: Tensor | None = None
@@ -76,15 +60,14 @@ class Cells:
 
     def apart(self, width: int, cell: int) -> bool:
         """Whether requests are better read one by one, with `width` slots after them and `cell` bytes a token."""
-        if self.held is None:
+        if self.counts is None:
             return False
-        requests = len(self.held.committed)
-        return requests == 1 or requests * (self.longest + width) * cell >= LARGE
+        return len(self.counts) == 1 or len(self.counts) * (self.longest + width) * cell >= LARGE
 
     def slots(self, width: int) -> Tensor:
         """The slots `[R, P + width]` of the committed tokens, padded to P, then of `width` after them."""
         if self._slots is None:
-            after = self._numbers[: self._more]
+            after = torch.arange(self._more, device=self.lens.device)
             found = self._table.first_slots(self.rows, self.longest + self._more)
             window = found.gather(1, (self.lens[:, None] + after).clamp_(max=found.shape[1] - 1))
             if self._written is not None:
@@ -97,7 +80,7 @@ class Cells:
     def beyond(self) -> Tensor:
         """Which of the positions `[R, P]` from 0 on hold no committed token."""
         if self._beyond is None:
-            self._beyond = self._numbers[: self.longest] >= self.lens[:, None]
+            self._beyond = torch.arange(self.longest, device=self.lens.device) >= self.lens[:, None]
         return self._beyond
 
     def bias(self, dtype: torch.dtype) -> Tensor:
@@ -112,7 +95,7 @@ class Cells:
         """The position `[R, P]` of each committed token, padded with -1 to P: at the end, or at the front if requests
         are read one by one, so that the last of a row's cells are one request's own.
         """
-        number = self._numbers[: self.longest]
+        number = torch.arange(self.longest, device=self.lens.device)
         if apart:
             return (number + (self.lens[:, None] - self.longest)).clamp_(min=-1)
         return number.masked_fill(self.beyond, -1)
@@ -123,20 +106,25 @@ class Cells:
         A single run is a slice. Otherwise, if the request is `LONG` and `several` pieces may be, each `RUN` is a slice,
         and what lies between them is copied.
         """
-        assert self.held is not None
+        assert self.counts is not None
         key = (at, width, cell, several)
-        if key not in self._pieces:
-            size, count = self._table.page_size, self.held.committed[at] + width
-            least = -(-RUN // cell) if several and count * cell >= LONG else None
-            spans = list(spans_of(self.held.pages[at, : -(-count // size)], size, least))
-            if any(span.start is None for span in spans):
-                slots = self._table.first_slots(self.rows[at : at + 1], count)[0]
-            self._pieces[key] = pieces = []
-            for first, last, start in spans:
-                length = min(last, count) - first
-                read = slots[first : first + length] if start is None else slice(start, start + length)
+        if key in self._pieces:
+            return self._pieces[key]
+        if self._pages is None:
+            most = -(-(self.longest + self._more) // self._table.page_size)
+            self._pages = look(self._table.device_pages.index_select(0, self.rows)[:, :most])
+            assert self._pages is not None
+        size, count = self._table.page_size, self.counts[at] + width
+        least = -(-RUN // cell) if several and count * cell >= LONG else None
+        self._pieces[key] = pieces = []
+        for first, last, start in spans_of(self._pages[at][: -(-count // size)], size, least):
+            length = min(last, count) - first
+            if start is None:
+                read = self._table.first_slots(self.rows[at : at + 1], count)[0, first : first + length]
                 pieces.append(Piece(read, length))
-        return self._pieces[key]
+            else:
+                pieces.append(Piece(slice(start, start + length), length))
+        return pieces
 
 
 class Span(NamedTuple):
@@ -147,15 +135,16 @@ class Span(NamedTuple):
     start: int | None
 
 
-def spans_of(pages: Pages, size: int, least: int | None) -> Iterator[Span]:
+def spans_of(pages: Sequence[int], size: int, least: int | None) -> Iterator[Span]:
     """What lies in `pages` of `size`: runs of `least` slots or more (None: of all), and what is between them."""
-    ends = [*(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
+    ends = [at for at, (page, after) in enumerate(pairwise(pages), 1) if after != page + 1]
+    ends.append(len(pages))
     loose = begin = 0  # pages before `loose` are in a span
     for end in ends:
         if len(ends) == 1 or (least is not None and (end - begin) * size >= least):
             if loose < begin:
                 yield Span(loose * size, begin * size, None)
-            yield Span(begin * size, end * size, int(pages[begin]) * size)
+            yield Span(begin * size, end * size, pages[begin] * size)
             loose = end
         begin = end
     if loose < len(pages):

@@ -4,7 +4,7 @@ One `Gather` serves all runners of a rank, as they share the page table: what a 
 once a step.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +41,15 @@ class Part:
     together, else an index `[R * q]`.
 
     `pieces` are read one after the other; if R > 1 it is one. `biases` by sliding window are `[R or 1, q, c]`, over the
-    last c cells; all cells before them are seen. `back`, when set, picks the real rows out of the padded `[R * q]`
-    ones, in batch order.
+    last c cells; all cells before them are seen, or all if it is None. `back`, when set, picks the real rows out of the
+    padded `[R * q]` ones, in batch order.
     """
 
     requests: int
     q_rows: int
     rows: slice | Tensor
     pieces: Sequence[Piece]
-    biases: dict[int | None, Tensor]
+    biases: Mapping[int | None, Tensor | None]
     back: Tensor | None = None
 
 
@@ -123,13 +123,13 @@ class Gather:
         cells, r, q = self._tree[1], tree.lens.shape[0], tree.bits.shape[1]
         sight = Sight.of(tree.bits, tree.width, first, reader.dtype)
         if not cells.apart(tree.width, reader.cell):
-            biases = {width: over(sight, cells, width) for width in reader.windows}
-            return [Part(r, q, slice(0, r * q), [copied(cells, tree.width)], biases)]
+            together = {width: over(sight, cells, width) for width in reader.windows}
+            return [Part(r, q, slice(0, r * q), [copied(cells, tree.width)], together)]
         biases = {width: behind(sight, cells, slice(0, r), width) for width in reader.windows}
         parts = []
         for i in range(r):
             pieces = cells.pieces(i, tree.width, reader.cell, reader.may_part(q))
-            own = {width: bias[i : i + 1] if bias.shape[0] > 1 else bias for width, bias in biases.items()}
+            own = {width: of_request(bias, i) for width, bias in biases.items()}
             parts.append(Part(1, q, slice(i * q, i * q + q), pieces, own))
         return parts
 
@@ -181,8 +181,13 @@ def over(sight: Sight, cells: Cells, sliding_window: int | None) -> Tensor:
     return torch.cat([seen, sight.bias.expand(seen.shape[0], -1, -1)], 2)
 
 
-def behind(sight: Sight, cells: Cells, requests: slice, sliding_window: int | None) -> Tensor:
-    """The bias `[R or 1, q, c]` over the last c cells of `requests` read one by one; they see all before."""
+def behind(sight: Sight, cells: Cells, requests: slice, sliding_window: int | None) -> Tensor | None:
+    """The bias `[R or 1, q, c]` over the last c cells of `requests` read one by one; they see all before. None: all."""
     if sight.narrows(sliding_window):
         return sight.narrowed(cells.labels(True)[requests], cells.lens[requests], sliding_window)
-    return sight.bias
+    return None if sight.whole else sight.bias
+
+
+def of_request(bias: Tensor | None, request: int) -> Tensor | None:
+    """The bias `[1, q, c]` of one request out of those of all, `[R, q, c]`, or `[1, q, c]` if they are the same."""
+    return bias if bias is None or bias.shape[0] == 1 else bias[request : request + 1]

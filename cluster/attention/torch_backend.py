@@ -91,10 +91,13 @@ class TorchAttention:
         cells = [self._cells(layer, piece, r) for piece in part.pieces]
         rows = q[part.rows].view(r, n, nkv, repeat, -1).permute(0, 2, 3, 1, 4).reshape(r, nkv, repeat * n, -1)
         bias = part.biases[self._windows[layer]]
-        if sinks is None and len(cells) == 1:
+        column = None if sinks is None else sink_column(sinks.view(nkv, repeat), rows)
+        if len(cells) > 1:
+            out = in_pieces(rows, cells, bias, self._scale, column)
+        elif column is None:
             out = F.scaled_dot_product_attention(rows, *cells[0], attn_mask=bias, scale=self._scale)
         else:
-            out = in_pieces(rows, cells, bias, self._scale, None if sinks is None else sinks.view(1, nkv, repeat))
+            out = with_sinks(rows, cells[0], bias, self._scale, column)
         out = out.view(r, nkv, repeat, n, -1).permute(0, 3, 1, 2, 4).reshape(r * n, self._heads * self._value_dim)
         return out if part.back is None else out.index_select(0, part.back)
 
@@ -106,30 +109,50 @@ class TorchAttention:
         return cells[0], cells[-1][..., : self._value_dim]
 
 
-def for_heads(part: Part, bias: Tensor, repeat: int) -> Tensor:
+def for_heads(part: Part, bias: Tensor | None, repeat: int) -> Tensor | None:
     """`bias` `[R or 1, q, c]` over all L cells of `part`, for rep query heads: `[R or 1, 1, rep * q or 1, L]`."""
+    if bias is None:
+        return None
     if (more := sum(piece.length for piece in part.pieces) - bias.shape[2]) != 0:
         bias = F.pad(bias, (more, 0))  # cuts what is too long
     return (bias if part.q_rows == 1 else bias.repeat(1, repeat, 1))[:, None]
 
 
-def in_pieces(
-    q: Tensor, cells: Sequence[tuple[Tensor, Tensor]], bias: Tensor, scale: float, sinks: Tensor | None
-) -> Tensor:
-    """Attention over keys and values that lie in several pieces: one softmax over all of them.
+def sink_column(sinks: Tensor, q: Tensor) -> Tensor:
+    """The logits `[R, nkv, rep * n, 1]` of `sinks` `[nkv, rep]` beside those of q `[R, nkv, rep * n, d]`."""
+    column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, ..., None]
+    return column.to(q.dtype).expand(q.shape[0], -1, -1, 1)
 
-    q `[R, nkv, rep * n, d]`, k `[R, nkv, L, d]`, v `[R, nkv, L, dv]` of each piece, bias as `for_heads` makes it.
-    `sinks` `[1, nkv, rep]` are one more logit per head, without a value (gpt-oss; arXiv 2309.17453).
+
+def with_sinks(q: Tensor, cells: tuple[Tensor, Tensor], bias: Tensor | None, scale: float, column: Tensor) -> Tensor:
+    """Attention whose softmax has one more logit per head, without a value (gpt-oss; arXiv 2309.17453).
+
+    q `[R, nkv, rep * n, d]`, k `[R, nkv, L, d]`, v `[R, nkv, L, dv]`, bias as `for_heads` makes it.
     """
+    k, v = cells
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
+    if bias is not None:
+        scores += bias
+    return torch.matmul(torch.cat([scores, column], -1).softmax(-1)[..., :-1], v)
+
+
+def in_pieces(
+    q: Tensor, cells: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, scale: float, column: Tensor | None
+) -> Tensor:
+    """The same over keys and values that lie in several pieces, with a `column` of sinks or without: one softmax over
+    all of them, written out, as their scores are never joined.
+    """
+    q = q * scale
     scores = [torch.matmul(q, k.transpose(-1, -2)) for k, _ in cells]
-    ends = [k.shape[2] for k, _ in cells]
-    joined = (scores[0] if len(scores) == 1 else torch.cat(scores, -1)).mul_(scale).add_(bias)
-    if sinks is not None:
-        column = sinks.repeat_interleave(q.shape[2] // sinks.shape[2], 2)[..., None].expand(q.shape[0], -1, -1, 1)
-        joined = torch.cat([joined, column.to(joined.dtype)], -1)
-        ends.append(1)
-    shares = torch.split(joined.softmax(-1), ends, -1)
-    out = torch.matmul(shares[0], cells[0][1])
-    for share, (_, v) in zip(shares[1:], cells[1:], strict=False):
-        out += torch.matmul(share, v)
-    return out
+    if bias is not None:
+        for part, own in zip(scores, torch.split(bias, [part.shape[3] for part in scores], -1), strict=True):
+            part += own
+    top = torch.cat([part.amax(-1, keepdim=True) for part in scores] + ([] if column is None else [column]), -1)
+    top = top.amax(-1, keepdim=True)
+    total = torch.zeros_like(top) if column is None else (column - top).exp_()
+    out = q.new_zeros(*q.shape[:-1], cells[0][1].shape[-1])
+    for part, (_, v) in zip(scores, cells, strict=True):
+        part.sub_(top).exp_()
+        total += part.sum(-1, keepdim=True)
+        out += torch.matmul(part, v)
+    return out.div_(total)

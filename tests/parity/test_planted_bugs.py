@@ -344,7 +344,7 @@ def _(patch: Patch) -> None:
 
 @bug("the last committed token is not seen")
 def _(patch: Patch) -> None:
-    patch.setattr(Cells, "beyond", property(lambda self: self._numbers[: self.longest] >= self.lens[:, None] - 1))
+    patch.setattr(Cells, "beyond", property(lambda self: torch.arange(self.longest) >= self.lens[:, None] - 1))
 
 
 @bug("beyond its own tokens a request reads the sink")

@@ -1,6 +1,5 @@
 """Where requests' cells lie: as slots, padded so that nobody reads others' memory, or in runs where a CPU may look."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -61,7 +60,7 @@ def test_one_request_is_read_alone_and_many_where_they_are_large(monkeypatch: py
     ],
 )
 def test_runs_and_what_is_between_them(pages: list[int], least: int | None, spans: list[Span]) -> None:
-    assert list(spans_of(np.array(pages, dtype=np.int32), 4, least)) == spans
+    assert list(spans_of(pages, 4, least)) == spans
 
 
 def test_the_last_piece_ends_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
