@@ -212,8 +212,10 @@ def unpacked(wrong: Callable[[Any], Any]) -> Plant:
 
 
 def chunks_turned(order: Any) -> Any:
-    turned = order._replace(chunks=order.chunks[::-1])
-    return turned if len(order.chunks) > 1 and turned != order else None
+    """Each chunk in another's row; they stay in order of length, without which no step could run."""
+    rows = [chunk.row for chunk in order.chunks]
+    turned = tuple(chunk._replace(row=row) for chunk, row in zip(order.chunks, rows[1:] + rows[:1], strict=True))
+    return order._replace(chunks=turned) if len(set(rows)) > 1 else None
 
 
 def decode_dropped(order: Any) -> Any:

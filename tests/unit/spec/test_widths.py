@@ -105,7 +105,6 @@ def batch_of(decodes: int, prompt_rows: int) -> Batch:
         window=torch.zeros(decodes, 0, dtype=torch.int64),
         sampling=SamplingBatch(each, each, each, each, each, rows, noisy=False, filtered=False),
         prompt=PromptRows(prompt, prompt, prompt + 1, prompt, prompt, None, last, prompt[:finals]),
-        copies=torch.zeros(2, 0, dtype=torch.int64),
         logprobs=False,
     )
 
