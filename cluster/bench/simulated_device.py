@@ -32,9 +32,9 @@ class SimulatedDevice:
 
     def run(self, order: Order, shape: TreeShape) -> "SimulatedOutput":
         """Queue a step."""
-        lengths = self.assembler.send(order).sent.lengths
+        inputs, finals = self.assembler.send(order), sum(chunk.final for chunk in order.chunks)
         now = time.perf_counter()
-        counts = len(order.decodes), lengths["final rows"], lengths["tokens"]
+        counts = inputs.decodes, finals, inputs.prompt_rows
         steady = counts == (self._full, 0, 0)
         if steady:
             self.gaps.append(max(0.0, now - self._free))

@@ -32,6 +32,11 @@ class Inputs:
     logprobs: bool
 
     @property
+    def prompt_rows(self) -> int:
+        """c."""
+        return self.sent.lengths.get("tokens", 0)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """How many requests decode, the mode, the lengths of all lists."""
         return self.decodes, self.noisy, self.filtered, self.logprobs, *self.sent.lengths.values()
@@ -54,6 +59,8 @@ class Assembler:
         self._table, self._sampling, self._slots, self._attentions = table, sampling, slots, attentions
         self._device = table.device_pages.device
         self._ahead = torch.arange(window, device=self._device)
+        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._no_prompt = PromptRows(none, none, none, none, none, None, none, none)
 
     @property
     def idle_row(self) -> int:
@@ -64,16 +71,20 @@ class Assembler:
         """Bring the tables and the pools up to date, and send what the step needs."""
         staging = Staging(self._device)
         staging.add("rows", [row for row, _ in order.decodes] + [chunk.row for chunk in order.chunks if chunk.final])
-        _stage_prompt(order.chunks, staging)
+        if order.chunks:
+            _stage_prompt(order.chunks, staging)
         inputs = len(staging)
-        staging.add("set", (row for row, _ in order.lens))
-        staging.add("lens", (count for _, count in order.lens))
-        staging.add("copies", cells_of(order.copies, self._table.page_size))
-        _stage_writes(order.writes, staging)
-        self._sampling.stage(order.samplings, staging)
-        sent, changes = staging.sent().cut(inputs)
-        if order.lens or order.copies or order.writes or order.samplings:
-            self._change(order, changes.lists())
+        changes = bool(order.lens or order.copies or order.writes or order.samplings)
+        if changes:
+            staging.add("set", (row for row, _ in order.lens))
+            staging.add("lens", (count for _, count in order.lens))
+            staging.add("copies", cells_of(order.copies, self._table.page_size))
+            _stage_writes(order.writes, staging)
+            self._sampling.stage(order.samplings, staging)
+        sent = staging.sent()
+        if changes:
+            sent, rest = sent.cut(inputs)
+            self._change(order, rest.lists())
         longest = max((most for _, most in order.decodes), default=0)
         bounds = HostBounds(longest, tuple((chunk.start, chunk.stop) for chunk in order.chunks))
         for attention in self._attentions:
@@ -103,19 +114,18 @@ class Assembler:
             seq_lens=seq_lens,
             window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + self._ahead),
             sampling=self._sampling.take(rows, inputs.noisy, inputs.filtered),
-            prompt=self._prompt(sent),
+            prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
             logprobs=inputs.logprobs,
         )
 
     def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:
-        text = Text(sent["chunk rows"], sent["starts"], sent["indptr"])
         return PromptRows(
             rows=sent["token rows"],
             token_ids=sent["tokens"],
             next_ids=sent["next"],
             positions=sent["positions"],
             write=self._table.slots(sent["token rows"], sent["positions"]),
-            text=text if text.rows.shape[0] else None,
+            text=Text(sent["chunk rows"], sent["starts"], sent["indptr"]),
             final_rows=sent["final rows"],
             final_lens=sent["final lens"],
         )

@@ -48,7 +48,7 @@ class Programs:
     def run(self, order: Order, shape: TreeShape) -> StepOutput:
         """Run a step of this order with trees of this shape."""
         inputs = self.assembler.send(order)
-        rows = inputs.decodes * shape.num_draft_tokens + inputs.sent.lengths["tokens"]
+        rows = inputs.decodes * shape.num_draft_tokens + inputs.prompt_rows
         if self._capture is None or rows > MOST_ROWS:
             return self._run(inputs, shape)
         key = shape.num_steps, *inputs.shape
