@@ -18,7 +18,7 @@ def sampling_of(
     table = SamplingTable(1, dtype, torch.device("cpu"))
     staging = Staging(torch.device("cpu"))
     table.stage([Sampling(0, params.temperature, params.top_k, params.top_p, params.min_p, 0)], staging)
-    table.put(staging.sent())
+    table.put(staging.sent().lists())
     noisy = params.temperature > 0
     filtered = noisy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     batch = table.take(torch.zeros(requests, dtype=torch.int64), noisy, filtered)
