@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.plan import causal_bias, partly_written, reach_of, window_group
-from cluster.batch import Batch, Group, Order, PageWrite, PromptChunk, PromptRows
+from cluster.batch import Batch, Group, Mode, Order, PageWrite, PromptChunk, PromptRows
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import cells_of
@@ -51,10 +51,10 @@ class Assembler:
             rows=rows,
             seq_lens=seq_lens,
             reach=reach_of(self._table, rows[:decodes], seq_lens, longest, self._window, self._dtype),
-            sampling=self._sampling.take(rows, order.noisy, order.filtered),
+            sampling=self._sampling.take(rows, Mode.NOISY in order.mode, Mode.FILTERED in order.mode),
             prompt=self._prompt(order.chunks, sent),
             copies=sent["copies"].view(2, -1),
-            logprobs=order.logprobs,
+            logprobs=Mode.LOGPROBS in order.mode,
         )
 
     def _prompt(self, chunks: Ordered[PromptChunk], sent: Mapping[str, Tensor]) -> PromptRows:

@@ -59,7 +59,8 @@ class Prepared:
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
-        ranking = CoupledRanking(runners[0].model.target_ids, topk)
+        model = runners[0].model
+        ranking = CoupledRanking(model.target_ids, topk, model.own_ids)
         return EagleDraft(runners[0], ranking) if len(runners) == 1 else MultiLayerDraft(runners, ranking)
 
 
