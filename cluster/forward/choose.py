@@ -86,7 +86,7 @@ def choose(columns: Columns, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
 
 def likeliest(columns: Columns, draw: Draw, count: int) -> tuple[Tensor, Tensor]:
     """The `count` tokens of the highest score after each own row, and the log-probability that the scores give them:
-    (log-probabilities, columns), `[T, count]` each.
+    (log-probabilities, columns), `[T, count]` each. A row that is not finite has NaN, and the first columns.
     """
     draws, least = told(columns, [draw])
     wide = at_least_float32(columns.values.dtype)
@@ -94,10 +94,16 @@ def likeliest(columns: Columns, draw: Draw, count: int) -> tuple[Tensor, Tensor]
         likely, chosen = by_block(
             columns.values, draws, least, lambda ranked: tuple(ranked.log_softmax(-1, dtype=wide).topk(count, -1))
         )
-        return likely, chosen
+        return likely, _first_of_nan(likely, chosen)
     found = Found(*by_block(columns.values, draws, least, lambda ranked: _found(ranked.to(wide), count)))
     merged = top_of_all(columns, columns.shards, found, count)
-    return (merged.values - merged.total).to(wide), merged.columns
+    likely = (merged.values - merged.total.masked_fill(merged.total.isinf(), float("nan"))).to(wide)
+    return likely, _first_of_nan(likely, merged.columns)
+
+
+def _first_of_nan(likely: Tensor, columns: Tensor) -> Tensor:
+    """The first columns where all are NaN, between which a sort makes differences of its own."""
+    return torch.where(likely.isnan(), torch.arange(likely.shape[-1], device=likely.device), columns)
 
 
 def _found(wide: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -66,7 +66,8 @@ def words_of(draws: Sequence[Draw]) -> Tensor:
 def checksum(draws: Sequence[Draw]) -> Tensor:
     """One number, `[1]`, that tells whether rows are drawn elsewhere as they are here."""
     words = words_of(draws).view(-1)
-    return (words * torch.arange(1, 2 * words.shape[0], 2, device=words.device)).sum(0, keepdim=True)
+    weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
+    return words.mul_(weights).sum(0, keepdim=True)
 
 
 def draw_of(words: Tensor, like: Draw) -> Draw:

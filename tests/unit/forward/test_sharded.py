@@ -124,23 +124,23 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: b
 
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
 def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid) -> None:
-    """The lower column first; of a row with NaN, columns that exist."""
+    """The lower column first, and the first columns of a row that is not finite, as one rank has them too."""
     torch.manual_seed(1)
     vocab, topk = 11, 4
     logits = [torch.randn(6, vocab, dtype=torch.float64).round() for _ in range(grid.dp)]
     for rows in logits:
-        rows[4:, 7] = float("nan")
-        rows[5, :] = float("-inf")
+        rows[3, 7], rows[4, 7], rows[5, :] = float("inf"), float("nan"), float("-inf")
     draw, head = Draw(6, sampling_of(1), None), head_of(grid, vocab, torch.float64)
     calls = head.choosing(Mode(0), proposed(topk, head.columns))
     for number, (likely, columns) in enumerate(
         seated(grid, logits, calls, lambda seat: likeliest(seat.columns, draw, topk))
     ):
         wanted = logits[number // grid.tp].log_softmax(-1)
-        assert torch.equal(columns[:4], in_order(wanted[:4], topk))
-        assert torch.allclose(likely[:4], wanted[:4].gather(1, columns[:4]))
-        assert likely[4].isnan().all() and bool((columns < vocab).all())
-        assert all(len(set(row)) == topk for row in columns.tolist())
+        assert torch.equal(columns[:3], in_order(wanted[:3], topk))
+        assert torch.allclose(likely[:3], wanted[:3].gather(1, columns[:3]))
+        alone, first = likeliest(whole(logits[number // grid.tp]), draw, topk)
+        assert likely[3:].isnan().all() and alone[3:].isnan().all()
+        assert columns[3:].tolist() == first[3:].tolist() == [list(range(topk))] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -213,6 +213,8 @@ def test_the_checksum_tells_how_rows_draw() -> None:
     turned = Noise(keys.flip(0), token_hashes(torch.arange(4)), torch.float64)
     assert int(checksum([replace(draw, noise=turned)])) != told_by
     assert int(checksum([draw])) == told_by
+    nobody = Draw(2, both.narrow(0, 0), Noise(keys[:0], token_hashes(torch.arange(4)), torch.float64))
+    assert int(checksum([nobody])) == 0 and int(checksum([draw, nobody])) == told_by
 
 
 def test_what_filters_rule_out_stays_below_what_they_keep() -> None:

@@ -167,6 +167,7 @@ def check_idle(draft: Eagle3Draft, dtype: torch.dtype, shape: Shape) -> None:
         assert (idle.hidden.shape, idle.hidden.dtype) == ((requests, shape.hidden), dtype)
         assert (idle.topk_logprobs.shape, idle.topk_logprobs.dtype) == ((requests, SHAPE.topk), PROPOSAL_DTYPE[dtype])
         assert (idle.topk_index.shape, idle.bonus.shape) == ((requests, SHAPE.topk), (requests,))
+        assert all(len(set(row)) == SHAPE.topk for row in idle.topk_index.tolist()), "one child of a token"
         normed, recurrent = draft.forward(idle.topk_index[:, 0], idle.bonus, idle.hidden, attend)
         assert normed.shape == recurrent.shape == idle.hidden.shape
         assert recurrent.dtype == idle.hidden.dtype
