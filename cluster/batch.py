@@ -4,9 +4,20 @@ Legend: R decoding requests, c prompt rows, F prompts that finish, B = R + F.
 """
 
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Mode(IntFlag):
+    """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
+    filter, `LOGPROBS` the target's log-probabilities are asked for.
+    """
+
+    NOISY = 1
+    FILTERED = 2
+    LOGPROBS = 4
 
 
 class PromptChunk(NamedTuple):
@@ -54,7 +65,7 @@ class Order(NamedTuple):
 
     How many tokens of a row are committed is the device's to know; the host knows a bound. Before the step, `lens`
     (table row, tokens committed), `samplings` and `writes` are applied to the tables, then `copies` to the pools.
-    `noisy` and `filtered` are those of `SamplingBatch`, `logprobs` that of `Batch`.
+    `mode` is what its own requests need; a step runs in the mode of its plan.
     """
 
     decodes: tuple[tuple[int, int], ...] = ()
@@ -63,9 +74,7 @@ class Order(NamedTuple):
     samplings: tuple[Sampling, ...] = ()
     writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
-    noisy: bool = False
-    filtered: bool = False
-    logprobs: bool = False
+    mode: Mode = Mode(0)
 
 
 class HostBounds(NamedTuple):

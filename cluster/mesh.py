@@ -146,17 +146,6 @@ class Axis:
         self.clock.end(began, self.timer)
         return rows
 
-    def swap(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Own columns of all ranks' rows `[sum(counts), v]` -> all columns of own rows `[counts[rank], size * v]`."""
-        if self.size == 1:
-            return rows
-        own, width = counts[self.rank], rows.shape[1]
-        parts = rows.new_empty(self.size * own, width)
-        began = self.clock.begin(self.timer)
-        dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self.clock.end(began, self.timer)
-        return parts.view(self.size, own, width).transpose(0, 1).reshape(own, self.size * width)
-
     def broadcast(self, values: Tensor) -> Tensor:
         """Overwrite `values` on all ranks with the first rank's, in place."""
         if self.size > 1:

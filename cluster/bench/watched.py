@@ -4,7 +4,7 @@ Depth d is reached when the d - 1 draft tokens before it were accepted. Its cont
 target's distribution there can be computed afterwards from the text alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from cluster.config import EngineConfig, TreeShape
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
 from cluster.forward.choose import scored
+from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise, token_hashes
 from cluster.forward.runner import DraftRunner
+from cluster.models.vocab import Columns
 from cluster.spec.draft import EagleDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
@@ -54,10 +56,10 @@ class WatchedRanking:
         self.ids, self.levels = ids, list[list[Glance]]()
         self._alone, self._ranking = alone, CoupledRanking(ids, 1)
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        self.levels.append(self._glances(logits, sampling, noise))
-        return self._ranking.propose(logits, sampling, None if self._alone else noise)
+        self.levels.append(self._glances(columns.values[:, None], draw.sampling, draw.noise))
+        return self._ranking.propose(columns, replace(draw, noise=None) if self._alone else draw)
 
     def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Noise | None) -> list[Glance]:
         """One for each request, from `logits` `[B, 1, Vd]`."""

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import torch
 
-from cluster.batch import Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.mesh import Axis
 from cluster.staging import bits_of, float_of
 
 
 def pack(order: Order) -> list[int]:
     """`order` as 64-bit integers."""
-    words = [int(order.noisy), int(order.filtered), int(order.logprobs), len(order.decodes)]
+    words = [int(order.mode), len(order.decodes)]
     for pair in order.decodes:
         words += pair
     words.append(len(order.lens))
@@ -40,11 +40,8 @@ def pack(order: Order) -> list[int]:
 def unpack(words: list[int]) -> Order:
     """The order that `pack` made `words` of."""
     w = iter(words)
-    noisy, filtered, logprobs = bool(next(w)), bool(next(w)), bool(next(w))
     return Order(
-        noisy=noisy,
-        filtered=filtered,
-        logprobs=logprobs,
+        mode=Mode(next(w)),
         decodes=tuple((next(w), next(w)) for _ in range(next(w))),
         lens=tuple((next(w), next(w)) for _ in range(next(w))),
         chunks=tuple(_chunk(w) for _ in range(next(w))),

@@ -6,9 +6,14 @@ Legend: G attention groups (data-parallel ranks); R decoding requests, c prompt 
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Literal, NamedTuple
 
+from cluster.batch import Mode
 from cluster.config import TreeShape
+from cluster.forward.choose import TOP_LOGPROBS
+from cluster.forward.sharded import CHOSEN, ShardedHead, proposed
 
 Padding = Literal["auto", "padded", "exact"]
 
@@ -20,7 +25,8 @@ class Facts(NamedTuple):
     collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts; within a
     group `order` and `results` must be the same too, checksums of the last order and the last results read.
     Sizes: `decodes` requests decode, `prompt_rows` prompt rows are in the step, `finals` prompts finish, `order_words`
-    is the length of the order for the group's followers, `num_steps` the deepest tree that the rank votes for,
+    is the length of the order for the group's followers, `mode` that order's, `num_steps` the deepest tree that the
+    rank votes for,
     `requests` counts its waiting and running ones, `leaving` asks to end the gang, `decode_us` is the predicted time of
     the group's decoding alone.
     """
@@ -40,6 +46,7 @@ class Facts(NamedTuple):
     order: int = 0
     results: int = 0
     decode_us: int = 0
+    mode: int = 0
 
 
 HEADER = ("epoch", "step", "digest", "calls", "rule")
@@ -51,7 +58,7 @@ class StepPlan(NamedTuple):
 
     When `padded`, every group runs the rows of the largest one (equal parts in the exchange, and one shape per graph
     bucket); otherwise each runs its own and the exchange sends exact counts. `num_steps` is the tier, the minimum of
-    the votes. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
+    the votes, `mode` whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
     """
 
     step: int
@@ -64,6 +71,7 @@ class StepPlan(NamedTuple):
     quiet: bool
     leaving: bool
     decode_us: tuple[int, ...]
+    mode: Mode = Mode(0)
 
     @property
     def empty(self) -> bool:
@@ -123,13 +131,15 @@ class PlanRule:
             quiet=not any(f.requests for f in table),
             leaving=any(f.leaving for f in table),
             decode_us=tuple(f.decode_us for f in groups),
+            mode=Mode(reduce(or_, (f.mode for f in groups))),
         )
 
 
 class Call(NamedTuple):
     """One entry of a step's script: the exchange method that comes next, and the rows of each group that enter it.
 
-    Rows are `width` wide; those of a head become `columns` logits on each rank.
+    Rows are `width` wide; those of a head become `columns` logits on each rank. Where the head is sharded over the
+    world, every rank goes on with the rows of all groups.
     """
 
     phase: str
@@ -144,12 +154,14 @@ class Ops(NamedTuple):
 
     `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row. A draft
     of several layers has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all run.
+    `sharded` says what follows a head of which each rank has a shard.
     """
 
     forward: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
     width: int = 0
     columns: int = 0
+    sharded: ShardedHead | None = None
     runners: int = 1
 
 
@@ -165,20 +177,28 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
     levels = tuple(n * shape.topk for n in r)
     calls = [Call("order", "share", plan.order_words)] if followed else []
 
-    def forward(phase: str, ops: Ops, rows: tuple[int, ...], head_rows: tuple[int, ...]) -> None:
+    def forward(phase: str, ops: Ops, rows: tuple[int, ...]) -> None:
         calls.extend(Call(phase, op, rows, ops.width) for op in ops.forward)
-        calls.extend(Call(phase, op, head_rows, ops.width, ops.columns) for op in ops.head)
+
+    def choice(phase: str, ops: Ops, rows: tuple[int, ...], told: int) -> None:
+        calls.extend(Call(phase, op, rows, ops.width, ops.columns) for op in ops.head)
+        if ops.sharded is not None:
+            calls.extend(Call(phase, op, rows, width) for op, width in ops.sharded.choosing(plan.mode, told))
 
     if draft is not None:
+        best = proposed(shape.topk, draft.columns)
         for level in range(1, shape.num_steps):
-            rows = levels if draft.runners == 1 else tuple(n * level for n in levels)
-            forward("draft", draft, rows, levels)
+            forward("draft", draft, levels if draft.runners == 1 else tuple(n * level for n in levels))
+            choice("draft", draft, levels, best)
     tree_rows = tuple(n * shape.num_draft_tokens for n in r)
-    target_rows = tuple(a + b for a, b in zip(tree_rows, c, strict=True))
-    forward("target", target, target_rows, tuple(a + f for a, f in zip(tree_rows, plan.finals, strict=True)))
+    forward("target", target, tuple(a + b for a, b in zip(tree_rows, c, strict=True)))
+    choice("target", target, tuple(a + f for a, f in zip(tree_rows, plan.finals, strict=True)), CHOSEN)
+    width = shape.num_steps + 1
     if draft is not None:
-        extend_rows = tuple(n * (shape.num_steps + 1) + b for n, b in zip(r, c, strict=True))
-        for _ in range(draft.runners - 1):
-            calls.extend(Call("extend", op, extend_rows, draft.width) for op in draft.forward)
-        forward("extend", draft, extend_rows, tuple(n + f for n, f in zip(r, plan.finals, strict=True)))
+        for _ in range(draft.runners):
+            forward("extend", draft, tuple(n * width + b for n, b in zip(r, c, strict=True)))
+        choice("extend", draft, tuple(n + f for n, f in zip(r, plan.finals, strict=True)), best)
+    if target.sharded is not None and Mode.LOGPROBS in plan.mode:
+        rows = tuple(n * width + f for n, f in zip(r, plan.finals, strict=True))
+        calls.extend(Call("extend", op, rows, numbers) for op, numbers in target.sharded.asking(TOP_LOGPROBS))
     return calls

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch, HostBounds, Order, PageWrite, PromptChunk, PromptRows, Text
+from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
 from cluster.forward.runner import AttentionBackend
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
@@ -27,9 +27,7 @@ class Inputs:
 
     sent: Sent
     decodes: int
-    noisy: bool
-    filtered: bool
-    logprobs: bool
+    mode: Mode
 
     @property
     def prompt_rows(self) -> int:
@@ -39,7 +37,7 @@ class Inputs:
     @property
     def shape(self) -> tuple[int, ...]:
         """How many requests decode, the mode, the lengths of all lists."""
-        return self.decodes, self.noisy, self.filtered, self.logprobs, *self.sent.lengths.values()
+        return self.decodes, self.mode, *self.sent.lengths.values()
 
 
 class Assembler:
@@ -89,7 +87,7 @@ class Assembler:
         bounds = HostBounds(longest, tuple((chunk.start, chunk.stop) for chunk in order.chunks))
         for attention in self._attentions:
             attention.prepare(bounds)
-        return Inputs(sent, len(order.decodes), order.noisy, order.filtered, order.logprobs)
+        return Inputs(sent, len(order.decodes), order.mode)
 
     def _change(self, order: Order, changes: dict[str, Tensor]) -> None:
         if order.writes:
@@ -113,9 +111,9 @@ class Assembler:
             decode_rows=decode_rows,
             seq_lens=seq_lens,
             window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + self._ahead),
-            sampling=self._sampling.take(rows, inputs.noisy, inputs.filtered),
+            sampling=self._sampling.take(rows, Mode.NOISY in inputs.mode, Mode.FILTERED in inputs.mode),
             prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
-            logprobs=inputs.logprobs,
+            logprobs=Mode.LOGPROBS in inputs.mode,
         )
 
     def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:

@@ -62,7 +62,8 @@ class Prepared:
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
-        ranking = CoupledRanking(runners[0].model.target_ids, topk)
+        model = runners[0].model
+        ranking = CoupledRanking(model.target_ids, topk, model.own_ids)
         if len(runners) == 1:
             return EagleDraft(runners[0], ranking)
         return MultiLayerDraft(runners, ranking, self.memory.cache.table)

@@ -84,6 +84,7 @@ class Lockstep:
             finals=sum(chunk.final for chunk in order.chunks),
             order_words=len(words),
             num_steps=num_steps,
+            mode=int(order.mode),
             requests=requests,
             leaving=int(self.leaving),
             decode_us=decode_us,
@@ -121,7 +122,8 @@ class Lockstep:
             words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
-        real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.programs.assembler.idle_row)
+        real, order = len(order.decodes), order._replace(mode=plan.mode)
+        order = padded(order, plan, mesh.dp_rank, self.programs.assembler.idle_row)
         if mesh.attn.size > 1:  # the next header carries this: ranks with other orders have diverged
             self.coordinator.ordered(checksum(order))
         return real, self.programs.run(order, shape)
@@ -130,4 +132,4 @@ class Lockstep:
 def _results(output: Decided, real: int) -> int:
     """A checksum of what a step decided for the first `real` decoding requests, idle ones left out, and for prompts."""
     numbers = [number for row in output.tokens[:real] for number in row]
-    return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first]))
+    return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first, *output.drawn]))

@@ -10,16 +10,17 @@ Requests behind it may pass meanwhile, but a row of the tables and the pages tha
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.batch import Order, PageCopy, PageWrite, PromptChunk
+from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk
 from cluster.config import EngineConfig, tree_shape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache, Lease, Next
+from cluster.request import SamplingParams
 
 WORTH_WAITING = 16
 """The fewest prompt rows that waiting must save: it may cost a step, whose fixed cost equals that of some rows."""
@@ -71,16 +72,14 @@ class Schedule:
         """This work as plain values. The chunks are put in order of length, so that equal ones form groups."""
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         decodes = [sequence for sequence, _ in self.decodes]
-        params = [s.request.params for s in decodes + [c.sequence for c in self.chunks if c.final]]
+        drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]
         return Order(
             decodes=tuple((lease.row, min(s.reach, s.longest)) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
             writes=writes,
             copies=self.copies,
-            noisy=any(not p.greedy for p in params),
-            filtered=any(not p.greedy and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
-            logprobs=any(p.logprobs is not None for p in params),
+            mode=mode_of(sequence.request.params for sequence in drawing),
         )
 
     def begin(self, most: int) -> None:
@@ -305,3 +304,16 @@ class Scheduler:
         sequence.join(lease)
         self.running.append(sequence)
         return True
+
+
+def mode_of(drawing: Iterable[SamplingParams]) -> Mode:
+    """What a step needs in which requests with these parameters draw tokens."""
+    mode = 0
+    for params in drawing:
+        if not params.greedy:
+            mode |= Mode.NOISY.value
+            if params.top_k or params.top_p < 1 or params.min_p > 0:
+                mode |= Mode.FILTERED.value
+        if params.logprobs is not None:
+            mode |= Mode.LOGPROBS.value
+    return Mode(mode)

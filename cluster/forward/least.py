@@ -4,7 +4,8 @@ Both answer the same question: which is the largest number so that all numbers n
 that is needed? Legend: B rows, V numbers of each.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +45,50 @@ class Sorted:
         return self._sorted.gather(1, at)
 
 
+class Place(NamedTuple):
+    """Which digit of `width` bits is looked at: bits `low` to `high - 1`, of numbers whose bits above are `found`."""
+
+    width: int
+    high: int
+    low: int
+    found: Tensor
+
+    @property
+    def bins(self) -> int:
+        """How many values the digit has."""
+        return 1 << (self.high - self.low)
+
+
+def histogram_(bins: Tensor, numbers: Tensor, place: Place, weights: Tensor | None = None) -> Tensor:
+    """The weight of all `numbers` `[B, V]` by their digit at `place`, in `bins` `[B, at least as many as it has]`."""
+    digits, kind = numbers >> place.low, bins.dtype
+    if place.high == place.width:
+        digits.add_(place.bins >> 1)  # negative numbers are below all others
+        inside = torch.ones((), dtype=kind, device=bins.device) if weights is None else weights
+    else:
+        digits.bitwise_and_(place.bins - 1)
+        same = numbers >> place.high == place.found
+        inside = same.to(kind) if weights is None else weights.masked_fill(~same, 0)
+    return bins.zero_().scatter_add_(1, digits.to(torch.int64), inside.expand(numbers.shape))
+
+
+def descend(filled: Callable[[Place], Tensor], spare: Tensor, digit: int, dtype: torch.dtype) -> Tensor:
+    """The number of `dtype` in each row, `[B, 1]`, below which as much weight lies as fits into `spare` `[B, 1]`, found
+    `digit` bits at a time. `filled` gives the histogram at a place.
+    """
+    width = 8 * dtype.itemsize
+    found = torch.zeros_like(spare, dtype=dtype)
+    for high in range(width, 0, -digit):
+        place = Place(width, high, max(0, high - digit), found)
+        weights = filled(place)
+        upto = weights.cumsum(1)
+        at = torch.searchsorted(upto, spare, right=True).clamp_(max=place.bins - 1)
+        spare = spare - upto.gather(1, at) + weights.gather(1, at)
+        at = at.to(dtype)
+        found = at - (place.bins >> 1) if high == width else (found << (high - place.low)) | at
+    return found
+
+
 class Digits:
     """Finds the number's bits from the top: a histogram of one digit says in which bin it lies, and the next one looks
     inside that bin (radix selection, as in Alabi et al., "Fast k-selection algorithms for graphics processing units",
@@ -51,7 +96,7 @@ class Digits:
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers, self._width = numbers, 8 * numbers.itemsize
+        self._numbers = numbers
         self._digit = max(4, min(DIGIT, numbers.shape[1].bit_length()))
 
     def least(self, needed: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -59,24 +104,8 @@ class Digits:
         rows, vocab = self._numbers.shape
         kind = torch.int32 if weights is None else torch.int64
         bins = torch.zeros(rows, 1 << self._digit, dtype=kind, device=needed.device)
-        above = needed.to(torch.int64)
-        spare = (vocab if weights is None else weights.sum(1, keepdim=True)) - above  # weight that may lie below
-        found = torch.zeros_like(needed, dtype=self._numbers.dtype)
-        for high in range(self._width, 0, -self._digit):
-            low = max(0, high - self._digit)
-            last = (1 << (high - low)) - 1
-            digits = self._numbers >> low
-            if high == self._width:
-                digits.add_((last + 1) >> 1)  # negative numbers are below all others
-                inside = torch.ones((), dtype=kind, device=needed.device) if weights is None else weights
-            else:
-                digits.bitwise_and_(last)
-                same = self._numbers >> high == found
-                inside = same.to(kind) if weights is None else weights.masked_fill(~same, 0)
-            filled = bins.zero_().scatter_add_(1, digits.to(torch.int64), inside.expand(rows, vocab))
-            upto = filled.cumsum(1)
-            digit = torch.searchsorted(upto, spare, right=True).clamp_(max=last)
-            spare = spare - upto.gather(1, digit) + filled.gather(1, digit)
-            digit = digit.to(found.dtype)
-            found = digit - ((last + 1) >> 1) if high == self._width else (found << (high - low)) | digit
-        return found
+        total = vocab if weights is None else weights.sum(1, keepdim=True)
+        spare = total - needed.to(torch.int64)  # weight that may lie below
+        return descend(
+            lambda place: histogram_(bins, self._numbers, place, weights), spare, self._digit, self._numbers.dtype
+        )

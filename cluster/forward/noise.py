@@ -54,9 +54,9 @@ def token_hashes(ids: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def vocabulary_hashes(vocab_size: int, device: torch.device) -> Tensor:
-    """The `token_hashes` of a whole vocabulary."""
-    return token_hashes(torch.arange(vocab_size, device=device))
+def vocabulary_hashes(vocab_size: int, device: torch.device, start: int = 0) -> Tensor:
+    """The `token_hashes` of a whole vocabulary, or of as many ids from `start` on."""
+    return token_hashes(torch.arange(start, start + vocab_size, device=device))
 
 
 def noise_bits(keys: Tensor, hashes: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from cluster.kv.pool import KVPool
 from cluster.models.draft import DraftModel
 from cluster.models.layer import Attend
 from cluster.models.target import DecoderTarget
+from cluster.models.vocab import Columns
 from cluster.timing import Spans
 
 
@@ -43,8 +44,8 @@ class TargetRunner:
             self.attention.bind(seen)
             return self.model.forward(token_ids, positions, self.attention, self.boundaries)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` -> `[T, V]`."""
+    def logits(self, hidden: Tensor) -> Columns:
+        """Hidden `[T, H]` -> logits over the vocabulary."""
         with self.watch:
             return self.model.logits(hidden)
 
@@ -69,7 +70,7 @@ class DraftRunner:
             self.attention.bind(seen)
             return self.model.forward(token_ids, positions, hidden, self.attention)
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """`[T, H]` -> `[T, Vd]`."""
+    def logits(self, normed: Tensor) -> Columns:
+        """Output for the head `[T, H]` -> logits over the draft vocabulary."""
         with self.watch:
             return self.model.logits(normed)

@@ -12,8 +12,10 @@ from torch import Tensor
 from cluster.attention.bits import line_bits
 from cluster.batch import Batch, Seen
 from cluster.config import TreeShape
+from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise, at_least_float32
 from cluster.forward.runner import DraftRunner
+from cluster.models.vocab import Columns
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, at_level, grow
@@ -82,8 +84,8 @@ class EagleDraft:
         path = [carried.bonus[:, None], tokens]
         for level in range(1, shape.num_steps):
             bits = line_bits(1, level, tokens.device)
-            logits, hidden = run_level(self._runner, batch, level, tokens, hidden, bits)
-            _, proposed = self._ranking.propose(logits, sampling, at_level(noise, level))
+            columns, hidden = run_level(self._runner, batch, level, tokens, hidden, bits)
+            _, proposed = self._ranking.propose(columns, Draw(1, sampling, at_level(noise, level)))
             tokens = proposed[:, 0]
             path.append(tokens)
         return chain(torch.cat(path, 1))
@@ -106,17 +108,17 @@ class _Again:
         self._runner, self._batch, self._ancestry = runner, batch, Ancestry(carried, shape)
         self._hidden = carried.hidden[:, None].expand(*carried.topk_index.shape, -1)
 
-    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Columns:
         bits = self._ancestry.descend(level, parent)
         hidden = after(self._hidden, parent)
-        logits, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bits)
-        return logits
+        columns, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bits)
+        return columns
 
 
 def run_level(
     runner: DraftRunner, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One level of K rows per request: `tokens` `[R, K]`, `hidden` `[R, K, H]` -> logits `[R, K, Vd]`, the next hidden.
+) -> tuple[Columns, Tensor]:
+    """One level of K rows per request: `tokens` `[R, K]`, `hidden` `[R, K, H]` -> their logits, the next hidden.
 
     `bits` `[R or 1, K, ceil(level * K / 32)]` say which rows of the window, those of all levels so far, each row sees.
     """
@@ -126,5 +128,4 @@ def run_level(
     positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
     rows = hidden.reshape(r * k, hidden.shape[-1])
     normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, seen)
-    logits = runner.logits(normed)
-    return logits.view(r, k, logits.shape[-1]), recurrent.view(r, k, recurrent.shape[-1])
+    return runner.logits(normed), recurrent.view(r, k, recurrent.shape[-1])

@@ -40,11 +40,14 @@ class EagleDraftInput:
     def create_idle_input(
         cls, draft: DraftSpec | None, topk: int, compute: torch.dtype, device: torch.device, requests: int = 0
     ) -> Self:
-        """Zeroed carriers of `requests` requests with the real trailing widths; 0 requests is an idle rank."""
+        """Zeroed carriers of `requests` requests with the real trailing widths; 0 requests is an idle rank.
+
+        Proposals differ, as real ones do: whatever the target chooses, it accepts one of them at most.
+        """
         dtype = cls.dtype_for(compute)
         return cls(
             topk_logprobs=torch.zeros(requests, topk, dtype=at_least_float32(dtype), device=device),
-            topk_index=torch.zeros(requests, topk, dtype=torch.int64, device=device),
+            topk_index=torch.arange(topk, device=device).repeat(requests, 1),
             hidden=torch.zeros(requests, cls.hidden_size_for(draft), dtype=dtype, device=device),
             bonus=torch.zeros(requests, dtype=torch.int64, device=device),
         )

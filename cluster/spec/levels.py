@@ -10,7 +10,9 @@ from torch import Tensor
 from cluster.attention.bits import own_bits, words
 from cluster.batch import Batch
 from cluster.config import TreeShape
+from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise
+from cluster.models.vocab import Columns
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
 from cluster.spec.tree import DraftTree, Growth
@@ -19,9 +21,9 @@ from cluster.spec.tree import DraftTree, Growth
 class Levels(Protocol):
     """Runs one level of a step's trees after another."""
 
-    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Columns:
         """Rows of `level` (1 is the first), `tokens` `[R, K]`, each after row `parent` `[R, K]` of the level before
-        (None: after the root) -> logits `[R, K, Vd]`.
+        (None: after the root) -> the logits of the R K rows.
         """
         ...
 
@@ -37,8 +39,8 @@ def grow(
     sampling = batch.sampling.narrow(0, batch.decodes)
     tokens, parent = carried.topk_index, None
     for level in range(1, shape.num_steps):
-        logits = levels.run(level, tokens, parent)
-        likely, proposed = ranking.propose(logits, sampling, at_level(noise, level))
+        columns = levels.run(level, tokens, parent)
+        likely, proposed = ranking.propose(columns, Draw(shape.topk, sampling, at_level(noise, level)))
         grown.add(proposed, likely)
         if level < shape.num_steps - 1:
             tokens, parent = grown.best()

@@ -22,6 +22,7 @@ from cluster.forward.noise import Noise
 from cluster.forward.runner import DraftRunner
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import zeros
+from cluster.models.vocab import Columns
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
@@ -63,9 +64,9 @@ class MultiLayerDraft:
 
     def run_level(
         self, batch: Batch, level: int, tokens: Tensor, source: Tensor, bits: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Columns, Tensor]:
         """Runner `level` over the rows of all levels so far, `tokens` `[R, level K]` and their hidden `source`
-        `[R, level K, H]` -> logits of the last level `[R, K, Vd]`, and what the runner passes on `[R, level K, H]`.
+        `[R, level K, H]` -> logits of the R K rows of the last level, and what the runner passes on `[R, level K, H]`.
         """
         (r, count), runner = tokens.shape, self._runners[level]
         k = count // level
@@ -76,8 +77,8 @@ class MultiLayerDraft:
         rows = source.reshape(r * count, source.shape[-1])
         normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, seen)
         last = normed.view(r, count, normed.shape[-1])[:, count - k :]
-        logits = runner.logits(last.reshape(r * k, last.shape[-1]))
-        return logits.view(r, k, logits.shape[-1]), (recurrent if self._chained else rows).view(source.shape)
+        columns = runner.logits(last.reshape(r * k, last.shape[-1]))
+        return columns, (recurrent if self._chained else rows).view(source.shape)
 
     def given_at_root(self, batch: Batch, level: int) -> Tensor:
         """What runner `level` - 1 passed on at each request's last committed token, `[R, H]`."""
@@ -113,7 +114,7 @@ class _OneEach:
         self._bits: list[Tensor] = []
         self._gave: Tensor | None = None
 
-    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Columns:
         r, k = tokens.shape
         self._tokens.append(tokens)
         self._bits.append(self._ancestry.descend(level, parent))
@@ -126,5 +127,5 @@ class _OneEach:
         wide = words(level * k)
         bits = torch.cat([F.pad(each, (0, wide - each.shape[2])) for each in self._bits], 1)
         rows, source = torch.cat(self._tokens, 1), torch.cat(sources, 1)
-        logits, self._gave = self._draft.run_level(self._batch, level, rows, source, bits)
-        return logits
+        columns, self._gave = self._draft.run_level(self._batch, level, rows, source, bits)
+        return columns

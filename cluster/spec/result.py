@@ -3,7 +3,7 @@
 Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (S + 1) + F tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +36,7 @@ class Decided:
     `tokens` are S + 1 for each request, of which `accept_len` were accepted; from number `finite` on the target's
     logits were not finite. `first` are the tokens after finished prompts, `sound` says of each prompt row whether its
     hidden and, after a finished prompt, the score of `first` are finite. `logprobs` are those of T tokens, where asked.
+    `drawn` is a checksum of how they were drawn, where ranks made one choice together and so cannot tell by its tokens.
     """
 
     tokens: list[list[int]]
@@ -45,16 +46,18 @@ class Decided:
     sound: list[bool]
     logprobs: Logprobs | None
     seconds: dict[str, float]
+    drawn: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The same on the device: `packed` int64 `[R (S + 3) + F + c]`, the first part `[R, S + 3]` by request."""
+    """The same on the device: `packed` int64 `[R (S + 3) + F + c]`, its first part `[R, S + 3]`; then `drawn`."""
 
     packed: Tensor
     requests: int
     width: int
     finals: int
+    rows: int
     logprobs: Logprobs | None
     phases: Phases
 
@@ -63,6 +66,7 @@ class StepOutput:
         accepted: Accepted,
         scores: Tensor,
         prompts: tuple[Tensor, Tensor],
+        drawn: Tensor,
         logprobs: Logprobs | None,
         phases: Phases,
     ) -> "StepOutput":
@@ -70,8 +74,9 @@ class StepOutput:
         first, sound = prompts
         finite = scores.isfinite().cumprod(1).sum(1, keepdim=True)
         rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite], 1)
-        packed = torch.cat([rows.view(-1), first, sound])
-        return StepOutput(packed, rows.shape[0], accepted.tokens.shape[1], first.shape[0], logprobs, phases)
+        packed = torch.cat([rows.view(-1), first, sound, drawn])
+        sizes = rows.shape[0], accepted.tokens.shape[1], first.shape[0], sound.shape[0]
+        return StepOutput(packed, *sizes, logprobs, phases)
 
     def kept(self) -> "StepOutput":
         """The same in memory of its own, which no later replay overwrites."""
@@ -85,7 +90,7 @@ class StepOutput:
         numbers: list[int] = self.packed.tolist()
         each, end = self.width + 2, self.requests * (self.width + 2)
         rows = [numbers[start : start + each] for start in range(0, end, each)]
-        prompts = numbers[end:]
+        prompts, drawn = numbers[end : end + self.finals + self.rows], numbers[end + self.finals + self.rows :]
         return Decided(
             tokens=[row[: self.width] for row in rows],
             accept_len=[row[-2] for row in rows],
@@ -94,4 +99,5 @@ class StepOutput:
             sound=[bool(whole) for whole in prompts[self.finals :]],
             logprobs=self.logprobs,
             seconds=self.phases.seconds(),
+            drawn=drawn,
         )

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from cluster.attention.bits import line_bits, packed
-from cluster.batch import Batch, PromptRows, SamplingBatch, Seen
+from cluster.batch import Batch, PromptRows, Seen
 from cluster.config import TreeShape
 from cluster.forward.choose import choose, logprobs
+from cluster.forward.draw import Draw, checksum
 from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
 from cluster.forward.runner import TargetRunner
 from cluster.kv.page_table import PageTable
+from cluster.models.vocab import Columns
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
@@ -38,7 +40,7 @@ class Step:
         """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
         self._target, self._draft, self.carried, self._table = target, draft, carried, table
         self.enter = enter
-        self._vocab, self._timer = target.model.arch.vocab_size, timer_of(carried.bonus.device)
+        self._ids, self._timer = target.model.token_ids, timer_of(carried.bonus.device)
 
     @torch.inference_mode()
     def run(self, batch: Batch, shape: TreeShape) -> StepOutput:
@@ -53,12 +55,13 @@ class Step:
         moments.append(self._timer.now())
 
         self.enter("target")
-        hidden, aux, logits = self._forward(batch, tree, shape.topk == 1)
+        hidden, aux, columns = self._forward(batch, tree, shape.topk == 1)
         here, which = None if own is None else own.at(0, s + 1), None if shape.topk == 1 else tree.depths
-        chosen, won = choose(logits[: r * n].view(r, n, self._vocab), decode, here, which)
-        first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, after)
-        accepted = accept(tree, chosen, first, s)
-        won = won.gather(1, accepted.path)
+        draws = Draw(n, decode, here, which), Draw(1, final, None if after is None else after.at(0))
+        chosen, won = choose(columns, draws)
+        first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
+        accepted = accept(tree, chosen[: r * n].view(r, n), first, s)
+        won = won[: r * n].view(r, n).gather(1, accepted.path)
         if shape.topk > 1:
             compact(self._target.pool, batch.window, accepted.path)
         moments.append(self._timer.now())
@@ -70,24 +73,11 @@ class Step:
         asked = None
         if batch.logprobs:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
-            rows = torch.cat([nodes.view(-1), torch.arange(r * n, logits.shape[0], device=chosen.device)])
-            asked = logprobs(logits, rows, torch.cat([accepted.tokens.view(-1), first]))
+            rows = torch.cat([nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device)])
+            asked = logprobs(columns, rows, torch.cat([accepted.tokens.view(-1), first]))
+        drawn = first[:0] if noise is None or columns.shards is None else checksum(draws)
         moments.append(self._timer.now())
-        return StepOutput.of(accepted, won, (first, sound), asked, Phases(self._timer, moments))
-
-    @staticmethod
-    def _prompts(
-        prompt: PromptRows, hidden: Tensor, logits: Tensor, sampling: SamplingBatch, noise: Noise | None
-    ) -> tuple[Tensor, Tensor]:
-        """The tokens `[F]` after finished prompts, from `logits` `[F, V]`, and which of all prompt rows `hidden`
-        `[c, H]` are finite, `[c]`.
-        """
-        first, won = choose(logits[:, None], sampling, None if noise is None else noise.at(0))
-        if not hidden.shape[0]:
-            return first[:, 0], prompt.token_ids.bool()
-        sound = hidden.isfinite().all(-1)
-        sound[prompt.final_rows] &= won[:, 0].isfinite()
-        return first[:, 0], sound
+        return StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
 
     def _noise(self, batch: Batch, num_steps: int) -> Noise | None:
         """The noise at seq_len + 1 to seq_len + S + 2, and as many positions from the end of each finished prompt on;
@@ -98,7 +88,10 @@ class Step:
         first = torch.cat([batch.seq_lens + 1, batch.prompt.final_lens])
         ahead = torch.arange(num_steps + 1 + self._drafts, device=first.device)
         keys = noise_keys(batch.sampling.seeds, first[:, None] + ahead)
-        return Noise.of(keys, vocabulary_hashes(self._vocab, first.device), self.carried.hidden.dtype)
+        hashes, dtype = vocabulary_hashes(len(self._ids), first.device, self._ids.start), self.carried.hidden.dtype
+        if len(self._ids) < self._target.model.arch.vocab_size:  # a draft's shard may have other tokens
+            return Noise(keys, hashes, dtype)
+        return Noise.of(keys, hashes, dtype)
 
     def _next(self, noise: Noise | None, accepted: Accepted) -> Noise | None:
         """That at the position after each bonus, for the proposals that requests carry to the next step."""
@@ -111,7 +104,7 @@ class Step:
     def _drafts(self) -> bool:
         return not isinstance(self._draft, NoDraft)
 
-    def _forward(self, batch: Batch, tree: DraftTree, chain: bool) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _forward(self, batch: Batch, tree: DraftTree, chain: bool) -> tuple[Tensor, list[Tensor], Columns]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
         r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
         bits = line_bits(n, n, tree.tokens.device) if chain else packed(tree.ancestors)
@@ -122,3 +115,12 @@ class Step:
         hidden, aux = self._target.forward(tokens, positions, seen)
         heads = torch.cat([torch.arange(r * n, device=write.device), prompt.final_rows + r * n])
         return hidden, aux, self._target.logits(hidden.index_select(0, heads))
+
+
+def _sound(prompt: PromptRows, hidden: Tensor, won: Tensor) -> Tensor:
+    """Which prompt rows `hidden` `[c, H]` are finite, `[c]`; at the ends of prompts so are the scores `won` `[F]`."""
+    if not hidden.shape[0]:
+        return prompt.token_ids.bool()
+    sound = hidden.isfinite().all(-1)
+    sound[prompt.final_rows] &= won.isfinite()
+    return sound

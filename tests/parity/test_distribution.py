@@ -8,12 +8,11 @@ import torch
 from scipy import stats
 
 from cluster.engine import build_engine
-from cluster.forward.filters import filter_
 from cluster.request import SamplingParams
 from tests.parity.harness import VOCAB, config_of, request, run
 from tests.parity.reference import target_reference
 from tests.tiny import draft_folder, target_folder
-from tests.unit.forward.samplings import sampling_of
+from tests.unit.forward.samplings import filtered, sampling_of
 
 SIGNIFICANCE = 0.001
 PROMPT = [3, 9, 4, 17, 6]
@@ -22,7 +21,7 @@ PROMPT = [3, 9, 4, 17, 6]
 def next_token(folder: str, text: list[int], options: dict[str, float]) -> np.ndarray:
     """The filtered distribution after a text, from the dense reference."""
     logits = target_reference(folder).run(text).logits[-1] / options["temperature"]
-    return filter_(logits[None, None].clone(), sampling_of(1, **options))[0, 0].softmax(-1).numpy()
+    return filtered(logits[None, None], sampling_of(1, **options))[0, 0].softmax(-1).numpy()
 
 
 def fits(counts: np.ndarray, p: np.ndarray, tests: int) -> bool:

@@ -239,7 +239,7 @@ def _(patch: Patch) -> None:
         patch,
         CoupledRanking,
         "propose",
-        lambda true: lambda self, logits, sampling, noise: true(self, logits, sampling, None),
+        lambda true: lambda self, columns, draw: true(self, columns, replace(draw, noise=None)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch
+from cluster.batch import Batch, Mode
 from cluster.config import TreeShape
 from cluster.dp_attention.plan import Facts, PlanRule, StepPlan
 from cluster.engine import Rank, lockstep
@@ -31,15 +31,19 @@ def plant(name: str, rank: Rank, at_step: int, struck: Callable[[int], None]) ->
 def skip(op: str, phase: str) -> Plant:
     """Do not call it, go on with a result of the right shape."""
 
-    def wrong(harm: Harm, rows: Tensor, local: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def wrong(harm: Harm, rows: Tensor, local: Callable[[Tensor], Tensor] | None = None) -> Any:
         call = harm.exchange._script[0]
         own, every = call.rows[harm.mesh.dp_rank], sum(call.rows)
         if op == "head":
-            return rows.new_zeros(own, call.columns * harm.mesh.world.size)
+            return rows.new_zeros(harm.exchange._scored(call), call.columns), harm.exchange._first(call)
         if op == "embed":
             assert local is not None
             return local(rows)
-        return {"reduce": rows, "gather": rows.new_zeros(every, call.width), "scatter": rows[:own]}[op]
+        if op == "compare":
+            return rows[:own].expand(harm.exchange.size, own, call.width)
+        if op in ("gather", "spread"):
+            return rows.new_zeros(every, call.width)
+        return rows[:own] if op == "scatter" else rows
 
     return lambda harm: harm.in_call(op, phase, lambda _, *args: wrong(harm, *args))
 
@@ -263,6 +267,25 @@ def weak_draft(harm: Harm) -> None:
     harm.put(harm.exchange, "scatter", scatter)
 
 
+def ran(wrong: Callable[..., Any]) -> Plant:
+    return lambda harm: harm.in_run(wrong)
+
+
+def without(name: str) -> Plant:
+    """Runs the step in another mode than is planned."""
+
+    def wrong(true: Callable[..., Any], batch: Batch, shape: TreeShape) -> Any:
+        if name == "logprobs":
+            return true(replace(batch, logprobs=False), shape)
+        return true(replace(batch, sampling=replace(batch.sampling, **{name: False})), shape)
+
+    return ran(wrong)
+
+
+def other_mode(plan: StepPlan) -> StepPlan:
+    return plan._replace(mode=plan.mode ^ Mode.NOISY)
+
+
 def breaks(*_: Any) -> Any:
     raise ValueError("a bug of this rank alone")
 
@@ -271,9 +294,32 @@ def dies(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ran(wrong: Callable[..., Any]) -> Plant:
-    return lambda harm: harm.in_run(wrong)
-
+OF_SHARDS: dict[str, Plant] = {
+    **{
+        f"skips {op}, {phase}": skip(op, phase)
+        for phase in ("draft", "target", "extend")
+        for op in ("spread", "highest", "add", "compare")
+    },
+    "one sum more": instead("add", "target", twice),
+    "one comparison more": instead("compare", "extend", twice),
+    "one row less to spread": instead("spread", "target", lambda true, words: true(words[:-1])),
+    "one word less to spread": instead("spread", "draft", lambda true, words: true(words[:, :-1])),
+    "own rows only compared": instead("compare", "target", lambda true, numbers: true(numbers[:-1])),
+    "one candidate less": instead("compare", "draft", lambda true, numbers: true(numbers[:, 2:])),
+    "candidates in float32": instead("compare", "target", lambda true, numbers: true(numbers.float())),
+    "half a histogram": instead("add", "draft", lambda true, numbers: true(numbers[:, :128])),
+    "a histogram in int32": instead("add", "extend", lambda true, numbers: true(numbers.int())),
+    "sums before the highest": lambda harm: harm.in_call(
+        "highest", "target", lambda _, numbers: harm.exchange.add(numbers.long()).double()
+    ),
+    "runs without noise": without("noisy"),
+    "runs without filters": without("filtered"),
+    "reports no log-probabilities": without("logprobs"),
+    "one candidate less in a group": instead("compare", "extend", lambda true, numbers: true(numbers[:, 2:])),
+    "skips a sum in a group": skip("add", "target"),
+    "skips a comparison in a group": skip("compare", "target"),
+}
+"""What can happen only where a head is sharded; for requests with filters that ask for log-probabilities."""
 
 PLANTS: dict[str, Plant] = {
     **{
@@ -281,6 +327,7 @@ PLANTS: dict[str, Plant] = {
         for phase in ("draft", "target", "extend")
         for op in ("embed", "reduce", "gather", "scatter", "head")
     },
+    **OF_SHARDS,
     "skips a layer": whole_layer,
     "skips a draft level": draft_level,
     "skips the extend phase": no_extend,
@@ -325,5 +372,6 @@ PLANTS: dict[str, Plant] = {
     "weak draft": weak_draft,
     "other plan, padding": planned(lambda plan: plan._replace(padded=not plan.padded)),
     "other plan, tier": planned(lambda plan: plan._replace(num_steps=max(0, plan.num_steps - 1))),
+    "other plan, mode": planned(other_mode),
     "other results": ran(other_results),
 }

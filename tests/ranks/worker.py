@@ -25,7 +25,7 @@ from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
 
 HOST = "127.0.0.1"
-SENT = {"reduce_scatter": sum, "swap": sum}  # those that send rows to all; the others send own rows
+SENT = {"reduce_scatter": sum}  # sends rows to all; the others send own rows
 RING_AFTER_S = 0.5
 
 
@@ -52,7 +52,7 @@ class Logs:
         mesh = rank._lockstep.mesh
         self.world, self.attn = Log(), Log()
         self._by_axis = {id(mesh.world): self.world, id(mesh.attn): self.attn}
-        self._true = {name: getattr(Axis, name) for name in ("gather", "reduce_scatter", "swap", "broadcast")}
+        self._true = {name: getattr(Axis, name) for name in ("gather", "reduce_scatter", "broadcast")}
         for name, true in self._true.items():
             setattr(Axis, name, self._logged(name, true))
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorDeviceMismatchError,
 )
 
-from cluster.batch import Batch, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Batch, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.config import TreeShape, tiers
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
@@ -20,12 +20,7 @@ from tests.parity.harness import config_of
 from tests.parity.pairs import Pair, algorithm_of, all_pairs, diagonal, draft_of
 from tests.static.sim import NAME, simulated
 
-MODES = {
-    "greedy": {},
-    "sampled": {"noisy": True},
-    "filtered": {"noisy": True, "filtered": True},
-    "log-probabilities": {"noisy": True, "logprobs": True},
-}
+MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED, Mode.NOISY | Mode.LOGPROBS)
 PROMPTS = {
     "decoding": (),
     "prompts": (PromptChunk(3, 0, 2, True, (5, 6)), PromptChunk(4, 4, 11, False, tuple(range(2, 10)))),
@@ -50,8 +45,8 @@ def check(pair: Pair, topk: int, every: int = 1, first: int = 0) -> int:
     engine, ran = engine_of(pair, topk), 0
     programs, shapes = engine._p.lockstep.programs, tiers(engine._p.shape)
     with simulated(engine):
-        for shape, mode, chunks in list(product(shapes, MODES.values(), PROMPTS.values()))[first % every :: every]:
-            output = programs.run(Order(decodes=DECODES, chunks=chunks, **CHANGES, **mode), shape)
+        for shape, mode, chunks in list(product(shapes, MODES, PROMPTS.values()))[first % every :: every]:
+            output = programs.run(Order(decodes=DECODES, chunks=chunks, **CHANGES, mode=mode), shape)
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
             assert output.packed.device == torch.device(NAME, 0)

@@ -1,6 +1,6 @@
 """An order arrives at a follower as it left its leader."""
 
-from cluster.batch import Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.dp_attention.orders import checksum, pack, unpack
 
 FULL = Order(
@@ -10,8 +10,7 @@ FULL = Order(
     samplings=(Sampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
     writes=(PageWrite(3, 0, 12), PageWrite(1, -1, 0)),
     copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
-    noisy=True,
-    logprobs=True,
+    mode=Mode.NOISY | Mode.LOGPROBS,
 )
 
 

@@ -4,11 +4,12 @@ from itertools import product
 
 import pytest
 
-from cluster.batch import Order, PromptChunk
+from cluster.batch import Mode, Order, PromptChunk
 from cluster.config import PLAIN, TreeShape, tiers
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import Call, Facts, Ops, PlanRule, script
+from cluster.forward.sharded import ShardedHead
 from cluster.mesh import Mesh, OutOfStepError
 
 SHAPE = TreeShape(num_steps=3, topk=2, num_draft_tokens=6)
@@ -94,6 +95,40 @@ def test_the_script_of_a_draft_runner_list() -> None:
     ]
     extend = [(call.op, call.rows) for call in calls if call.phase == "extend"]
     assert extend == [(op, (15, 4)) for op in DRAFT.forward * 3] + [("head", (3, 1))]
+
+
+def test_a_step_runs_in_the_mode_of_every_group() -> None:
+    """A follower's is that of its leader."""
+    modes = (Mode.NOISY, Mode(0), Mode.LOGPROBS, Mode.FILTERED)
+    table = [facts(1)._replace(mode=int(mode)) for mode in modes]
+    assert rule().plan(table, SHAPE).mode == Mode.NOISY | Mode.LOGPROBS | Mode.FILTERED
+    assert rule(attn_tp=2).plan(table, SHAPE).mode == Mode.NOISY | Mode.LOGPROBS
+    assert rule().plan(table, SHAPE).digest != rule().plan(table[:3] + table[1:2], SHAPE).digest
+
+
+def after_heads(mode: Mode, wide: bool, bits: int = 32) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """What the shards of a head of 100 columns each tell each other in a step, phase by phase."""
+    ops = Ops((), ("head",), 8, 100, ShardedHead(100, bits, wide))
+    plan = rule("exact").plan([facts(2, 7, 1)._replace(mode=int(mode)), facts(1)], SHAPE)
+    calls = script(plan, SHAPE, ops, ops)
+    assert sum(call.op == "head" for call in calls) == 4
+    return [(call.phase, call.op, call.rows, call.width) for call in calls if call.op != "head"]
+
+
+def test_the_script_after_a_sharded_head() -> None:
+    """Candidates alone; with noise, filters and log-probabilities what these need as well, in this order."""
+    levels, nodes, last, told = (4, 2), (13, 6), (3, 1), (9, 4)
+    best = [("draft", "compare", levels, 5), ("target", "compare", nodes, 2), ("extend", "compare", last, 5)]
+    assert after_heads(Mode(0), False) == after_heads(Mode.NOISY, False) == [best[0], *best]
+    sampled = [each for one in best for each in ((one[0], "spread", one[2], 6), one)]
+    assert after_heads(Mode.NOISY, True) == [*sampled[:2], *sampled]
+    assert after_heads(Mode.LOGPROBS, False)[4:] == [("extend", "compare", told, 42)]
+    assert after_heads(Mode.LOGPROBS, True)[4:] == [("extend", "spread", told, 2), ("extend", "compare", told, 42)]
+    for bits in (32, 64):
+        digits = [("target", "add", nodes, 256)] * (bits // 8)
+        filtered = after_heads(Mode.NOISY | Mode.FILTERED, False, bits)
+        search = [("target", "highest", nodes, 1), *digits, ("target", "add", nodes, 1), *digits]
+        assert [call for call in filtered if call[0] == "target"] == [*search, best[1]]
 
 
 def test_a_shallower_tier_has_a_shorter_script() -> None:

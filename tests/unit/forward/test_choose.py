@@ -11,13 +11,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.batch import SamplingBatch
-from cluster.forward.blocks import blocks
+from cluster.forward import filters
 from cluster.forward.choose import TOP_LOGPROBS, choose, likeliest, logprobs
-from cluster.forward.filters import filter_, float_of, ordered
+from cluster.forward.draw import Draw
+from cluster.forward.filters import Rows, float_of, ordered
 from cluster.forward.least import Digits, Search, Sorted
 from cluster.forward.noise import Noise, gumbel, noise_keys, token_hashes, vocabulary_hashes
+from cluster.models.vocab import Columns
 from cluster.request import SamplingParams
-from tests.unit.forward.samplings import sampling_of
+from cluster.spec.tree import FLOOR
+from tests.unit.forward.samplings import best_of, chosen, filtered, sampling_of, whole
 
 MIXED = [
     SamplingParams(temperature=0.0),
@@ -41,7 +44,7 @@ def mixed(dtype: torch.dtype) -> SamplingBatch:
 
 
 def sorted_filter(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The slow twin of `filter_`: the filters over the sorted row."""
+    """The slow twin of `filtered`: the filters over the sorted row."""
     vocab = tempered.shape[-1]
     ordered_ = tempered.sort(-1, descending=True).values
     keep = torch.where(sampling.top_k > 0, sampling.top_k, vocab).clamp_(max=vocab)[:, None, None]
@@ -79,13 +82,13 @@ def test_blocks_choose_what_the_whole_does(
     which = torch.randint(5, (r, 4))
     noise = Noise.of(keys, vocabulary_hashes(37, keys.device), dtype)
     assert (noise.kept is None) == (not kept)
-    got, won = choose(logits, sampling, noise, which)
+    got, won = chosen(logits, sampling, noise, which)
     ranked = plain(logits, sampling, keys, which)
     assert torch.equal(got, ranked.argmax(-1))
     assert torch.equal(won, ranked.amax(-1))
-    straight, _ = choose(logits, sampling, noise.at(0, 4))
+    straight, _ = chosen(logits, sampling, noise.at(0, 4))
     assert torch.equal(straight, plain(logits, sampling, keys, torch.arange(4).expand(r, -1)).argmax(-1))
-    greedy, _ = choose(logits, sampling, None)
+    greedy, _ = chosen(logits, sampling, None)
     assert torch.equal(greedy, logits.argmax(-1))
 
 
@@ -96,13 +99,15 @@ def test_the_likeliest_are_those_of_the_whole_distribution(block: int, monkeypat
     sampling, r, ids = mixed(torch.float64), len(MIXED), torch.tensor([3, 5, 8, 13, 21, 34, 55])
     logits = torch.randn(r, 3, len(ids), dtype=torch.float64)
     keys = noise_keys(sampling.seeds, torch.full((r, 1), 9))
-    likely, columns = likeliest(logits, sampling, Noise.of(keys, token_hashes(ids), torch.float64), 2)
+    likely, columns = best_of(logits, sampling, Noise.of(keys, token_hashes(ids), torch.float64), 2)
     noise = gumbel(keys, vocabulary_hashes(60, ids.device), torch.float64)[..., ids]
     tempered = sorted_filter(logits * sampling.inverse_temperature[:, None, None], sampling)
     wanted = (tempered + noise * sampling.noise_scale[:, None, None]).log_softmax(-1).topk(2, -1)
-    assert torch.equal(columns, wanted.indices)
-    assert torch.allclose(likely, wanted.values)
-    likely, columns = likeliest(logits, sampling, None, 2)
+    some = wanted.values.isfinite()
+    assert torch.equal(columns[some], wanted.indices[some])
+    assert torch.allclose(likely[some], wanted.values[some])
+    assert bool((likely[~some] < FLOOR).all()), "as unlikely as a tree's candidates get"
+    likely, columns = best_of(logits, sampling, None, 2)
     assert torch.allclose(likely, logits.log_softmax(-1).topk(2, -1).values)
 
 
@@ -111,11 +116,11 @@ def test_logprobs_are_the_models_own(block: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("cluster.forward.blocks.BLOCK", block)
     torch.manual_seed(6)
     logits, rows, tokens = torch.randn(9, 50), torch.tensor([7, 0, 0, 8]), torch.tensor([1, 2, 3, 49])
-    got, whole = logprobs(logits, rows, tokens), logits[rows].log_softmax(-1)
-    assert torch.allclose(got.chosen, whole.gather(1, tokens[:, None])[:, 0])
-    assert torch.equal(got.ids, whole.topk(TOP_LOGPROBS, -1).indices)
-    assert torch.allclose(got.values, whole.topk(TOP_LOGPROBS, -1).values)
-    few = logprobs(logits[:, :7], rows, tokens.clamp(max=6))
+    got, plainly = logprobs(whole(logits), rows, tokens), logits[rows].log_softmax(-1)
+    assert torch.allclose(got.chosen, plainly.gather(1, tokens[:, None])[:, 0])
+    assert torch.equal(got.ids, plainly.topk(TOP_LOGPROBS, -1).indices)
+    assert torch.allclose(got.values, plainly.topk(TOP_LOGPROBS, -1).values)
+    few = logprobs(whole(logits[:, :7]), rows, tokens.clamp(max=6))
     assert few.ids.shape == (4, 7), "a vocabulary of fewer than twenty"
 
 
@@ -162,9 +167,9 @@ def test_thresholds_keep_what_sorting_keeps(
     sampling = mixed(dtype)
     for scale in (0.1, 2.0, 30.0):
         tempered = torch.randn(len(MIXED), 3, vocab, dtype=dtype) * scale
-        assert torch.equal(filter_(tempered.clone(), sampling), sorted_filter(tempered, sampling))
+        assert torch.equal(filtered(tempered, sampling), sorted_filter(tempered, sampling))
         tied = tempered.round()
-        assert torch.equal(filter_(tied.clone(), sampling), sorted_filter(tied, sampling))
+        assert torch.equal(filtered(tied, sampling), sorted_filter(tied, sampling))
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 22])
@@ -175,14 +180,14 @@ def test_parts_of_the_noise_are_those_of_the_whole(kept: int, monkeypatch: pytes
     generator = torch.Generator().manual_seed(4)
     keys = noise_keys(torch.arange(5), torch.arange(4).expand(5, -1))
     hashes = vocabulary_hashes(30, keys.device)
-    noise, whole = Noise.of(keys, hashes, torch.float32), gumbel(keys, hashes, torch.float32)
-    assert torch.equal(noise.values(), whole)
-    assert torch.equal(noise.narrow(slice(1, 4)).at(1, 2).values(), whole[1:4, 1:3])
+    noise, every = Noise.of(keys, hashes, torch.float32), gumbel(keys, hashes, torch.float32)
+    assert torch.equal(noise.values(), every)
+    assert torch.equal(noise.narrow(slice(1, 4)).at(1, 2).values(), every[1:4, 1:3])
     which, ids = torch.randint(4, (5, 7), generator=generator), torch.randperm(30, generator=generator)[:11]
-    assert torch.equal(noise.values(which), whole.gather(1, which[..., None].expand(-1, -1, 30)))
-    assert torch.equal(noise.over(ids, token_hashes(ids)).at(2).values(), whole[:, 2:3, ids])
+    assert torch.equal(noise.values(which), every.gather(1, which[..., None].expand(-1, -1, 30)))
+    assert torch.equal(noise.over(ids, token_hashes(ids)).at(2).values(), every[:, 2:3, ids])
     picked = noise.pick(which[:, 0]).over(ids, token_hashes(ids)).values()
-    assert torch.equal(picked, whole[torch.arange(5), which[:, 0]][:, None, ids])
+    assert torch.equal(picked, every[torch.arange(5), which[:, 0]][:, None, ids])
     assert noise.narrow(slice(5, None)).values().shape == (0, 4, 30)
 
 
@@ -193,11 +198,11 @@ def test_a_row_that_is_not_finite_stays_so_and_alone() -> None:
     logits = torch.randn(r, 2, 30)
     keys = noise_keys(sampling.seeds, torch.arange(2).expand(r, -1))
     noise = Noise.of(keys, vocabulary_hashes(30, keys.device), torch.float32)
-    tokens, scores = choose(logits, sampling, noise)
+    tokens, scores = chosen(logits, sampling, noise)
     for bad in (float("nan"), float("inf")):
         spoiled = logits.clone()
         spoiled[:, 1, 4] = bad
-        got, won = choose(spoiled, sampling, noise)
+        got, won = chosen(spoiled, sampling, noise)
         assert torch.equal(got[:, 0], tokens[:, 0]) and torch.equal(won[:, 0], scores[:, 0])
         assert not won[:, 1].isfinite().any()
 
@@ -234,27 +239,58 @@ class Peak(TorchDispatchMode):
         self.now -= size * (not self._tensors[at])
 
 
-@pytest.mark.parametrize("filtered", [False, True])
+class Alone:
+    """Stands for n shards that all found what this one did; `wide` ones have no rows of other groups."""
+
+    def __init__(self, size: int, wide: bool) -> None:
+        self.size, self.wide = size, wide
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+    def highest(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+    def add(self, numbers: Tensor) -> Tensor:
+        return numbers * self.size
+
+    def compare(self, numbers: Tensor) -> Tensor:
+        return numbers.expand(self.size, *numbers.shape)
+
+
+@pytest.mark.parametrize("shards", [None, Alone(2, False), Alone(2, True)], ids=["whole", "group", "world"])
+@pytest.mark.parametrize("filtering", [False, True])
 def test_choosing_for_64_trees_of_64_nodes_takes_a_tenth_of_their_logits(
-    filtered: bool, monkeypatch: pytest.MonkeyPatch
+    filtering: bool, shards: Alone | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R 64, N 64, V 128k on meta tensors, log-probabilities included; of the filters' many blocks only the first."""
-    monkeypatch.setattr("cluster.forward.filters.blocks", lambda *sizes: [next(iter(blocks(*sizes)))])
-    r, n, vocab, steps, topk = 64, 64, 128 * 1024, 5, 8
+    """R 64, N 64, V 128k on meta tensors, log-probabilities included; of the filters' many blocks only the first. A
+    tenth of a shard's own logits where there are two.
+    """
+    true, done = filters.thresholds, list[Tensor]()
+
+    def first(rows: Rows, *given: Tensor) -> Tensor:
+        done[:] = done or [true(rows, *given)]
+        return given[0]
+
+    monkeypatch.setattr(filters, "thresholds", first)
+    r, n, steps, topk = 64, 64, 5, 8
+    vocab = 128 * 1024
+    width = vocab // (1 if shards is None else shards.size)
     meta = torch.device("meta")
     floats = [torch.empty(r, device=meta) for _ in range(4)]
-    whole = torch.empty(r, dtype=torch.int64, device=meta)
-    sampling = SamplingBatch(floats[0], floats[1], whole, floats[2], floats[3], whole, True, filtered)
-    logits = torch.empty(r, n, vocab, device=meta)
+    ids = torch.empty(r, dtype=torch.int64, device=meta)
+    sampling = SamplingBatch(floats[0], floats[1], ids, floats[2], floats[3], ids, True, filtering)
+    logits = torch.empty(r * n, width, device=meta)
     keys, depths = (torch.empty(r, m, dtype=torch.int64, device=meta) for m in (steps + 2, n))
-    hashes = vocabulary_hashes(vocab, meta)
+    hashes = vocabulary_hashes(width, meta)
     with Peak(logits) as choosing:
         noise = Noise.of(keys, hashes, torch.float32)
-        chosen, _ = choose(logits, sampling, noise.at(0, steps + 1), depths)
+        columns = Columns(logits, vocab, shards=shards)
+        tokens, _ = choose(columns, [Draw(n, sampling, noise.at(0, steps + 1), depths)])
         rows = torch.empty(r * (steps + 1), dtype=torch.int64, device=meta)
-        logprobs(logits.view(r * n, vocab), rows, chosen.view(-1)[: r * (steps + 1)])
+        logprobs(columns, rows, tokens[: r * (steps + 1)])
     assert 0 < choosing.most < 0.1 * logits.nbytes, f"{choosing.most / logits.nbytes:.2f} of the logits"
-    drafted = torch.empty(r, topk, vocab, device=meta)
+    drafted = torch.empty(r * topk, width, device=meta)
     with Peak(drafted) as drafting:
-        likeliest(drafted, sampling, noise.at(0), topk)
+        likeliest(Columns(drafted, vocab, shards=shards), Draw(topk, sampling, noise.at(0)), topk)
     assert 0 < drafting.most < 0.1 * logits.nbytes, f"{drafting.most / logits.nbytes:.2f} of the target's logits"

@@ -6,13 +6,12 @@ import torch
 from scipy import stats
 
 from cluster.config import TreeShape
-from cluster.forward.choose import choose
-from cluster.forward.filters import filter_
+from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise, gumbel, gumbel_of, noise_keys, vocabulary_hashes
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import Growth
 from cluster.spec.verify import accept
-from tests.unit.forward.samplings import sampling_of
+from tests.unit.forward.samplings import chosen, filtered, sampling_of, whole
 
 FILTERS = [
     {},
@@ -58,7 +57,7 @@ def naive_filter(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> 
 def test_filters_equal_the_naive_ones(options: dict[str, float], vocab: int) -> None:
     torch.manual_seed(vocab)
     logits = torch.randn(40, 3, vocab, dtype=torch.float64) * 2
-    kept = filter_(logits.clone(), sampling_of(40, **options))
+    kept = filtered(logits, sampling_of(40, **options))
     wanted = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | {k: v for k, v in options.items() if k != "temperature"}
     for row, out in zip(logits.view(-1, vocab), kept.view(-1, vocab), strict=True):
         allowed = {i for i, value in enumerate(out.tolist()) if value > float("-inf")}
@@ -68,7 +67,7 @@ def test_filters_equal_the_naive_ones(options: dict[str, float], vocab: int) -> 
 
 def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.tensor([[[2.0, 1.0, 1.0, 0.0]]])
-    kept = filter_(logits.clone(), sampling_of(1, dtype=torch.float32, top_k=2))
+    kept = filtered(logits, sampling_of(1, dtype=torch.float32, top_k=2))
     assert kept.isfinite().tolist() == [[[True, True, True, False]]]
 
 
@@ -76,7 +75,7 @@ def test_the_likeliest_token_always_stays() -> None:
     logits = torch.zeros(1, 1, 8, dtype=torch.float64)
     logits[..., 3] = 0.1
     for options in ({"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 1}):
-        assert filter_(logits.clone(), sampling_of(1, **options)).argmax() == 3
+        assert filtered(logits, sampling_of(1, **options)).argmax() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -120,13 +119,13 @@ def test_greedy_rows_among_sampled_ones_stay_greedy() -> None:
     logits = torch.randn(2, 3, VOCAB)
     both = sampling_of(2, dtype=torch.float32, temperature=0.0)
     keys = noise_keys(torch.arange(2), torch.arange(3).expand(2, -1))
-    got, _ = choose(logits, both, noise_under(keys, VOCAB, torch.float32))
+    got, _ = chosen(logits, both, noise_under(keys, VOCAB, torch.float32))
     assert torch.equal(got, logits.argmax(-1))
 
 
 def distribution(logits: torch.Tensor, options: dict[str, float]) -> np.ndarray:
     tempered = logits / options.get("temperature", 1.0)
-    kept = filter_(tempered[None, None].clone(), sampling_of(1, **options))
+    kept = filtered(tempered[None, None], sampling_of(1, **options))
     return kept[0, 0].softmax(-1).numpy()
 
 
@@ -156,14 +155,15 @@ class Tables:
         sampling = sampling_of(r, seeds, **options)
         noise = noise_under(noise_keys(seeds, torch.arange(5, 9).expand(r, -1)), VOCAB)
         ranking = CoupledRanking(torch.arange(VOCAB), topk)
-        first_p, first = ranking.propose(self.drafted[torch.zeros(r, 1, dtype=torch.int64)], sampling, noise.at(0))
-        second_p, second = ranking.propose(self.drafted[first[:, 0]], sampling, noise.at(1))
+        root = self.drafted[torch.zeros(r, 1, dtype=torch.int64)]
+        first_p, first = ranking.propose(whole(root), Draw(1, sampling, noise.at(0)))
+        second_p, second = ranking.propose(whole(self.drafted[first[:, 0]]), Draw(topk, sampling, noise.at(1)))
         grown = Growth(first[:, 0], first_p[:, 0])
         grown.add(second, second_p)
         none = torch.zeros(r, dtype=torch.int64)
         tree = grown.tree(none, shape.num_draft_tokens)
-        chosen, _ = choose(self.target[tree.tokens], sampling, noise, tree.depths)
-        accepted = accept(tree, chosen, none[:0], 2)
+        own, _ = chosen(self.target[tree.tokens], sampling, noise, tree.depths)
+        accepted = accept(tree, own, none[:0], 2)
         return accepted.tokens, accepted.accept_len
 
 
@@ -208,7 +208,7 @@ def reference_second(
     seeds = at * 2_654_435_761 + 17
     keys = noise_keys(seeds, torch.full((len(at), 1), 6))
     logits = tables.target[torch.full((len(at), 1), before)]
-    own = choose(logits, sampling_of(len(at), seeds, **options), noise_under(keys, VOCAB))[0][:, 0]
+    own = chosen(logits, sampling_of(len(at), seeds, **options), noise_under(keys, VOCAB))[0][:, 0]
     committed = count[at] >= 2
     assert torch.equal(own[committed], drawn[at, 1][committed]), "the tree draws what plain decoding would"
     return own.numpy()
@@ -224,7 +224,7 @@ def test_positions_are_independent() -> None:
         (torch.full((50_000,), 12), None),
     ):
         at = torch.arange(100_000).view(-1, 2) if positions is None else positions.expand(50_000, -1)
-        drawn, _ = choose(logits, sampling_of(50_000, seeds), noise_under(noise_keys(seeds, at), 6))
+        drawn, _ = chosen(logits, sampling_of(50_000, seeds), noise_under(noise_keys(seeds, at), 6))
         pairs = np.bincount(drawn[:, 0] * 6 + drawn[:, 1], minlength=36)
         assert fits(pairs, np.outer(p, p).ravel(), 6)
         rolled = np.bincount(drawn[1:, 0] * 6 + drawn[:-1, 0], minlength=36)

@@ -15,6 +15,7 @@ from cluster.batch import HostBounds, Seen, Text
 from cluster.mesh import Part
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
+from cluster.models.vocab import Columns
 from tests.loading import context, load_target
 from tests.tables import table_of
 
@@ -22,7 +23,12 @@ CPU = torch.device("cpu")
 
 
 class Summed:
-    """The exchange of rank `rank` among those that share `table` and `barrier`; it notes what it was called."""
+    """The exchange of rank `rank` among those that share `table` and `barrier`; it notes what it was called.
+
+    Nothing is chosen here, so its shards of a head have nothing to tell each other.
+    """
+
+    shards = None
 
     def __init__(self, rank: int, table: list[Any], barrier: Barrier) -> None:
         self._rank, self._table, self._barrier = rank, table, barrier
@@ -52,9 +58,13 @@ class Summed:
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         return self._sum("embed", lookup(ids))
 
-    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
         self.ops.append("head")
-        return torch.cat(self._all(project(rows)), -1)
+        return project(rows), 0
+
+    def logits(self, columns: Columns) -> Tensor:
+        """All columns, `[T, V]`."""
+        return torch.cat(self._all(columns.values), -1)[:, : columns.vocab]
 
 
 def run_text(folder: str, tokens: list[int], chunks: list[int], size: int) -> list[tuple[Tensor, list[Tensor]]]:
@@ -92,7 +102,8 @@ def _run(
         attention.bind(Seen(pages[0, at : at + rows], None, text))
         ids, positions = torch.tensor(tokens[at : at + rows]), torch.arange(at, at + rows)
         hidden, aux = target.forward(ids, positions, attention, boundaries)
-        logits.append(target.logits(hidden))
+        columns = target.logits(hidden)
+        logits.append(exchange.logits(columns) if isinstance(exchange, Summed) else columns.values)
         streams.append(aux)
         at += rows
     assert at == count

@@ -136,7 +136,7 @@ def test_tied_embedding_and_head_are_handed_over() -> None:
     assert torch.equal(embed.weight, head.weight.t())
     hidden = random(2, target.arch.hidden)
     cap = target.arch.softcap or 1e9
-    assert torch.allclose(target.logits(hidden), cap * (hidden @ head.weight / cap).tanh())
+    assert torch.allclose(target.logits(hidden).values, cap * (hidden @ head.weight / cap).tanh())
 
 
 @pytest.mark.parametrize(("family", "case"), [("gemma3", "own layer types"), ("gpt_oss", "yarn")])
@@ -152,5 +152,5 @@ def test_half_precision_is_near_float64(family: str, case: str) -> None:
         target = load_target(folder, context(dtype, max_position=16))
         hidden, aux = target.forward(ids, ids, attend, (0, 4))
         assert {t.dtype for t in (hidden, *aux)} == {dtype}
-        logits.append(target.logits(hidden).double())
+        logits.append(target.logits(hidden).values.double())
     assert float((logits[0] - logits[1]).abs().max() / logits[0].abs().max()) < 0.1

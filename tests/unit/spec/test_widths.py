@@ -142,7 +142,7 @@ def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, tabl
     normed, recurrent = draft.forward(given.token_ids, given.positions, fused, attend)
     assert recurrent.shape == normed.shape == (count, EagleDraftInput.hidden_size_for(spec))
     assert recurrent.dtype == normed.dtype == EagleDraftInput.dtype_for(dtype)
-    logits = draft.logits(normed.index_select(0, given.select))
+    logits = draft.logits(normed.index_select(0, given.select)).values
     assert logits.shape == (batch.rows.shape[0], draft.target_ids.shape[0])
 
     likely = logits.log_softmax(-1, dtype=PROPOSAL_DTYPE[dtype]).topk(SHAPE.topk, -1)
@@ -166,11 +166,12 @@ def check_idle(draft: Eagle3Draft, dtype: torch.dtype, shape: Shape) -> None:
         assert (idle.hidden.shape, idle.hidden.dtype) == ((requests, shape.hidden), dtype)
         assert (idle.topk_logprobs.shape, idle.topk_logprobs.dtype) == ((requests, SHAPE.topk), PROPOSAL_DTYPE[dtype])
         assert (idle.topk_index.shape, idle.bonus.shape) == ((requests, SHAPE.topk), (requests,))
+        assert all(len(set(row)) == SHAPE.topk for row in idle.topk_index.tolist()), "one child of a token"
         normed, recurrent = draft.forward(idle.topk_index[:, 0], idle.bonus, idle.hidden, attend)
         assert normed.shape == recurrent.shape == idle.hidden.shape
         assert recurrent.dtype == idle.hidden.dtype
         assert torch.isfinite(recurrent).all()
-        assert draft.logits(normed).shape == (requests, shape.draft_vocab)
+        assert draft.logits(normed).values.shape == (requests, shape.draft_vocab)
 
 
 @pytest.mark.parametrize("num_aux", range(6))
