@@ -156,6 +156,7 @@ def test_carriers_are_taken_and_put_by_row() -> None:
     rows = torch.tensor([3, 1])
     new = EagleDraftInput(torch.rand(2, 2).double(), torch.randint(9, (2, 2)), torch.rand(2, 32).double(), rows + 40)
     table.put(rows, new)
+    idle = EagleDraftInput.create_idle_input(spec, 2, torch.float64, torch.device("cpu"), 3)
     for name in ("topk_logprobs", "topk_index", "hidden", "bonus"):
         assert torch.equal(getattr(table.take(rows), name), getattr(new, name))
-        assert not getattr(table, name)[[0, 2, 4]].any()
+        assert torch.equal(getattr(table, name)[[0, 2, 4]], getattr(idle, name))
