@@ -39,6 +39,11 @@ class Clock:
         self._waits.add(timer, began)
         self.calls += 1
 
+    def replayed(self, count: int) -> None:
+        """Note collectives that a captured program queued all at once."""
+        self.begun += count
+        self.calls += count
+
     def part(self) -> None:
         """Note that a part of a layer is reached."""
         self.parts += 1

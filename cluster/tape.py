@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-R = TypeVar("R", Tensor, None)
+R = TypeVar("R")
 
 _recording: ContextVar["_Recorder | None"] = ContextVar("recording", default=None)
 
@@ -47,8 +47,8 @@ class Captured(Protocol[T_co]):
 
 
 def opaque(run: Callable[..., R], *given: Any) -> R:
-    """`run(*given)`, which a tape replays as one call: what happens inside, it decides anew each time. The shape of its
-    output, if it has one, must not change.
+    """`run(*given)`, which a tape replays as one call: what happens inside, it decides anew each time. Its output is a
+    tensor, whose shape must not change, or none.
     """
     recorder = _recording.get()
     if recorder is None:

@@ -13,6 +13,7 @@ import torch
 
 from cluster.batch import Order
 from cluster.config import TreeShape
+from cluster.dp_attention.plan import StepPlan
 from cluster.engine import Engine, build
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Rank
@@ -31,8 +32,9 @@ class LatePrograms:
         self._queue: deque[LateOutput] = deque()
         self.owners: dict[int, str] = {}
         self.before: Callable[[Order], None] | None = None
+        self.checksum = 0
 
-    def run(self, order: Order, shape: TreeShape) -> "LateOutput":
+    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "LateOutput":
         meant = running(self._rank)
 
         def late() -> Decided:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.batch import Order
 from cluster.config import TreeShape
-from cluster.dp_attention.plan import Call
+from cluster.dp_attention.plan import Call, StepPlan
 from cluster.engine.assembler import Assembler
 from cluster.engine.rank import Rank
 from cluster.spec.result import Decided
@@ -24,17 +24,20 @@ class SimulatedDevice:
     requests, `waited` the seconds that the host waited for it after each such step.
     """
 
+    checksum = 0
+    """Of captured programs, of which there are none."""
+
     def __init__(self, assembler: Assembler, step_s: float, full: int) -> None:
         self.assembler = assembler
         self.gaps: list[float] = []
         self.waited: list[float] = []
         self._step_s, self._full, self._free = step_s, full, 0.0
 
-    def run(self, order: Order, shape: TreeShape) -> "SimulatedOutput":
+    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
         """Queue a step."""
         inputs, finals = self.assembler.send(order), sum(chunk.final for chunk in order.chunks)
         now = time.perf_counter()
-        counts = inputs.decodes, finals, inputs.prompt_rows
+        counts = inputs.decodes, finals, sum(chunk.stop - chunk.start for chunk in order.chunks)
         steady = counts == (self._full, 0, 0)
         if steady:
             self.gaps.append(max(0.0, now - self._free))

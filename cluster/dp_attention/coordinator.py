@@ -92,8 +92,7 @@ class Coordinator:
         """A checksum of everything besides the facts that determines plans and scripts."""
         trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]
         sizes = (self._mesh.world.size, self._mesh.attn.size)
-        rule = (self._rule.attn_tp, self._rule.padding, self._rule.waste)
-        return zlib.crc32(repr((sizes, rule, trees, self._ops)).encode())
+        return zlib.crc32(repr((sizes, self._rule, trees, self._ops)).encode())
 
     def _compare(self, name: str, values: list[int], ranks: range) -> None:
         """Raise unless all values are equal. The error names the first rank that differs from the most common value; in

@@ -6,6 +6,7 @@ call is the identity. A rank about to make another call, or one with other row c
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from cluster.dp_attention.orders import shared
 from cluster.dp_attention.plan import Call
 from cluster.mesh import Axis, GangError, Mesh, OutOfStepError
 from cluster.models.exchange import Shards
+from cluster.tape import opaque
 
 T = TypeVar("T")
 
@@ -41,6 +43,25 @@ class Exchange:
     def begin(self, step: int, calls: Iterable[Call]) -> None:
         """Begin a step, with the calls of its script."""
         self._step, self._script = step, deque(calls)
+
+    @property
+    def rest(self) -> tuple[Call, ...]:
+        """The calls that the script still has."""
+        return tuple(self._script)
+
+    def replay(self, calls: Iterable[Call]) -> None:
+        """Take all that is left of the script off at once, for a captured program that makes these `calls`.
+
+        Raises:
+            OutOfStepError: naming the first that is not the script's.
+        """
+        for number, (call, planned) in enumerate(zip_longest(calls, self._script)):
+            if call != planned:
+                self._call = planned or self._call
+                would = "ends" if call is None else f"calls {call.op} of rows {list(call.rows)} in phase {call.phase}"
+                comes = "the step ends" if planned is None else f"{self._next_words()} comes next"
+                raise self._off(f"is about to replay a program that {would} as its call {number} where {comes}")
+        self._script.clear()
 
     def end(self) -> None:
         """Check that the step has made all calls of its script.
@@ -160,17 +181,22 @@ class Exchange:
 
     def _run(self, axis: Axis, collective: Callable[[], T]) -> T:
         """Run one collective over `axis`, and check that it was entered exactly once."""
+        if axis.size == 1:
+            return collective()
         clock = self._mesh.world.clock
-        entered = clock.calls + (axis.size > 1)
+        entered = clock.calls + 1
+        result: T = opaque(self._explained, collective)
+        if clock.calls != entered:
+            raise self._off(f"did not enter the collective of {self._next_words()} exactly once")
+        return result
+
+    def _explained(self, collective: Callable[[], T]) -> T:
         try:
-            result = collective()
+            return collective()
         except GangError:
             raise
         except RuntimeError as error:
             raise self._mesh.explain(error) from error
-        if clock.calls != entered:
-            raise self._off(f"did not enter the collective of {self._next_words()} exactly once")
-        return result
 
     def _counts(self, call: Call) -> list[int]:
         """Rows that each rank of the world sends: the ranks of a group split the group's rows."""

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from cluster.batch import Mode
 from cluster.config import TreeShape
+from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, most
 from cluster.forward.choose import TOP_LOGPROBS
 from cluster.forward.sharded import CHOSEN, ShardedHead, proposed
 
@@ -22,8 +23,9 @@ class Facts(NamedTuple):
     """One rank's row: a header that must be the same on all ranks, then what its group brings to the step.
 
     Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` counts the
-    collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts; within a
-    group `order` and `results` must be the same too, checksums of the last order and the last results read.
+    collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts,
+    `captured` one of the programs that the rank can replay; within a group `order` and `results` must be the same too,
+    checksums of the last order and the last results read.
     Sizes: `decodes` requests decode, `prompt_rows` prompt rows are in the step, `finals` prompts finish, `order_words`
     is the length of the order for the group's followers, `mode` that order's, `num_steps` the deepest tree that the
     rank votes for,
@@ -47,18 +49,22 @@ class Facts(NamedTuple):
     results: int = 0
     decode_us: int = 0
     mode: int = 0
+    captured: int = 0
 
 
-HEADER = ("epoch", "step", "digest", "calls", "rule")
+HEADER = ("epoch", "step", "digest", "calls", "rule", "captured")
 GROUP_HEADER = ("order", "results")
+
+
+Key = tuple[int, int, tuple[Sizes, ...]]
 
 
 class StepPlan(NamedTuple):
     """What every rank runs in one step; entry g of each tuple belongs to attention group g.
 
-    When `padded`, every group runs the rows of the largest one (equal parts in the exchange, and one shape per graph
-    bucket); otherwise each runs its own and the exchange sends exact counts. `num_steps` is the tier, the minimum of
-    the votes, `mode` whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
+    `decodes`, `prompt_rows` and `finals` are what requests need, `sizes` what is run. `captured`: the step runs as a
+    program of its `key`, which is captured or about to be. `num_steps` is the tier, the minimum of the votes, `mode`
+    whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
     """
 
     step: int
@@ -66,7 +72,8 @@ class StepPlan(NamedTuple):
     prompt_rows: tuple[int, ...]
     finals: tuple[int, ...]
     order_words: tuple[int, ...]
-    padded: bool
+    sizes: tuple[Sizes, ...]
+    captured: bool
     num_steps: int
     quiet: bool
     leaving: bool
@@ -84,55 +91,72 @@ class StepPlan(NamedTuple):
         return zlib.crc32(repr(tuple(self)).encode())
 
     @property
-    def planned_decodes(self) -> tuple[int, ...]:
-        """R of each group, idle rows included."""
-        return (max(self.decodes),) * len(self.decodes) if self.padded else self.decodes
+    def key(self) -> Key:
+        """What decides every shape and every choice of a step's program."""
+        return self.num_steps, int(self.mode), self.sizes
 
-    @property
-    def planned_prompt_rows(self) -> tuple[int, ...]:
-        """c of each group, idle rows included."""
-        return (max(self.prompt_rows),) * len(self.prompt_rows) if self.padded else self.prompt_rows
-
-    def idle(self, group: int) -> tuple[int, int]:
-        """How many idle requests and idle prompt rows fill the plan of a group."""
-        requests = self.planned_decodes[group] - self.decodes[group]
-        return requests, self.planned_prompt_rows[group] - self.prompt_rows[group]
+    def idle(self, group: int) -> Sizes:
+        """What fills the plan of a group: idle requests, idle prompt rows, and ends of prompts that there are not."""
+        run = self.sizes[group]
+        return Sizes(
+            run.decodes - self.decodes[group],
+            run.prompt_rows - self.prompt_rows[group],
+            run.finals - self.finals[group],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRule:
     """What determines the plan besides the facts; the same on every rank.
 
-    `waste` is the largest share of idle rows that padding may add under `auto`: on a GPU equal parts and one graph
-    bucket are worth up to half; a CPU gains nothing from them.
+    `waste` is the largest share of idle rows that padding may add under `auto`: on a GPU equal parts and one program
+    for all are worth up to half; a CPU gains nothing from them. `buckets` are the sizes of captured programs, None
+    where nothing is captured.
     """
 
     attn_tp: int
     padding: Padding
     waste: float
+    buckets: Buckets | None = None
 
     def plan(self, table: Sequence[Facts], shape: TreeShape) -> StepPlan:
         """The plan that follows from the facts of all ranks; a group's facts are its leader's."""
         groups = table[:: self.attn_tp]
-        nodes = shape.num_draft_tokens
-        rows = [f.decodes * nodes + f.prompt_rows for f in groups]
-        most = max(f.decodes for f in groups) * nodes + max(f.prompt_rows for f in groups)
-        padded = self.padding == "padded"
-        if self.padding == "auto":
-            padded = len(groups) * most - sum(rows) <= self.waste * len(groups) * most
+        real = tuple(Sizes(f.decodes, f.prompt_rows, f.finals) for f in groups)
+        sizes, captured = self._sizes(real, shape.num_draft_tokens)
         return StepPlan(
             step=table[0].step,
             decodes=tuple(f.decodes for f in groups),
             prompt_rows=tuple(f.prompt_rows for f in groups),
             finals=tuple(f.finals for f in groups),
             order_words=tuple(f.order_words for f in groups),
-            padded=padded,
+            sizes=sizes,
+            captured=captured,
             num_steps=min(f.num_steps for f in groups),
             quiet=not any(f.requests for f in table),
             leaving=any(f.leaving for f in table),
             decode_us=tuple(f.decode_us for f in groups),
             mode=Mode(reduce(or_, (f.mode for f in groups))),
         )
+
+    def _sizes(self, real: tuple[Sizes, ...], nodes: int) -> tuple[tuple[Sizes, ...], bool]:
+        """What each group runs, and whether as a captured program: not if some group is too large for one.
+
+        When padded, every group runs the rows of the largest one (equal parts in the exchange, and one program for
+        many loads); otherwise each runs its own and the exchange sends exact counts.
+        """
+        largest, rows = most(real), [own.rows(nodes) for own in real]
+        padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
+        if self.padding == "auto":
+            padded = all_rows - sum(rows) <= self.waste * all_rows
+        if self.buckets is not None:
+            fitted = [self.buckets.fitted(own) for own in ((largest,) * len(real) if padded else real)]
+            within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)
+            if len(within) == len(real):
+                return within, True
+        if padded:
+            return tuple(largest._replace(finals=own.finals) for own in real), False
+        return real, False
 
 
 class Call(NamedTuple):
@@ -173,7 +197,7 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
     """
     if plan.empty or plan.leaving:
         return []
-    r, c = plan.planned_decodes, plan.planned_prompt_rows
+    r, c, finals = zip(*plan.sizes, strict=True)
     levels = tuple(n * shape.topk for n in r)
     calls = [Call("order", "share", plan.order_words)] if followed else []
 
@@ -192,13 +216,13 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
             choice("draft", draft, levels, best)
     tree_rows = tuple(n * shape.num_draft_tokens for n in r)
     forward("target", target, tuple(a + b for a, b in zip(tree_rows, c, strict=True)))
-    choice("target", target, tuple(a + f for a, f in zip(tree_rows, plan.finals, strict=True)), CHOSEN)
+    choice("target", target, tuple(a + f for a, f in zip(tree_rows, finals, strict=True)), CHOSEN)
     width = shape.num_steps + 1
     if draft is not None:
         for _ in range(draft.runners):
             forward("extend", draft, tuple(n * width + b for n, b in zip(r, c, strict=True)))
-        choice("extend", draft, tuple(n + f for n, f in zip(r, plan.finals, strict=True)), best)
+        choice("extend", draft, tuple(n + f for n, f in zip(r, finals, strict=True)), best)
     if target.sharded is not None and Mode.LOGPROBS in plan.mode:
-        rows = tuple(n * width + f for n, f in zip(r, plan.finals, strict=True))
+        rows = tuple(n * width + f for n, f in zip(r, finals, strict=True))
         calls.extend(Call("extend", op, rows, numbers) for op, numbers in target.sharded.asking(TOP_LOGPROBS))
     return calls

@@ -20,24 +20,11 @@ from cluster.staging import Sent, Staging
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the program of a step takes from the host: numbers on the device, and what of the order decides its shapes.
-
-    Orders with the same `shape` run the same program.
-    """
+    """What the program of a step takes from the host: numbers on the device, and what decides its shapes."""
 
     sent: Sent
     decodes: int
     mode: Mode
-
-    @property
-    def prompt_rows(self) -> int:
-        """c."""
-        return self.sent.lengths.get("tokens", 0)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """How many requests decode, the mode, the lengths of all lists."""
-        return self.decodes, self.mode, *self.sent.lengths.values()
 
 
 class Assembler:
@@ -68,9 +55,10 @@ class Assembler:
     def send(self, order: Order) -> Inputs:
         """Bring the tables and the pools up to date, and send what the step needs."""
         staging = Staging(self._device)
-        staging.add("rows", [row for row, _ in order.decodes] + [chunk.row for chunk in order.chunks if chunk.final])
+        finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
+        staging.add("rows", [row for row, _ in order.decodes] + finals)
         if order.chunks:
-            _stage_prompt(order.chunks, staging)
+            _stage_prompt(order, staging, self.idle_row)
         inputs = len(staging)
         changes = bool(order.lens or order.copies or order.writes or order.samplings)
         if changes:
@@ -135,7 +123,9 @@ def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
     staging.add("written", (number for column in zip(*writes[len(cleared) :], strict=True) for number in column))
 
 
-def _stage_prompt(chunks: Ordered[PromptChunk], staging: Staging) -> None:
+def _stage_prompt(order: Order, staging: Staging, idle_row: int) -> None:
+    chunks, idle = order.chunks, order.idle_finals
+    empty = max(0, order.chunk_places - len(chunks))
     tokens: list[int] = []
     after: list[int] = []
     indptr = [0]
@@ -151,11 +141,11 @@ def _stage_prompt(chunks: Ordered[PromptChunk], staging: Staging) -> None:
     staging.add("next", after)
     staging.add("positions", (at for chunk in chunks for at in range(chunk.start, chunk.stop)))
     staging.add("token rows", (chunk.row for chunk in chunks for _ in range(_length(chunk))))
-    staging.add("final rows", final_rows)
-    staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final])
-    staging.add("indptr", indptr)
-    staging.add("starts", [chunk.start for chunk in chunks])
-    staging.add("chunk rows", [chunk.row for chunk in chunks])
+    staging.add("final rows", final_rows + [len(tokens) - 1] * idle)
+    staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final] + [0] * idle)
+    staging.add("indptr", indptr + [len(tokens)] * empty)
+    staging.add("starts", [chunk.start for chunk in chunks] + [0] * empty)
+    staging.add("chunk rows", [chunk.row for chunk in chunks] + [idle_row] * empty)
 
 
 def _length(chunk: PromptChunk) -> int:

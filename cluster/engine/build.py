@@ -14,13 +14,14 @@ from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler
 from cluster.engine.calibrate import measure_pace
+from cluster.engine.captures import capture_decoding, captures_of, decoding_steps
 from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, load_models
 from cluster.engine.prefill_share import Pace
-from cluster.engine.programs import Capture, Programs
+from cluster.engine.programs import KEPT, Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, TargetRunner
@@ -33,8 +34,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
-from cluster.status import RankInfo
-from cluster.tape import Tape
+from cluster.status import CaptureInfo, RankInfo
 from cluster.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -143,10 +143,12 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     lockstep = _lockstep(prepared, draft)
     _check_sample(prepared, lockstep)
     pace = _pace(prepared, lockstep)
+    captures = captures_of(resolved.config, prepared.device)
+    captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
     memory.watch.take()
     name = Path(resolved.config.model_path).name or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.num_steps)
-    info = _info(prepared, pace)
+    info = _info(prepared, pace, captured)
     logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
@@ -178,7 +180,10 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
     attentions = [runner.attention for runner in runners]
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
-    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
+    captures = captures_of(config, device)
+    buckets = None if captures is None else captures.buckets
+    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0, buckets)
+    started = 0 if buckets is None else sum(1 for _ in decoding_steps(config, shape.num_steps, buckets))
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
@@ -186,23 +191,15 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
         programs=Programs(
             Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, slots, attentions),
             Step(memory.target_runner, draft, carried, memory.cache.table, mesh.enter),
-            _capture(config, device),
+            models.exchange,
+            mesh.world.clock,
+            None if captures is None else captures.capture,
+            KEPT + started,
         ),
         shapes=shapes,
         lag=_lag(config, device),
         debug=config.debug_lockstep,
     )
-
-
-def _capture(config: EngineConfig, device: torch.device) -> Capture | None:
-    """How programs are captured, None: not at all. That is the default: a tape of operators is no faster than running
-    them, and attention by torch reads as far as the host's bound, which a graph would fix for good.
-    """
-    if config.capture != "on":
-        return None
-    if device.type == "cuda":
-        raise ConfigError("capture on needs an attention backend that a graph can hold, and torch's is none; set auto")
-    return Tape
 
 
 def _lag(config: EngineConfig, device: torch.device) -> int:
@@ -273,7 +270,7 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     return TextTokenizer.load(folder)
 
 
-def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
+def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens = pages * config.page_size
@@ -287,6 +284,7 @@ def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
         vocab_size=resolved.target.vocab_size,
         attention_backend="torch",
         steps_ahead=_lag(config, prepared.device),
+        captured=captured,
         num_threads=torch.get_num_threads(),
         speculative_num_steps=shape.num_steps,
         speculative_eagle_topk=shape.topk,

@@ -88,6 +88,7 @@ class Lockstep:
             requests=requests,
             leaving=int(self.leaving),
             decode_us=decode_us,
+            captured=self.programs.checksum,
         )
         try:
             plan = self.coordinator.agree(facts)
@@ -126,7 +127,7 @@ class Lockstep:
         order = padded(order, plan, mesh.dp_rank, self.programs.assembler.idle_row)
         if mesh.attn.size > 1:  # the next header carries this: ranks with other orders have diverged
             self.coordinator.ordered(checksum(order))
-        return real, self.programs.run(order, shape)
+        return real, self.programs.run(order, plan, shape)
 
 
 def _results(output: Decided, real: int) -> int:

@@ -154,8 +154,7 @@ class Rank:
     def _idle_rows(self, ran: GangStep) -> int:
         """Rows of the target phase that this rank computed only to fill the plan."""
         group, plan = self._lockstep.mesh.dp_rank, ran.plan
-        requests, rows = plan.idle(group)
-        return requests * ran.shape.num_draft_tokens + rows
+        return plan.idle(group).rows(ran.shape.num_draft_tokens)
 
 
 def _unheard(ids: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.assembler import Inputs
 from cluster.engine.programs import Program
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, SamplingParams, TokenLogprob
 from cluster.spec.result import StepOutput
 from cluster.tape import Tape
 from tests.parity.harness import SAMPLING, VOCAB, config_of, tiny_pair
@@ -25,6 +26,7 @@ from tests.unit.models.draft_cases import LISTS
 
 PARAMS = {**SAMPLING, "log-probabilities": SamplingParams(temperature=0.8, logprobs=3)}
 POISONS = (math.nan, math.inf)
+SIZES = (1, 2, 4, 8, 16)
 
 
 def poison(tape: Tape[Any], value: float) -> None:
@@ -51,7 +53,7 @@ class Compared:
     def replayed(self, program: Program, inputs: Inputs) -> StepOutput:
         tape: Any = program.captured
         before = self._copied()
-        shape = self._shapes[next(key for key, one in self._programs._programs.items() if one is program)[0]]
+        shape = self._shapes[next(key for key, one in self._programs.captured.items() if one is program)[0]]
         run = self._programs.step.run(self._programs.assembler.batch(inputs), shape)
         wanted = [run.packed, *_logprobs(run), *self._copied()]
         with torch.inference_mode():
@@ -95,13 +97,32 @@ def texts(engine: Engine, params: SamplingParams) -> dict[str, list[Any]]:
     return given
 
 
-def check(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, params: SamplingParams) -> Counter[int]:
+def check(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig, params: SamplingParams, sizes: tuple[int, ...] | None = None
+) -> Counter[int]:
     """The texts with captured programs are those without; returns how often each program was replayed."""
     plain = texts(build_engine(config), params)
-    engine = build_engine(config.model_copy(update={"capture": "on"}))
+    engine = build_engine(config.model_copy(update={"capture": "on", "capture_sizes": sizes}))
     compared = Compared(monkeypatch, engine)
-    assert texts(engine, params) == plain
+    given = texts(engine, params)
+    if sizes is None:
+        assert given == plain
+    else:  # products over other numbers of rows round otherwise
+        assert rounded(given) == rounded(plain)
     return compared.replays
+
+
+def rounded(given: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The texts with log-probabilities to nine digits."""
+    return {
+        name: [
+            (one.token_id, round(one.logprob, 9), [(token, round(value, 9)) for token, value in one.top])
+            if isinstance(one, TokenLogprob)
+            else one
+            for one in text
+        ]
+        for name, text in given.items()
+    }
 
 
 @pytest.mark.parametrize("sampling", PARAMS)
@@ -111,6 +132,67 @@ def test_a_replay_leaves_what_the_step_leaves(monkeypatch: pytest.MonkeyPatch, t
     config = config_of(target, draft if topk else None, topk or 1, page_size=4, chunked_prefill_size=9)
     replays = check(monkeypatch, config, PARAMS[sampling])
     assert max(replays.values()) >= 20 and len(replays) >= 2
+
+
+@pytest.mark.parametrize("sampling", PARAMS)
+@pytest.mark.parametrize("topk", [0, 1, 3])
+def test_padded_steps_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str) -> None:
+    """Steps with prompt rows are replayed as well, as few sizes are enough for all."""
+    target, draft = tiny_pair()
+    config = config_of(target, draft if topk else None, topk or 1, page_size=4, chunked_prefill_size=9)
+    assert max(check(monkeypatch, config, PARAMS[sampling], SIZES).values()) >= 20
+
+
+def test_decoding_is_captured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each number of requests, each tier that numbers of this size have, and each mode."""
+    config = config_of(*tiny_pair(), 3, speculative_batch_tiers={4: 1, 6: 0}, max_running_requests=6)
+    engine = build_engine(config.model_copy(update={"capture": "on", "capture_sizes": (1, 2, 4, 8)}))
+    programs, info = engine._p.lockstep.programs, engine.info().captured
+    keys = {(tier, own.decodes, mode) for tier, mode, (own,) in programs.captured if not own.prompt_rows}
+    tiers = ((3, 1), (3, 2), (3, 4), (1, 4), (1, 8), (0, 8))
+    assert keys >= {(*tier, mode) for tier in tiers for mode in (0, 1, 3)}
+    assert info is not None and info.sizes == (1, 2, 4, 8) and info.seconds > 0
+    assert info.programs == len(programs.captured) >= 18 and info.mb > 0
+    compared = Compared(monkeypatch, engine)
+    engine.submit(Request("first", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    assert compared.replays.total() >= 3, "steps of decoding, from the first on"
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "0.8"])
+def test_an_end_of_a_prompt_that_is_not_finite_spoils_nobody(sampling: str) -> None:
+    """A padded step has idle ends, which have the hidden of a real prompt row, and hand it to the idle request."""
+    config = config_of(*tiny_pair(), 3, capture="on", capture_sizes=SIZES)
+    engine, params = build_engine(config), replace(PARAMS[sampling], max_tokens=20, ignore_eos=True, seed=1)
+    sound: dict[str, tuple[int, ...]] = {f"sound {n}": (3, 4, 5 + n) for n in range(3)}
+    alone = texts_of(engine, sound, params)
+    bad = min(set(range(9, VOCAB)) - {token for tokens in alone.values() for token in tokens})
+    with torch.inference_mode():
+        engine._p.lockstep.step._target.model._embed.weight[bad] = math.nan
+    broken = {f"bad {n}": (8, 7, bad) for n in range(2)}
+    carried, idle = engine._p.lockstep.step.carried, []
+    got = texts_of(engine, sound | broken, params, lambda: idle.append(bool(carried.hidden[-1].isnan().any())))
+    assert any(idle[:-1]), "the idle request has run with it"
+    assert got == alone | {name: [] for name in broken}
+    assert texts_of(engine, sound, params) == alone, "nothing is left behind"
+
+
+def texts_of(
+    engine: Engine,
+    prompts: dict[str, tuple[int, ...]],
+    params: SamplingParams,
+    after: Callable[[], None] = lambda: None,
+) -> dict[str, list[int]]:
+    """The tokens of requests that run together; `after` is called after each step."""
+    given: dict[str, list[int]] = {name: [] for name in prompts}
+    for name, prompt in prompts.items():
+        engine.submit(Request(name, prompt, params))
+    while engine.has_work:
+        for output in engine.step().outputs:
+            given[output.request_id] += output.token_ids
+        after()
+    return given
 
 
 def test_steps_with_prompt_rows_are_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ def check(pair: Pair, topk: int, every: int = 1, first: int = 0) -> int:
     programs, shapes = engine._p.lockstep.programs, tiers(engine._p.shape)
     with simulated(engine):
         for shape, mode, chunks in list(product(shapes, MODES, PROMPTS.values()))[first % every :: every]:
-            output = programs.run(Order(decodes=DECODES, chunks=chunks, **CHANGES, mode=mode), shape)
+            order = Order(decodes=DECODES, chunks=chunks, **CHANGES, mode=mode)
+            output = programs._run(programs.assembler.send(order), shape)
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
             assert output.packed.device == torch.device(NAME, 0)
@@ -80,7 +81,8 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
 
     monkeypatch.setattr(Step, "run", asking)
     with simulated(engine), pytest.raises(error):
-        engine._p.lockstep.programs.run(Order(decodes=DECODES), engine._p.shape)
+        programs = engine._p.lockstep.programs
+        programs._run(programs.assembler.send(Order(decodes=DECODES)), engine._p.shape)
 
 
 @pytest.mark.slow

@@ -1,0 +1,61 @@
+"""How many rows each group runs in a step: those that its requests have, or few sizes for which programs are captured.
+
+A program is one for its sizes, so a device on which capturing is dear pads to few of them. A device that pays for every
+padded row runs exact sizes, and captures those that recur.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+MOST_ROWS = 1024
+"""Rows of the target in a captured step: a program's buffers grow with its rows, and what it saves does not."""
+
+
+class Sizes(NamedTuple):
+    """What a group runs in a step: R decoding requests, c prompt rows, F prompts that finish, idle ones included."""
+
+    decodes: int
+    prompt_rows: int
+    finals: int
+
+    def rows(self, nodes: int) -> int:
+        """Rows of the target, in trees of so many nodes."""
+        return self.decodes * nodes + self.prompt_rows
+
+
+def most(groups: Sequence[Sizes]) -> Sizes:
+    """The largest of each size."""
+    return Sizes(*(max(column) for column in zip(*groups, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The sizes that captured programs have, ascending; none: exactly those that occur."""
+
+    sizes: tuple[int, ...] = ()
+
+    def fitted(self, own: Sizes) -> Sizes | None:
+        """The least sizes of a program that `own` fits into; None if it is too large for all."""
+        if not self.sizes:
+            return own
+        if max(own) > self.sizes[-1]:
+            return None
+        return Sizes(*(self.sizes[bisect_left(self.sizes, size)] if size else 0 for size in own))
+
+    def spans(self) -> list[range]:
+        """For each size, the numbers of requests that run at it."""
+        return [range(below + 1, size + 1) for below, size in pairwise((0, *self.sizes))]
+
+
+def sizes_up_to(largest: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on: below a third of the rows that a step runs at such a size is idle, as each
+    size is at most one and a half times the one before.
+    """
+    sizes, power = [1], 2
+    while power < largest:
+        sizes += [power, power + power // 2]
+        power *= 2
+    return (*(size for size in sizes if size < largest), largest)
