@@ -10,7 +10,7 @@ import pytest
 
 from tests.parity.harness import VOCAB, tiny_pair
 from tests.ranks.gang import ROOT, Action, Case, Dead, Life, Lost, Ranks
-from tests.ranks.plants import OF_SHARDS, PLANTS
+from tests.ranks.plants import OF_CAPTURES, OF_SHARDS, PLANTS
 from tests.ranks.test_parity import config
 from tests.tiny import draft_folder, target_folder
 
@@ -19,7 +19,7 @@ NOTICED_S = 2.0
 LOST_S = 1.0
 AT_STEP = 6
 OVERLAP = int(os.environ.get("OVERLAP", "0"))  # results are read, and so compared, a step later
-PHASES = {"agree", "order", "draft", "target", "extend", "after extend"}
+PHASES = {"agree", "order", "draft", "target", "extend", "after extend", "replay"}
 IN_A_GROUP = {name for name in PLANTS if "reduce," in name or "follower" in name or "in a group" in name} | {
     "wrong width of a sum",
     "one reduce more",
@@ -37,7 +37,7 @@ OF_FOUR = (
 )
 # The plan comes from equal facts by a pure function. Where it is the function that fails, only one more all-gather
 # tells in time.
-NEEDS_DEBUG = ("other plan, padding", "other plan, tier", "other plan, mode")
+NEEDS_DEBUG = ("other plan, padding", "other plan, tier", "other plan, mode", "other plan, key")
 OTHER = ("breaks", "dies", "weak draft")
 PADDED = ("no idle rows", "stale plan")
 FILTERED = {"top_k": 12, "top_p": 0.9, "logprobs": 2}
@@ -64,6 +64,8 @@ def planted_case(name: str, tp: int, dp: int, guilty: int) -> Case:
         settings["dp_padding"] = "padded"
     if name in OF_SHARDS and dp > 1:
         settings["vocab_parallel"] = "world"
+    if name in OF_CAPTURES:
+        settings |= {"capture": "on", "capture_sizes": [1, 2, 4, 8, 16, 32], "dp_padding": "padded"}
     actions = busy(dp, **(FILTERED if name in OF_SHARDS else {}))
     mesh = {"tp_size": tp, "attn_dp_size": dp, "max_running_requests": 16}
     return Case(config(*tiny_pair(), **mesh, **settings), actions, plant=name, guilty=guilty, at_step=AT_STEP)

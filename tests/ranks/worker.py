@@ -129,7 +129,7 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
     mesh, began = engine._lockstep.mesh, time.monotonic()
     actions = deque(a for a in case["actions"] if mesh.leads and a["dp_rank"] == mesh.dp_rank)
     last = max((a["step"] for a in case["actions"]), default=0)
-    life = Life({}, {}, {}, [], [], 0, [], [], 0, 0.0, [])
+    life = Life({}, {}, {}, [], [], 0, 0, [], [], 0, 0.0, [])
     if isinstance(engine, Engine):
         _watch_trees(engine, life.trees)
         _watch_retraction(engine, life.retracted)
@@ -155,6 +155,7 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
 def _step(engine: Rank, life: Life) -> None:
     result = engine.step()
     life.padded += result.stats.padded_rows
+    life.replayed += "replay" in result.stats.phase_seconds
     life.rows.append(result.stats.target_rows)
     if isinstance(engine, Engine):
         engine.check_pages()
