@@ -66,7 +66,7 @@ class Order(NamedTuple):
     How many tokens of a row are committed is the device's to know; the host knows a bound. Before the step, `lens`
     (table row, tokens committed), `samplings` and `writes` are applied to the tables, then `copies` to the pools.
     `mode` is what its own requests need; a step runs in the mode of its plan. Padding to a plan adds `idle_finals`
-    prompts that end with the last prompt row and belong to the idle request, and has room for `chunk_places` chunks.
+    ends of prompts, all at the first prompt row, which then is idle, and has room for `chunk_places` chunks.
     """
 
     decodes: tuple[tuple[int, int], ...] = ()

@@ -150,7 +150,7 @@ class PlanRule:
         if self.padding == "auto":
             padded = all_rows - sum(rows) <= self.waste * all_rows
         if self.buckets is not None:
-            fitted = [self.buckets.fitted(own) for own in ((largest,) * len(real) if padded else real)]
+            fitted = [self.buckets.fitted(real if padded else (own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)
             if len(within) == len(real):
                 return within, True

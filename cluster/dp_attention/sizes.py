@@ -37,13 +37,24 @@ class Buckets:
 
     sizes: tuple[int, ...] = ()
 
-    def fitted(self, own: Sizes) -> Sizes | None:
-        """The least sizes of a program that `own` fits into; None if it is too large for all."""
+    def fitted(self, groups: Sequence[Sizes]) -> Sizes | None:
+        """The least sizes of a program that each of `groups` fits into; None if they are too large for all.
+
+        Ends of prompts that there are not need an idle prompt row, whose ends they are.
+        """
         if not self.sizes:
-            return own
-        if max(own) > self.sizes[-1]:
+            return most(groups)
+        decodes = self._least(max(own.decodes for own in groups))
+        finals = self._least(max(own.finals for own in groups))
+        if decodes is None or finals is None:
             return None
-        return Sizes(*(self.sizes[bisect_left(self.sizes, size)] if size else 0 for size in own))
+        rows = self._least(max(own.prompt_rows + (own.finals < finals) for own in groups))
+        return None if rows is None else Sizes(decodes, rows, finals)
+
+    def _least(self, count: int) -> int | None:
+        if count == 0 or count > self.sizes[-1]:
+            return None if count else 0
+        return self.sizes[bisect_left(self.sizes, count)]
 
     def spans(self) -> list[range]:
         """For each size, the numbers of requests that run at it."""
@@ -51,8 +62,8 @@ class Buckets:
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:
-    """1, 2, 3, 4, 6, 8, 12, 16 and so on: below a third of the rows that a step runs at such a size is idle, as each
-    size is at most one and a half times the one before.
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on: at most a third of the rows that a step runs at such sizes is idle, as each
+    is at most one and a half times the one before.
     """
     sizes, power = [1], 2
     while power < largest:

@@ -141,7 +141,7 @@ def _stage_prompt(order: Order, staging: Staging, idle_row: int) -> None:
     staging.add("next", after)
     staging.add("positions", (at for chunk in chunks for at in range(chunk.start, chunk.stop)))
     staging.add("token rows", (chunk.row for chunk in chunks for _ in range(_length(chunk))))
-    staging.add("final rows", final_rows + [len(tokens) - 1] * idle)
+    staging.add("final rows", final_rows + [0] * idle)
     staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final] + [0] * idle)
     staging.add("indptr", indptr + [len(tokens)] * empty)
     staging.add("starts", [chunk.start for chunk in chunks] + [0] * empty)

@@ -94,7 +94,7 @@ class EagleDraft:
         self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
-        given = extend_input(batch, accepted, features, shape)
+        given = extend_input(batch, accepted, features, shape, self._runner.model.spec)
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, extend_seen(batch, shape))
         gave = normed[given.select], recurrent[given.select]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from cluster.arch import DraftSpec
 from cluster.attention.bits import line_bits
 from cluster.batch import Batch, Seen
 from cluster.config import TreeShape
@@ -10,18 +11,19 @@ from cluster.spec.inputs import EagleDraftExtendInput
 from cluster.spec.verify import Accepted
 
 
-def extend_input(batch: Batch, accepted: Accepted, features: list[Tensor], shape: TreeShape) -> EagleDraftExtendInput:
+def extend_input(
+    batch: Batch, accepted: Accepted, features: list[Tensor], shape: TreeShape, draft: DraftSpec
+) -> EagleDraftExtendInput:
     """Rows `[R * (S + 1) + c]`: the row at position p pairs the target's hidden at p with the token at p + 1."""
     r, n, width, device = batch.decodes, shape.num_draft_tokens, shape.num_steps + 1, accepted.bonus.device
     prompt = batch.prompt
     nodes = torch.arange(r, device=device)[:, None] * n + accepted.path
     source = torch.cat([nodes.view(-1), torch.arange(r * n, r * n + prompt.token_ids.shape[0], device=device)])
-    hidden = torch.cat([feature.index_select(0, source) for feature in features], -1)
     after = prompt.next_ids.index_copy(0, prompt.final_rows, accepted.bonus[r:])
     positions = batch.seq_lens[:, None] + torch.arange(width, device=device)
     last = torch.arange(r, device=device) * width + accepted.accept_len - 1
     return EagleDraftExtendInput(
-        hidden=hidden,
+        hidden=EagleDraftExtendInput.hidden_of(draft, features, source),
         token_ids=torch.cat([accepted.tokens.view(-1), after]),
         positions=torch.cat([positions.view(-1), prompt.positions]),
         select=torch.cat([last, prompt.final_rows + r * width]),

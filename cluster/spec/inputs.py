@@ -3,6 +3,7 @@
 Legend: B requests, K topk, H the draft's recurrent width, A what the draft takes from the target at extend.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -89,8 +90,14 @@ class EagleDraftExtendInput:
         return compute
 
     @classmethod
-    def create_idle_input(cls, draft: DraftSpec | None, compute: torch.dtype, device: torch.device) -> Self:
-        """No rows, with the real trailing width."""
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        width = cls.hidden_size_for(draft)
-        return cls(torch.zeros(0, width, dtype=cls.dtype_for(compute), device=device), none, none, none)
+    def hidden_of(cls, draft: DraftSpec | None, features: Sequence[Tensor], source: Tensor) -> Tensor:
+        """Rows `source` `[T]` of all `features`, side by side, in a buffer `[T, A]`.
+
+        Raises:
+            RuntimeError: the features are not A wide together.
+        """
+        shape, dtype = (source.shape[0], cls.hidden_size_for(draft)), cls.dtype_for(features[0].dtype)
+        hidden = torch.empty(shape, dtype=dtype, device=source.device)
+        for part, feature in zip(torch.split(hidden, [one.shape[1] for one in features], 1), features, strict=True):
+            part.copy_(feature.index_select(0, source))
+        return hidden

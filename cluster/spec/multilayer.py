@@ -89,7 +89,7 @@ class MultiLayerDraft:
         self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through every runner; see `Draft.extend`."""
-        given = extend_input(batch, accepted, features, shape)
+        given = extend_input(batch, accepted, features, shape, self._runners[0].model.spec)
         seen = extend_seen(batch, shape)
         rows = torch.cat([batch.decode_rows.repeat_interleave(shape.num_steps + 1), batch.prompt.rows])
         before = self._table.slots(rows, (given.positions - 1).clamp(min=0))

@@ -121,6 +121,6 @@ def _sound(prompt: PromptRows, hidden: Tensor, won: Tensor) -> Tensor:
     """Which prompt rows `hidden` `[c, H]` are finite, `[c]`; at the ends of prompts so are the scores `won` `[F]`."""
     if not hidden.shape[0]:
         return prompt.token_ids.bool()
-    wrong = hidden.isfinite().all(-1).logical_not_().to(torch.int64)
-    wrong.index_add_(0, prompt.final_rows, won.isfinite().logical_not_().to(torch.int64))
-    return wrong == 0
+    sound = hidden.isfinite().all(-1)
+    sound[prompt.final_rows] &= won.isfinite()
+    return sound

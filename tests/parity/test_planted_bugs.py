@@ -50,7 +50,7 @@ def bug(name: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None
 
 
 def extend_input_bug(patch: Patch, turn: Callable[..., tuple[object, ...]]) -> None:
-    changed(patch, cluster.spec.draft, "extend_input", lambda true: lambda *given: true(*turn(*given)))
+    changed(patch, cluster.spec.draft, "extend_input", lambda true: lambda *given: true(*turn(*given[:4]), *given[4:]))
 
 
 @bug("mask rows of two nodes are swapped")
@@ -126,8 +126,8 @@ def _(patch: Patch) -> None:
 @bug("the row proposed from is the last one, accepted or not")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        def wrong(batch, accepted, features, shape):  # type: ignore[no-untyped-def]
-            given, r, width = true(batch, accepted, features, shape), batch.decodes, shape.num_steps + 1
+        def wrong(batch, accepted, features, shape, draft):  # type: ignore[no-untyped-def]
+            given, r, width = true(batch, accepted, features, shape, draft), batch.decodes, shape.num_steps + 1
             last = torch.arange(r) * width + width - 1
             return replace(given, select=torch.cat([last, given.select[r:]]))
 

@@ -14,22 +14,31 @@ def test_the_sizes_are_few_and_end_where_they_shall() -> None:
 
 
 @pytest.mark.parametrize("largest", [1, 7, 48, 100, 512])
-def test_less_than_a_third_of_what_is_run_is_idle(largest: int) -> None:
+def test_at_most_a_third_of_what_is_run_is_idle(largest: int) -> None:
     buckets = Buckets(sizes_up_to(largest))
     for size in range(1, largest + 1):
-        fitted = buckets.fitted(Sizes(size, 0, 0))
+        fitted = buckets.fitted([Sizes(size, 0, 0)])
         assert fitted is not None and size <= fitted.decodes < 1.5 * size
-        assert buckets.fitted(fitted) == fitted
-    for nodes, own in product((1, 4, 12), (Sizes(5, 37, 3), Sizes(1, 17, 1), Sizes(33, 0, 0), Sizes(0, 9, 1))):
-        run = Buckets(sizes_up_to(64)).fitted(own)
-        assert run is not None and 3 * (run.rows(nodes) - own.rows(nodes)) < run.rows(nodes)
+        assert buckets.fitted([fitted]) == fitted
+    for rows, finals in product(range(1, min(largest, 100)), range(20)):
+        for own in (Sizes(0, rows, finals), Sizes(5, rows, finals)) if finals <= rows else ():
+            run = buckets.fitted([own])
+            assert run is None or 3 * (run.prompt_rows - rows) <= run.prompt_rows
+            assert run is None or run.finals == finals or run.prompt_rows > rows, "there is an idle row to end with"
 
 
 def test_what_is_too_large_for_all_programs_has_none() -> None:
-    assert Buckets((2, 4)).fitted(Sizes(3, 0, 0)) == (4, 0, 0)
+    assert Buckets((2, 4)).fitted([Sizes(3, 0, 0)]) == (4, 0, 0)
+    assert Buckets((2, 4)).fitted([Sizes(1, 4, 1)]) is None, "no room for the idle row of an idle end"
     for own in (Sizes(5, 0, 0), Sizes(1, 5, 1), Sizes(1, 5, 5)):
-        assert Buckets((2, 4)).fitted(own) is None
-        assert Buckets().fitted(own) == own
+        assert Buckets((2, 4)).fitted([own]) is None
+        assert Buckets().fitted([own]) == own
+
+
+def test_groups_that_share_a_program_have_an_idle_row_each_that_lacks_an_end() -> None:
+    buckets = Buckets((1, 2, 4, 8, 16))
+    assert buckets.fitted([Sizes(1, 8, 1), Sizes(3, 2, 2)]) == (4, 16, 2)
+    assert buckets.fitted([Sizes(1, 8, 2), Sizes(3, 2, 1)]) == (4, 8, 2)
 
 
 def test_every_number_of_requests_runs_at_one_size() -> None:
@@ -37,7 +46,7 @@ def test_every_number_of_requests_runs_at_one_size() -> None:
     spans = buckets.spans()
     assert [list(span) for span in spans] == [[1], [2], [3, 4], [5, 6, 7, 8]]
     for span in spans:
-        assert {buckets.fitted(Sizes(count, 0, 0)) for count in span} == {Sizes(span[-1], 0, 0)}
+        assert {buckets.fitted([Sizes(count, 0, 0)]) for count in span} == {Sizes(span[-1], 0, 0)}
 
 
 def test_the_largest_of_each() -> None:

@@ -140,10 +140,13 @@ def test_widths_have_one_source(num_aux: int, hidden: int | None, use_aux: bool,
         assert idle.topk_logprobs.shape == idle.topk_index.shape == (requests, 4)
         assert idle.topk_logprobs.dtype in (torch.float32, torch.float64), "log-probabilities are not rounded to half"
         assert idle.bonus.shape == (requests,)
-    extend = EagleDraftExtendInput.create_idle_input(spec, dtype, cpu)
-    assert extend.hidden.shape == (0, taken)
-    assert extend.hidden.dtype == EagleDraftExtendInput.dtype_for(dtype) == dtype
-    assert extend.token_ids.shape == extend.positions.shape == extend.select.shape == (0,)
+    features = [torch.rand(6, 32).to(dtype) for _ in range(taken // 32)]
+    for source in ([], [4, 0, 4]):
+        hidden = EagleDraftExtendInput.hidden_of(spec, features, torch.tensor(source, dtype=torch.int64))
+        assert torch.equal(hidden, torch.cat(features, 1)[source]) and hidden.shape[1] == taken
+        assert hidden.dtype == EagleDraftExtendInput.dtype_for(dtype) == dtype
+    with pytest.raises(RuntimeError, match="split"):
+        EagleDraftExtendInput.hidden_of(spec, [*features, features[0]], torch.tensor([1]))
 
 
 def test_without_a_draft_there_is_no_width() -> None:

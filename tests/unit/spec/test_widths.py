@@ -133,7 +133,7 @@ def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, tabl
     assert sum(feature.shape[1] for feature in features) == EagleDraftExtendInput.hidden_size_for(spec)
 
     accepted = accepted_by(decodes, batch.prompt.final_rows.shape[0])
-    given = extend_input(batch, accepted, list(features), SHAPE)
+    given = extend_input(batch, accepted, list(features), SHAPE, spec)
     assert given.hidden.shape == (count, EagleDraftExtendInput.hidden_size_for(spec))
     assert given.hidden.dtype == EagleDraftExtendInput.dtype_for(dtype)
 
@@ -158,9 +158,10 @@ def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, tabl
 
 def check_idle(draft: Eagle3Draft, dtype: torch.dtype, shape: Shape) -> None:
     """Idle inputs have the widths of real ones, and the draft runs on them."""
-    none = EagleDraftExtendInput.create_idle_input(draft.spec, dtype, CPU)
-    assert (none.hidden.shape, none.hidden.dtype) == ((0, shape.taken), dtype)
-    assert draft.fuse_aux(none.hidden).shape == (0, shape.hidden)
+    nobody = torch.zeros(0, dtype=torch.int64)
+    none = EagleDraftExtendInput.hidden_of(draft.spec, [torch.zeros(5, shape.taken, dtype=dtype)], nobody)
+    assert (none.shape, none.dtype) == ((0, shape.taken), dtype)
+    assert draft.fuse_aux(none).shape == (0, shape.hidden)
     for requests in (0, 3):
         idle = EagleDraftInput.create_idle_input(draft.spec, SHAPE.topk, dtype, CPU, requests)
         assert (idle.hidden.shape, idle.hidden.dtype) == ((requests, shape.hidden), dtype)
@@ -225,4 +226,3 @@ def test_without_a_draft_nothing_is_wide() -> None:
     assert EagleDraftInput.hidden_size_for(None) == EagleDraftExtendInput.hidden_size_for(None) == 0
     idle = EagleDraftInput.create_idle_input(None, 1, torch.float32, CPU, requests=2)
     assert (idle.hidden.shape, idle.bonus.shape) == ((2, 0), (2,))
-    assert EagleDraftExtendInput.create_idle_input(None, torch.float32, CPU).hidden.shape == (0, 0)
