@@ -1,14 +1,13 @@
 """When a request ends: EOS, stop tokens, stop strings and max_tokens, exact even inside an accepted run of tokens."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.request import FinishReason, SamplingParams
 from cluster.text import IncrementalDetokenizer, StopFinder, TextTokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """How many tokens of a run count, and why the request ends there (None: it goes on)."""
 
     kept: int

@@ -1,6 +1,6 @@
 """One request on the host, waiting or running: its tokens, its lease, and how far it is committed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.batch import Sampling
 from cluster.engine.finish import FinishCheck
@@ -15,7 +15,7 @@ class Sequence:
     `tokens` are prompt and output; `committed` of them have KV in every pool, as far as results have been read. At most
     `reach` of them have when all steps under way are over, of which `unread` give the request one token or more each.
     While prompt rows are left to be begun the request is `prefilling`; afterwards it decodes, its last token the bonus.
-    `known` says that the results of all its prompt rows have been read.
+    `known` says that the results of all its prompt rows have been read. With `limit` tokens it ends.
     """
 
     request: Request
@@ -32,6 +32,10 @@ class Sequence:
     cached_tokens: int | None = None
     steps: int = 0
     drafted: int = 0
+    limit: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit = self.prompt_len + self.request.params.max_tokens
 
     @property
     def row(self) -> int:
@@ -48,17 +52,17 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens that the request may still generate."""
-        return self.prompt_len + self.request.params.max_tokens - len(self.tokens)
+        return self.limit - len(self.tokens)
 
     @property
     def longest(self) -> int:
         """The most tokens that are committed while the request still runs: one more token ends it, by max_tokens."""
-        return self.prompt_len + self.request.params.max_tokens - 2
+        return self.limit - 2
 
     @property
     def ends(self) -> bool:
         """Whether the steps under way are certain to end the request, by max_tokens."""
-        return self.room <= self.unread
+        return self.limit - len(self.tokens) <= self.unread
 
     def join(self, lease: Lease) -> None:
         """Run on a lease, whose cached tokens are committed from the start."""

@@ -278,7 +278,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
         def whole(self, run, room) -> Cut:  # type: ignore[no-untyped-def]
-            return replace(true(self, run, room), kept=len(run))
+            return true(self, run, room)._replace(kept=len(run))
 
         return whole
 
