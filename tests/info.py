@@ -18,6 +18,7 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> Rank
         "vocab_size": 1_000_000,
         "attention_backend": "torch",
         "steps_ahead": 0,
+        "captured": None,
         "num_threads": 1,
         "speculative_num_steps": 0,
         "speculative_eagle_topk": 1,

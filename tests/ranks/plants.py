@@ -14,15 +14,13 @@ from torch import Tensor
 
 from cluster.batch import Batch, Mode
 from cluster.config import TreeShape
-from cluster.dp_attention.plan import Call, Facts, PlanRule, StepPlan
-from cluster.dp_attention.sizes import Buckets, Sizes, most
+from cluster.dp_attention.plan import Facts, StepPlan
+from cluster.dp_attention.sizes import Sizes, most
 from cluster.engine import Rank, lockstep
-from cluster.engine.assembler import Inputs
-from cluster.engine.programs import Program
 from cluster.mesh import Axis
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.result import StepOutput
-from tests.ranks.harm import Harm, Plant
+from tests.ranks.harm import Harm, Plant, planned, set_before
+from tests.ranks.of_captures import OF_CAPTURES
 
 
 def plant(name: str, rank: Rank, at_step: int, struck: Callable[[int], None]) -> Callable[[], None]:
@@ -152,21 +150,6 @@ def stale_plan(harm: Harm) -> None:
     harm.put(harm.coordinator, "agree", agree)
 
 
-def planned(change: Callable[[StepPlan], StepPlan]) -> Plant:
-    """The rule gives this rank another plan than its peers, of the same facts."""
-
-    def plant(harm: Harm) -> None:
-        true = PlanRule.plan
-
-        def plan(rule: PlanRule, table: Any, shape: TreeShape) -> StepPlan:
-            made = true(rule, table, shape)
-            return change(made) if change(made) != made and harm.due(made.step) else made
-
-        harm.put(PlanRule, "plan", plan)
-
-    return plant
-
-
 def agrees_twice(harm: Harm) -> None:
     true = harm.coordinator.agree
 
@@ -196,10 +179,6 @@ def no_idle_rows(harm: Harm) -> None:
         return order if full != order and harm.due(plan.step) else full
 
     harm.put(lockstep, "padded", padded)
-
-
-def set_before(change: Callable[[Harm], None]) -> Plant:
-    return lambda harm: harm.before_agreement(lambda: change(harm))
 
 
 def later(harm: Harm, by: int) -> None:
@@ -292,50 +271,6 @@ def other_padded(plan: StepPlan) -> StepPlan:
     return plan._replace(sizes=(most(real),) * len(real) if plan.sizes == real else real)
 
 
-def other_key(plan: StepPlan) -> StepPlan:
-    """The next size of programs."""
-    larger = tuple(own._replace(decodes=2 * own.decodes) for own in plan.sizes)
-    return plan._replace(sizes=larger) if plan.captured else plan
-
-
-def other_sizes(harm: Harm) -> None:
-    harm.coordinator._rule = replace(harm.coordinator._rule, buckets=Buckets((1, 2, 4, 8, 16, 64)))
-
-
-def lacks_a_program(harm: Harm) -> None:
-    programs = harm.lockstep.programs
-    programs._programs[next(iter(programs.captured))] = None
-
-
-def a_program_more(harm: Harm) -> None:
-    programs = harm.lockstep.programs
-    (tier, mode, sizes), program = next(iter(programs.captured.items()))
-    programs._programs[tier, mode + Mode.LOGPROBS, sizes] = program
-
-
-def replayed(change: Callable[[tuple[Call, ...]], tuple[Call, ...]]) -> Plant:
-    """Replays what was captured for another script."""
-
-    def plant(harm: Harm) -> None:
-        programs = harm.lockstep.programs
-        true = programs._replayed
-
-        def wrong(program: Program, inputs: Inputs) -> StepOutput:
-            if harm.due(harm.exchange._step):
-                program = replace(program, calls=change(program.calls))
-            return true(program, inputs)
-
-        harm.put(programs, "_replayed", wrong)
-
-    return plant
-
-
-def other_rows(calls: tuple[Call, ...]) -> tuple[Call, ...]:
-    middle = len(calls) // 2
-    other = calls[middle]._replace(rows=tuple(count + 1 for count in calls[middle].rows))
-    return (*calls[:middle], other, *calls[middle + 1 :])
-
-
 def other_mode(plan: StepPlan) -> StepPlan:
     return plan._replace(mode=plan.mode ^ Mode.NOISY)
 
@@ -348,16 +283,6 @@ def dies(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-OF_CAPTURES: dict[str, Plant] = {
-    "other plan, key": planned(other_key),
-    "other sizes of programs": set_before(other_sizes),
-    "captured nothing": set_before(lambda harm: harm.lockstep.programs._programs.clear()),
-    "lacks a program": set_before(lacks_a_program),
-    "has a program more": set_before(a_program_more),
-    "replays a shorter program": replayed(lambda calls: calls[:-1]),
-    "replays a longer program": replayed(lambda calls: (*calls, calls[-1])),
-    "replays other rows": replayed(other_rows),
-}
 OF_SHARDS: dict[str, Plant] = {
     **{
         f"skips {op}, {phase}": skip(op, phase)

@@ -47,8 +47,15 @@ def case(shape: str, kind: str, page_size: int, lies: str) -> Case:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lies", ["scattered", "run", "tail"])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    ("page_size", "lies"),
+    [
+        (1, "scattered"),
+        (4, "run"),
+        (4, "tail"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "scattered"), (1, "run"), (1, "tail"))),
+    ],
+)
 def test_all_ways_give_what_the_definition_says(
     page_size: int, lies: str, shape: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,7 +258,14 @@ class Alone:
         return numbers.expand(self.size, *numbers.shape)
 
 
-@pytest.mark.parametrize("shards", [None, Alone(2, False), Alone(2, True)], ids=["whole", "group", "world"])
+@pytest.mark.parametrize(
+    "shards",
+    [
+        pytest.param(None, id="whole"),
+        pytest.param(Alone(2, True), id="world"),
+        pytest.param(Alone(2, False), id="group", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("filtering", [False, True])
 def test_choosing_for_64_trees_of_64_nodes_takes_a_tenth_of_their_logits(
     filtering: bool, shards: Alone | None, monkeypatch: pytest.MonkeyPatch

@@ -46,7 +46,7 @@ def groups_of(grid: Grid, dtype: torch.dtype, mode: Mode, trial: int) -> list[Gr
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_shards_choose_what_one_rank_chooses(grid: Grid, dtype: torch.dtype, mode: Mode) -> None:
     """Any number of rows, uneven vocabularies, ties, numbers that are not finite; no difference in any bit."""
-    for trial in range(12):
+    for trial in range(5):
         groups = groups_of(grid, dtype, mode, trial)
         vocab = groups[0].logits.shape[1]
 
@@ -64,7 +64,7 @@ def test_shards_choose_what_one_rank_chooses(grid: Grid, dtype: torch.dtype, mod
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
 def test_thresholds_of_shards_are_exactly_those_of_the_whole(grid: Grid, dtype: torch.dtype) -> None:
     """But of rows with NaN or +inf, whose choice is that one whatever else stays."""
-    for trial in range(8):
+    for trial in range(4):
         groups = groups_of(grid, dtype, ALL, 100 + trial)
         head = head_of(grid, groups[0].logits.shape[1], dtype)
 
@@ -92,7 +92,7 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: b
     """With a reduced vocabulary, whose tokens are those of other shards of the target, and with fewer columns than are
     proposed."""
     dtype = torch.float64
-    for trial in range(8):
+    for trial in range(4):
         torch.manual_seed(trial)
         dice = random.Random(trial)
         vocab, topk, each = dice.choice((4, 7, 29, 90)), dice.choice((1, 2, 4)), dice.randrange(1, 4)
