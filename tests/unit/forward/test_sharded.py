@@ -18,11 +18,11 @@ from tests.unit.forward.shards import CPU, Grid, Group, Seat, head_of, sampling,
 
 GRIDS = [
     Grid(1, 1, False),
-    Grid(2, 1, False),
+    pytest.param(Grid(2, 1, False), marks=pytest.mark.slow),
     Grid(3, 1, False),
-    Grid(4, 1, False),
+    pytest.param(Grid(4, 1, False), marks=pytest.mark.slow),
     Grid(2, 2, False),
-    Grid(1, 2, True),
+    pytest.param(Grid(1, 2, True), marks=pytest.mark.slow),
     Grid(1, 3, True),
     Grid(2, 2, True),
 ]
