@@ -38,7 +38,7 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> Life:
     try:
         life = _steps(engine, case)
         if device is not None:
-            life.device_gaps, life.device_waits = device.gaps, device.waited
+            life.device_gaps, life.device_waits, life.device_sends = device.gaps, device.waited, device.sent
         return life
     except BaseException as error:
         engine.close(f"{type(error).__name__}: {error}")

@@ -97,7 +97,7 @@ class StepRecord:
 class Life:
     """What one rank recorded: its steps; by request, the times of its submission and of its outputs, and its tokens.
 
-    `device_gaps` and `device_waits` are those of a simulated device.
+    `device_gaps`, `device_waits` and `device_sends` are those of a simulated device.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -106,6 +106,7 @@ class Life:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     device_gaps: list[float] = field(default_factory=list)
     device_waits: list[float] = field(default_factory=list)
+    device_sends: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:

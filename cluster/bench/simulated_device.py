@@ -21,7 +21,8 @@ PHASES = ("draft", "target", "extend")
 
 class SimulatedDevice:
     """Stands for `Programs`. `gaps` are seconds in which it had nothing to do before each step that only decodes `full`
-    requests, `waited` the seconds that the host waited for it after each such step.
+    requests, `waited` the seconds that the host waited for it after each such step, `sent` those that the host took to
+    assemble it.
     """
 
     checksum = 0
@@ -31,16 +32,19 @@ class SimulatedDevice:
         self.assembler = assembler
         self.gaps: list[float] = []
         self.waited: list[float] = []
+        self.sent: list[float] = []
         self._step_s, self._full, self._free = step_s, full, 0.0
 
     def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
         """Queue a step."""
+        began = time.perf_counter()
         inputs, finals = self.assembler.send(order), sum(chunk.final for chunk in order.chunks)
         now = time.perf_counter()
         counts = inputs.decodes, finals, sum(chunk.stop - chunk.start for chunk in order.chunks)
         steady = counts == (self._full, 0, 0)
         if steady:
             self.gaps.append(max(0.0, now - self._free))
+            self.sent.append(now - began)
         self._free = max(now, self._free) + self._step_s
         return SimulatedOutput(self, self._free, counts, shape.num_steps, steady)
 
