@@ -34,7 +34,7 @@ class Lease:
     """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
 
     `cached` tokens were found in the cache when it was opened. `source` is a node whose cells the next step copies into
-    the first own page, locked until then. `tail` are the committed tokens of own pages and the one after.
+    the first own page, locked until then. Of the request's `tokens`, the first `committed` have their cells.
     """
 
     row: int
@@ -42,7 +42,8 @@ class Lease:
     own: list[int] = field(default_factory=list)
     cached: int = 0
     source: Node | None = None
-    tail: Key = ()
+    tokens: Sequence[int] = ()
+    committed: int = 0
 
     @property
     def pages(self) -> int:
@@ -158,10 +159,12 @@ class KVCache:
         if not self._radix:
             return
         self._release_source(lease)
+        lease.tokens, lease.committed = tokens, committed
+        if min(committed, len(tokens) - 1) < (len(lease.locked) + 1) * self.page_size:  # no page more is full
+            return
         surplus, swapped = self._hand_over(lease, tokens, committed)
         self._allocator.give(surplus)
         self.table.write([lease.row] * len(swapped), swapped, [lease.locked[index].page for index in swapped])
-        lease.tail = tuple(tokens[len(lease.locked) * self.page_size : committed + 1])
 
     def close(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
         """End a lease: full pages of the first `committed` tokens go to the tree as in `publish`, others are freed."""
@@ -219,7 +222,8 @@ class KVCache:
         last = lease.locked[-1:]
         for other in self._leases.values():
             if other.own and other.locked[-1:] == last and len(other.locked) == len(lease.locked):
-                shared = common(other.tail, rest) - 1
+                tail = tuple(other.tokens[begin : min(begin + self.page_size, other.committed) + 1])
+                shared = common(tail, rest) - 1
                 if shared > cells:
                     page, cells, nearest = other.own[0], shared, None
         if nearest is not None:

@@ -122,5 +122,5 @@ def _case(pair: Pair, size: Size, world: int, ahead: bool, device_ms: float) -> 
         for rank in range(world)
         for number in range(size.requests)
     ]
-    settings = settings_of(pair, size.requests, world, overlap=ahead)
+    settings = settings_of(pair, size.requests, world, overlap=ahead, disable_radix_cache=False)
     return Case(settings, jobs, device_ms=device_ms)
