@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from cluster.batch import Order
-from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
 from tests.late import LateOutput, LatePrograms, delay
 from tests.parity.harness import config_of, grid_requests, plain_run, run, scarce, speculative, tiny_pair, truth
@@ -37,10 +37,10 @@ def test_a_step_is_under_way_while_the_next_is_scheduled(monkeypatch: pytest.Mon
     engine, seen = overlapped(1), ""
     begin, read = LatePrograms.run, LateOutput.read
 
-    def began(self: LatePrograms, order: Order, shape: TreeShape) -> LateOutput:
+    def began(self: LatePrograms, order: Order, *rest: Any) -> LateOutput:
         nonlocal seen
         seen += "b"
-        return begin(self, order, shape)
+        return begin(self, order, *rest)
 
     def landed(self: LateOutput):  # type: ignore[no-untyped-def]
         nonlocal seen
