@@ -1,7 +1,7 @@
 """Two checkouts of this project, step by step: how fast one decodes compared with the other, on this machine.
 
     git worktree add /tmp/before HEAD~1
-    python benchmarks/side_by_side.py /tmp/before . --turns 12 --out benchmarks/results/before.json
+    python benchmarks/side_by_side.py /tmp/before . --out benchmarks/results/before.json
 
 Each checkout has a process with an engine of the demo pair. Both decode the same requests, a few steps at a time in
 turns, so that a machine which slows down slows both; every other turn they change places. A ratio is taken within a
@@ -23,14 +23,14 @@ from typing import Any
 TREES = {"plain": (0, 1, 0), "chain of 3": (3, 1, 0), "tree of 12": (3, 4, 12)}
 BATCHES, TEMPERATURES = (1, 8, 32), (0.0, 1.0)
 LONG = {"requests": 8, "prompt_tokens": 8064}
-SECONDS = 0.4  # of decoding in a turn, about
+SECONDS = 0.15  # of decoding in a turn, about
 
 
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description="How fast two checkouts decode, in turns.")
     parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT", help="before, after")
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
     parser.add_argument("--long", action="store_true", help=f"{LONG['requests']} contexts of 8,192 tokens instead")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")

@@ -17,7 +17,13 @@ MASKED = float("-inf")
 
 def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias of a mask of what each row sees, of the same shape."""
-    return torch.zeros((), dtype=dtype, device=visible.device).masked_fill(~visible, MASKED)
+    return torch.where(visible, *_either(dtype, visible.device))
+
+
+@cache
+def _either(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The bias of what is seen, and of what is not."""
+    return torch.zeros((), dtype=dtype, device=device), torch.full((), MASKED, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)

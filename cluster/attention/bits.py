@@ -17,6 +17,8 @@ def words(width: int) -> int:
 def packed(visible: Tensor) -> Tensor:
     """The bits `[.., ceil(w / 32)]` int32 of a mask `[.., w]` of what each row sees."""
     width = visible.shape[-1]
+    if width <= WORD:
+        return (visible * _places(width, visible.device)).sum(-1, keepdim=True, dtype=torch.int32)
     padded = F.pad(visible.to(torch.int64), (0, -width % WORD)).view(*visible.shape[:-1], words(width), WORD)
     numbers: Tensor = padded << torch.arange(WORD, device=visible.device)
     return numbers.sum(-1).to(torch.int32)
@@ -24,8 +26,9 @@ def packed(visible: Tensor) -> Tensor:
 
 def visible_in(bits: Tensor, width: int) -> Tensor:
     """The mask `[.., w]` that `bits` `[.., ceil(w / 32)]` stand for."""
-    each = bits[..., None] & _places(min(width, WORD), bits.device)
-    return (each != 0).flatten(-2)[..., :width]
+    if width <= WORD:
+        return (bits & _places(width, bits.device)) != 0
+    return (bits[..., None] & _places(WORD, bits.device) != 0).flatten(-2)[..., :width]
 
 
 @cache

@@ -7,6 +7,7 @@ Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -103,7 +104,12 @@ def likeliest(columns: Columns, draw: Draw, count: int) -> tuple[Tensor, Tensor]
 
 def _first_of_nan(likely: Tensor, columns: Tensor) -> Tensor:
     """The first columns where all are NaN, between which a sort makes differences of its own."""
-    return torch.where(likely.isnan(), torch.arange(likely.shape[-1], device=likely.device), columns)
+    return torch.where(likely == likely, columns, _first(likely.shape[-1], likely.device))
+
+
+@cache
+def _first(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
 
 
 def _found(wide: Tensor, count: int) -> tuple[Tensor, ...]:

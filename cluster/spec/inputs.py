@@ -94,10 +94,10 @@ class EagleDraftExtendInput:
         """Rows `source` `[T]` of all `features`, side by side, in a buffer `[T, A]`.
 
         Raises:
-            RuntimeError: the features are not A wide together.
+            ValueError: the features are not A wide together.
         """
-        shape, dtype = (source.shape[0], cls.hidden_size_for(draft)), cls.dtype_for(features[0].dtype)
-        hidden = torch.empty(shape, dtype=dtype, device=source.device)
-        for part, feature in zip(torch.split(hidden, [one.shape[1] for one in features], 1), features, strict=True):
-            part.copy_(feature.index_select(0, source))
-        return hidden
+        width, given = cls.hidden_size_for(draft), sum(feature.shape[1] for feature in features)
+        if given != width:
+            raise ValueError(f"the target's hidden states are {given} wide together, and the draft takes {width}")
+        hidden = features[0].new_empty(source.shape[0], width, dtype=cls.dtype_for(features[0].dtype))
+        return torch.cat([feature.index_select(0, source) for feature in features], 1, out=hidden)

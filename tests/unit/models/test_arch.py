@@ -145,7 +145,7 @@ def test_widths_have_one_source(num_aux: int, hidden: int | None, use_aux: bool,
         hidden = EagleDraftExtendInput.hidden_of(spec, features, torch.tensor(source, dtype=torch.int64))
         assert torch.equal(hidden, torch.cat(features, 1)[source]) and hidden.shape[1] == taken
         assert hidden.dtype == EagleDraftExtendInput.dtype_for(dtype) == dtype
-    with pytest.raises(RuntimeError, match="split"):
+    with pytest.raises(ValueError, match=f"are {taken + 32} wide together, and the draft takes {taken}"):
         EagleDraftExtendInput.hidden_of(spec, [*features, features[0]], torch.tensor([1]))
 
 
