@@ -258,8 +258,8 @@ class EngineConfig(Settings):
                     f"got {requests}: {steps}"
                 )
         if self.capture_sizes is not None:
-            if self.capture == "off":
-                raise ConfigError("capture_sizes needs captured programs, and capture is off; leave one of them out")
+            if self.capture != "on":
+                raise ConfigError(f"capture_sizes needs capture: on, which is {self.capture}: nothing is captured")
             if not self.capture_sizes or any(b <= a for a, b in pairwise((0, *self.capture_sizes))):
                 raise ConfigError(f"capture_sizes must be positive and ascend, got {list(self.capture_sizes)}")
         if self.chunked_prefill_size == 0:

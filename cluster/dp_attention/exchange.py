@@ -62,6 +62,7 @@ class Exchange:
                 comes = "the step ends" if planned is None else f"{self._next_words()} comes next"
                 raise self._off(f"is about to replay a program that {would} as its call {number} where {comes}")
         self._script.clear()
+        self._call = self._call._replace(phase="replay")
 
     def end(self) -> None:
         """Check that the step has made all calls of its script.
@@ -183,20 +184,22 @@ class Exchange:
         """Run one collective over `axis`, and check that it was entered exactly once."""
         if axis.size == 1:
             return collective()
-        clock = self._mesh.world.clock
-        entered = clock.calls + 1
-        result: T = opaque(self._explained, collective)
-        if clock.calls != entered:
-            raise self._off(f"did not enter the collective of {self._next_words()} exactly once")
+        result: T = opaque(self._entered, collective, self._next_words())
         return result
 
-    def _explained(self, collective: Callable[[], T]) -> T:
+    def _entered(self, collective: Callable[[], T], words: str) -> T:
+        """The result of a collective, which a tape enters in every replay; `words` say what it is for."""
+        clock = self._mesh.world.clock
+        entered = clock.calls + 1
         try:
-            return collective()
+            result = collective()
         except GangError:
             raise
         except RuntimeError as error:
             raise self._mesh.explain(error) from error
+        if clock.calls != entered:
+            raise self._off(f"did not enter the collective of {words} exactly once")
+        return result
 
     def _counts(self, call: Call) -> list[int]:
         """Rows that each rank of the world sends: the ranks of a group split the group's rows."""

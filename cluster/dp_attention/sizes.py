@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 MOST_ROWS = 1024
-"""Rows of the target in a captured step: a program's buffers grow with its rows, and what it saves does not."""
+"""Rows of the target in a captured step, counted with the deepest tree: a program's buffers grow with its rows, and
+what it saves does not."""
 
 
 class Sizes(NamedTuple):
@@ -43,12 +44,13 @@ class Buckets:
         Ends of prompts that there are not need an idle prompt row, whose ends they are.
         """
         if not self.sizes:
-            return most(groups)
+            largest = most(groups)
+            return largest._replace(prompt_rows=_with_ends(groups, largest.finals))
         decodes = self._least(max(own.decodes for own in groups))
         finals = self._least(max(own.finals for own in groups))
         if decodes is None or finals is None:
             return None
-        rows = self._least(max(own.prompt_rows + (own.finals < finals) for own in groups))
+        rows = self._least(_with_ends(groups, finals))
         return None if rows is None else Sizes(decodes, rows, finals)
 
     def _least(self, count: int) -> int | None:
@@ -61,9 +63,14 @@ class Buckets:
         return [range(below + 1, size + 1) for below, size in pairwise((0, *self.sizes))]
 
 
+def _with_ends(groups: Sequence[Sizes], finals: int) -> int:
+    """The prompt rows in which each of `groups` has room for `finals` ends."""
+    return max(own.prompt_rows + (own.finals < finals) for own in groups)
+
+
 def sizes_up_to(largest: int) -> tuple[int, ...]:
-    """1, 2, 3, 4, 6, 8, 12, 16 and so on: at most a third of the rows that a step runs at such sizes is idle, as each
-    is at most one and a half times the one before.
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on: at most a third of the rows that a group runs at such sizes is idle, as from
+    2 on each is at most one and a half times the one before.
     """
     sizes, power = [1], 2
     while power < largest:

@@ -14,14 +14,14 @@ from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler
 from cluster.engine.calibrate import measure_pace
-from cluster.engine.captures import capture_decoding, captures_of, decoding_steps
+from cluster.engine.captures import capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, load_models
 from cluster.engine.prefill_share import Pace
-from cluster.engine.programs import KEPT, Programs
+from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner, TargetRunner
@@ -183,7 +183,6 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
     captures = captures_of(config, device)
     buckets = None if captures is None else captures.buckets
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0, buckets)
-    started = 0 if buckets is None else sum(1 for _ in decoding_steps(config, shape.num_steps, buckets))
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
@@ -194,7 +193,6 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,
-            KEPT + started,
         ),
         shapes=shapes,
         lag=_lag(config, device),

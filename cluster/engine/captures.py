@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from cluster.batch import Mode, Order
-from cluster.config import ConfigError, EngineConfig
-from cluster.dp_attention.sizes import Buckets, sizes_up_to
+from cluster.config import ConfigError, EngineConfig, TreeShape
+from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, sizes_up_to
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.programs import Capture
 from cluster.status import CaptureInfo
@@ -56,23 +56,28 @@ class Decoding:
     mode: Mode
 
 
-def decoding_steps(config: EngineConfig, deepest: int, buckets: Buckets) -> Iterator[Decoding]:
-    """One for each program of decoding that any load can need, largest first, so that the others fit in its memory."""
+def decoding_steps(config: EngineConfig, deepest: TreeShape, buckets: Buckets) -> Iterator[Decoding]:
+    """One for each program of decoding that loads can need which are alike in all groups, log-probabilities left out;
+    largest first, so that on a GPU the others fit in its memory.
+    """
     for span in reversed(buckets.spans()):
+        if Sizes(span.stop - 1, 0, 0).rows(deepest.num_draft_tokens) > MOST_ROWS:
+            continue
         numbers = range(span.start, min(span.stop, config.max_running_requests + 1))
-        tiers = {config.levels_at(number, deepest) for number in numbers}
+        tiers = {config.levels_at(number, deepest.num_steps) for number in numbers}
         yield from (Decoding(span.stop - 1, tier, mode) for tier in sorted(tiers, reverse=True) for mode in MODES)
 
 
 def capture_decoding(lockstep: Lockstep, config: EngineConfig, buckets: Buckets) -> CaptureInfo:
     """Capture them, with idle requests, before the first request; all ranks must call this."""
     began, programs = time.perf_counter(), lockstep.programs
-    for step in decoding_steps(config, len(lockstep.shapes) - 1, buckets):
+    for step in decoding_steps(config, lockstep.shapes[-1], buckets):
         order = Order(decodes=((programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
         for _ in range(2):  # the first run makes what is made once, the second is captured
             ran = lockstep.run(order if lockstep.mesh.leads else Order(), 0, step.num_steps)
             if ran.output is not None:
                 lockstep.read(ran)
+        programs.keep()
     lockstep.mesh.world.clock.split()
     held = sum(program.captured.bytes for program in programs.captured.values())
     return CaptureInfo(

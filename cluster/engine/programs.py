@@ -22,48 +22,62 @@ from cluster.tape import Captured
 from cluster.timing import timer_of
 
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
-KEPT = 16  # programs besides those captured at start; the one that was not used for longest makes room
+KEPT = 16
+"""Programs besides those captured at start, the one unused for longest making room; and keys that occurred once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A captured step: the inputs that it reads, its calls of the exchange, and the collectives that these enter."""
+    """A captured step: the inputs that it reads, its calls of the exchange, and the collectives that these enter;
+    `number` stands for its key in checksums.
+    """
 
     inputs: Inputs
     captured: Captured[StepOutput]
     calls: tuple[Call, ...]
     entered: int
+    number: int
 
 
 class Programs:
     """One rank's step, and the programs captured of it so far: the same keys on every rank, as plans decide them."""
 
     def __init__(
-        self,
-        assembler: Assembler,
-        step: Step,
-        exchange: Exchange,
-        clock: Clock,
-        capture: Capture | None,
-        kept: int = KEPT,
+        self, assembler: Assembler, step: Step, exchange: Exchange, clock: Clock, capture: Capture | None
     ) -> None:
         """`capture` runs and captures a program; None: nothing is captured, and no plan says so. `clock` counts the
         collectives.
         """
         self.assembler, self.step = assembler, step
-        self._exchange, self._clock, self._capture, self._kept = exchange, clock, capture, kept
+        self._exchange, self._clock, self._capture = exchange, clock, capture
         self._timer = timer_of(step.carried.bonus.device)
-        self._programs: OrderedDict[Key, Program | None] = OrderedDict()
+        self._started: dict[Key, Program] = {}
+        self._later: OrderedDict[Key, Program] = OrderedDict()
+        self._once: OrderedDict[Key, None] = OrderedDict()
+        self.checksum = 0
+        """One number for the keys that are captured, whatever their order."""
 
     @property
     def captured(self) -> dict[Key, Program]:
         """The captured programs by key."""
-        return {key: program for key, program in self._programs.items() if program is not None}
+        return {**self._started, **self._later}
 
-    @property
-    def checksum(self) -> int:
-        """One number for the keys that are captured, whatever their order."""
-        return sum(zlib.crc32(repr(key).encode()) for key in self.captured)
+    def keep(self) -> None:
+        """Keep all programs that are captured so far, whatever is captured later."""
+        self._started.update(self._later)
+        self._later.clear()
+
+    def forget(self, key: Key) -> None:
+        """Drop a program."""
+        program = self._later.pop(key, None) or self._started.pop(key)
+        self.checksum -= program.number
+
+    def add(self, key: Key, program: Program) -> None:
+        """Have a program replayed from now on."""
+        self._later[key] = program
+        self.checksum += program.number
+        if len(self._later) > KEPT:
+            self.forget(next(iter(self._later)))
 
     def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> StepOutput:
         """Run a step of this plan; `order` is padded to it, `shape` are the trees of its tier.
@@ -71,18 +85,20 @@ class Programs:
         Raises:
             OutOfStepError: a captured program would make other calls of the exchange than the plan's script has.
         """
-        inputs = self.assembler.send(order)
+        inputs, key = self.assembler.send(order), plan.key
         if self._capture is None or not plan.captured:
             return self._run(inputs, shape)
-        known, program = plan.key in self._programs, self._programs.get(plan.key)
-        if program is not None:
-            self._programs.move_to_end(plan.key)
-            return self._replayed(program, inputs)
-        if known:
-            return self._captured(self._capture, plan.key, inputs, shape)
-        self._programs[plan.key] = None
-        if len(self._programs) > self._kept:
-            self._programs.popitem(last=False)
+        if key in self._started:
+            return self._replayed(self._started[key], inputs)
+        if key in self._later:
+            self._later.move_to_end(key)
+            return self._replayed(self._later[key], inputs)
+        if key in self._once:
+            del self._once[key]
+            return self._captured(self._capture, key, inputs, shape)
+        self._once[key] = None
+        if len(self._once) > KEPT:
+            self._once.popitem(last=False)
         return self._run(inputs, shape)
 
     def _run(self, inputs: Inputs, shape: TreeShape) -> StepOutput:
@@ -92,8 +108,8 @@ class Programs:
         own = replace(inputs, sent=replace(inputs.sent, words=inputs.sent.words.clone()))
         calls, before = self._exchange.rest, self._clock.calls
         captured = capture(lambda: self._run(own, shape))
-        self._programs[key] = Program(own, captured, calls, self._clock.calls - before)
-        self._programs.move_to_end(key)
+        number = zlib.crc32(repr(key).encode())
+        self.add(key, Program(own, captured, calls, self._clock.calls - before, number))
         return captured.output.kept()
 
     def _replayed(self, program: Program, inputs: Inputs) -> StepOutput:
@@ -102,6 +118,6 @@ class Programs:
         self.step.enter("replay")
         program.inputs.sent.words.copy_(inputs.sent.words)
         program.captured.replay()
-        self._clock.replayed(before + program.entered - self._clock.calls)
+        self._clock.replayed(before + program.entered - self._clock.calls)  # a tape has entered them one by one
         phases = Phases(self._timer, [began, self._timer.now()], ("replay",))
         return replace(program.captured.output.kept(), phases=phases)

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from torch import Tensor
+
 from cluster.batch import Mode
 from cluster.dp_attention.plan import Call, StepPlan
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine.assembler import Inputs
 from cluster.engine.programs import Program
+from cluster.mesh import Axis
 from cluster.spec.result import StepOutput
 from tests.ranks.harm import Harm, Plant, planned, set_before
 
@@ -22,15 +25,32 @@ def other_sizes(harm: Harm) -> None:
     harm.coordinator._rule = replace(harm.coordinator._rule, buckets=Buckets((1, 2, 4, 8, 16, 64)))
 
 
+def captured_nothing(harm: Harm) -> None:
+    for key in harm.lockstep.programs.captured:
+        harm.lockstep.programs.forget(key)
+
+
 def lacks_a_program(harm: Harm) -> None:
-    programs = harm.lockstep.programs
-    programs._programs[next(iter(programs.captured))] = None
+    harm.lockstep.programs.forget(next(iter(harm.lockstep.programs.captured)))
 
 
 def a_program_more(harm: Harm) -> None:
     programs = harm.lockstep.programs
     (tier, mode, sizes), program = next(iter(programs.captured.items()))
-    programs._programs[tier, mode + Mode.LOGPROBS, sizes] = program
+    programs.add((tier, mode + Mode.LOGPROBS, sizes), program)
+
+
+def not_entered(harm: Harm) -> None:
+    """A replay leaves a collective out."""
+    true = Axis.gather
+
+    def gather(axis: Axis, rows: Tensor, counts: list[int]) -> Tensor:
+        step, phase = harm.mesh.position
+        if axis is harm.mesh.world and phase == "replay" and harm.due(step):
+            return rows.new_zeros(sum(counts), *rows.shape[1:])
+        return true(axis, rows, counts)
+
+    harm.put(Axis, "gather", gather)
 
 
 def replayed(change: Callable[[tuple[Call, ...]], tuple[Call, ...]]) -> Plant:
@@ -59,10 +79,11 @@ def other_rows(calls: tuple[Call, ...]) -> tuple[Call, ...]:
 OF_CAPTURES: dict[str, Plant] = {
     "other plan, key": planned(other_key),
     "other sizes of programs": set_before(other_sizes),
-    "captured nothing": set_before(lambda harm: harm.lockstep.programs._programs.clear()),
+    "captured nothing": set_before(captured_nothing),
     "lacks a program": set_before(lacks_a_program),
     "has a program more": set_before(a_program_more),
     "replays a shorter program": replayed(lambda calls: calls[:-1]),
     "replays a longer program": replayed(lambda calls: (*calls, calls[-1])),
     "replays other rows": replayed(other_rows),
+    "a collective of a replay not entered": not_entered,
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.assembler import Inputs
-from cluster.engine.programs import Program
+from cluster.engine.programs import KEPT, Program
 from cluster.request import Request, SamplingParams, TokenLogprob
 from cluster.spec.result import StepOutput
 from cluster.tape import Tape
@@ -140,6 +140,32 @@ def test_padded_steps_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, topk:
     target, draft = tiny_pair()
     config = config_of(target, draft if topk else None, topk or 1, page_size=4, chunked_prefill_size=9)
     assert max(check(monkeypatch, config, PARAMS[sampling], SIZES).values()) >= 20
+
+
+def test_what_a_replay_gave_is_read_after_the_next_replay() -> None:
+    """With a host that is a step ahead, of the same program as a rule."""
+    config = config_of(*tiny_pair(), 3)
+    plain = texts(build_engine(config), PARAMS["log-probabilities"])
+    engine = build_engine(config.model_copy(update={"capture": "on"}))
+    engine._lockstep.lag = 1
+    assert rounded(texts(engine, PARAMS["log-probabilities"])) == rounded(plain), "requests share steps with others"
+
+
+def test_programs_of_the_start_stay_and_of_the_others_those_used_last() -> None:
+    config = config_of(*tiny_pair(), 1, capture="on", capture_sizes=(1, 2), max_running_requests=2)
+    engine = build_engine(config)
+    programs = engine._p.lockstep.programs
+    started = programs.captured
+    assert len(started) == 6, "two sizes, three modes"
+    one = next(iter(started.values()))
+    for number in range(KEPT + 3):
+        programs.add((number, 0, ()), one)
+    later = [key for key in programs.captured if key not in started]
+    assert later == [(number, 0, ()) for number in range(3, KEPT + 3)] and started.items() <= programs.captured.items()
+    assert programs.checksum == sum(program.number for program in programs.captured.values())
+    for key in programs.captured:
+        programs.forget(key)
+    assert programs.checksum == 0
 
 
 def test_decoding_is_captured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ def test_groups_that_share_a_program_have_an_idle_row_each_that_lacks_an_end() -
     buckets = Buckets((1, 2, 4, 8, 16))
     assert buckets.fitted([Sizes(1, 8, 1), Sizes(3, 2, 2)]) == (4, 16, 2)
     assert buckets.fitted([Sizes(1, 8, 2), Sizes(3, 2, 1)]) == (4, 8, 2)
+    assert Buckets().fitted([Sizes(0, 5, 1), Sizes(0, 5, 0)]) == (0, 6, 1)
+    assert Buckets().fitted([Sizes(0, 5, 1), Sizes(2, 4, 0)]) == (2, 5, 1)
 
 
 def test_every_number_of_requests_runs_at_one_size() -> None:
