@@ -1,6 +1,7 @@
 # Every target works alone on a fresh clone: it makes .venv and installs what it needs, once per change of the pins.
 #   make demo   install, start a local cluster on the demo pair, stream eight prompts, print the table
 #   make test   the fast suite          make test-all   everything, minutes to an hour
+#   make parity the whole grid and the suites of ranks; OVERLAP=1: with the host a step ahead of its device
 #   make check  lint, types, layers and unit tests      make serve   the demo pair on http://127.0.0.1:8000
 #   make bench  speculation on and off, and against transformers, side by side
 # TORCH_ARGS is passed to pip when it installs torch. Where the index has only CUDA builds and a CPU build will do:
@@ -23,7 +24,7 @@ TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help demo serve bench test test-all check clean
+.PHONY: help demo serve bench test test-all parity check clean
 
 help:
 	@sed -n 's/^#//p' Makefile
@@ -71,6 +72,12 @@ test: $(VENV)/.stamp-dev
 
 test-all: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest
+
+OVERLAP ?= 0
+
+parity: $(VENV)/.stamp-dev
+	OVERLAP=$(OVERLAP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/parity
+	OVERLAP=$(OVERLAP) $(BIN)/python -m pytest tests/ranks
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

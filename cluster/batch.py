@@ -4,9 +4,20 @@ Legend: R decoding requests, c prompt rows, F prompts that finish, B = R + F.
 """
 
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Mode(IntFlag):
+    """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
+    filter, `LOGPROBS` the target's log-probabilities are asked for.
+    """
+
+    NOISY = 1
+    FILTERED = 2
+    LOGPROBS = 4
 
 
 class PromptChunk(NamedTuple):
@@ -33,7 +44,7 @@ class Sampling(NamedTuple):
     seed: int
 
 
-class SlotWrite(NamedTuple):
+class PageWrite(NamedTuple):
     """Page `page` became entry `entry` of table row `row`; entry -1: the row was cleared."""
 
     row: int
@@ -50,63 +61,72 @@ class PageCopy(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What a rank is to run in one step: `decodes` are (table row, committed tokens), `chunks` in order of length.
+    """What a rank is to run in one step: `decodes` are (table row, most tokens committed), `chunks` in order of length.
 
-    Before the step, `samplings` and `writes` are applied to the tables, then `copies` to the pools. `noisy` and
-    `filtered` are those of `SamplingBatch`, `logprobs` that of `Batch`.
+    How many tokens of a row are committed is the device's to know; the host knows a bound. Before the step, `lens`
+    (table row, tokens committed), `samplings` and `writes` are applied to the tables, then `copies` to the pools.
+    `mode` is what its own requests need; a step runs in the mode of its plan. Padding to a plan adds `idle_finals`
+    ends of prompts, all at the first prompt row, which then is idle, and has room for `chunk_places` chunks.
     """
 
     decodes: tuple[tuple[int, int], ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
+    lens: tuple[tuple[int, int], ...] = ()
     samplings: tuple[Sampling, ...] = ()
-    writes: tuple[SlotWrite, ...] = ()
+    writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
-    noisy: bool = False
-    filtered: bool = False
-    logprobs: bool = False
+    mode: Mode = Mode(0)
+    idle_finals: int = 0
+    chunk_places: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """R requests with q rows each. `rows` are batch rows: a slice when they lie together, else an index `[R * q]`.
-
-    `slots` `[R, L]` are the pool slots read, all of them written, by this request or for its prefix; `bias`
-    `[R, q, L]` is 0 where row q may look and -inf where not, in the compute dtype. `back`, when set, picks the real
-    rows out of the padded `[R * q]` ones, in batch order.
+class HostBounds(NamedTuple):
+    """What the host knows of a step before it runs: no request has more than `longest` tokens committed, and prompt
+    chunks, in order of length, have rows `(start, stop - 1)`.
     """
 
-    requests: int
-    q_rows: int
-    rows: slice | Tensor
-    slots: Tensor
-    bias: Tensor
-    back: Tensor | None = None
+    longest: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """What R requests can see and write: slots of their committed tokens, then of the window after them.
+class Tree:
+    """q rows of each of R requests, request by request, in a draft level, verify or extend.
 
-    `prefix` is `[R, P]`, padded with a request's first window slot; `bias` `[R, 1, P]` masks the padding; `window` is
-    `[R, w]`.
+    The requests are in table rows `rows` `[R]` and have `lens` `[R]` tokens committed, all of which their rows see. Of
+    the first `width` window slots they see what `bits` `[R or 1, q, ceil(width / 32)]` int32 say: a row's ancestors and
+    itself, one slot for each position, so that its own is `lens` + the number of its bits - 1.
     """
 
-    prefix: Tensor
-    bias: Tensor
-    window: Tensor
+    rows: Tensor
+    lens: Tensor
+    bits: Tensor
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """`write` `[T]` pool slots of the new rows; `groups` cover the batch rows in order."""
+class Text:
+    """Chunks of n prompts in order of length: rows `indptr[i]` to `indptr[i + 1] - 1` (`[n + 1]`) are those of the
+    request in table row `rows[i]`, at positions `starts[i]` onwards. They see what is before them, and themselves.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    indptr: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What attention is told of a forward: first the tree's rows, then the text's; `write` `[T]` are pool slots of the
+    new cells.
+
+    Rows at position `first` and above see no cell below it; what other rows give is not used, but finite.
+    """
 
     write: Tensor
-    groups: tuple[Group, ...]
-
-    @staticmethod
-    def of(write: Tensor, *groups: Group) -> "AttentionPlan":
-        """The plan of these groups, those without requests left out."""
-        return AttentionPlan(write, tuple(group for group in groups if group.requests))
+    tree: Tree | None
+    text: Text | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +156,18 @@ class SamplingBatch:
 class PromptRows:
     """Prompt chunks that ride in this step.
 
-    `token_ids`, `next_ids`, `positions` are `[c]`; `next_ids` is the token after each row (the EAGLE shift), 0 where
-    the target has yet to choose it. `write` `[c]` are pool slots, `groups` their attention groups counted from row 0.
-    F chunks finish their prompt: `final_rows` `[F]` are their last rows, `final_lens` `[F]` their token counts.
+    Each row's request is in table row `rows` `[c]`; `token_ids`, `next_ids`, `positions` are `[c]` too. `next_ids` is
+    the token after each row (the EAGLE shift), 0 where the target has yet to choose it. `write` `[c]` are pool slots;
+    `text` is what attention is told of the chunks, if there are any. F chunks finish their prompt: `final_rows` `[F]`
+    are their last rows, `final_lens` `[F]` their token counts.
     """
 
+    rows: Tensor
     token_ids: Tensor
     next_ids: Tensor
     positions: Tensor
     write: Tensor
-    groups: tuple[Group, ...]
+    text: Text | None
     final_rows: Tensor
     final_lens: Tensor
 
@@ -154,20 +176,25 @@ class PromptRows:
 class Batch:
     """What this rank runs in one step.
 
-    `rows` `[B]` index the request tables: the R decoding requests, then the F whose prompt finishes; `sampling` is
-    theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position seq_len) not among them;
-    `reach` says where those and the W slots after them lie. `logprobs` asks for the target's log-probabilities.
+    `rows` `[B]` index the request tables: the R decoding requests, `decode_rows` `[R]`, then the F whose prompt
+    finishes; `sampling` is theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position
+    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `logprobs` asks for the target's
+    log-probabilities.
     """
 
-    decodes: int
     rows: Tensor
+    decode_rows: Tensor
     seq_lens: Tensor
-    reach: Reach
+    window: Tensor
     sampling: SamplingBatch
     prompt: PromptRows
     logprobs: bool
 
     @property
-    def decode_rows(self) -> Tensor:
-        """Table rows of the decoding requests, `[R]`."""
-        return self.rows[: self.decodes]
+    def decodes(self) -> int:
+        """R."""
+        return self.decode_rows.shape[0]
+
+    def tree(self, bits: Tensor, width: int) -> Tree:
+        """What attention is told of the decoding requests; `bits` and `width` as in `Tree`."""
+        return Tree(self.decode_rows, self.seq_lens, bits, width)

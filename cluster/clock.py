@@ -1,21 +1,23 @@
 """Progress counters of one rank: its collectives, the time it waits in them, the parts of layers it comes to."""
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.timing import HOST, Spans, Timer
 
 
 @dataclass(slots=True)
 class Clock:
-    """Counts what this rank does; other threads may read it meanwhile.
+    """Counts what this rank does; other threads may read the counts meanwhile.
 
-    `seconds` is the time spent in collectives, `begun` the number entered and `calls` the number that returned; `parts`
-    counts the parts of layers that a rank without peers has come to, where ranks with peers enter a collective.
+    `begun` is the number of collectives entered and `calls` the number that returned (or, on a GPU, were queued);
+    `parts` counts the parts of layers that a rank without peers has come to, where ranks with peers enter a collective.
     """
 
-    seconds: float = 0.0
     calls: int = 0
     begun: int = 0
     parts: int = 0
+    _waits: Spans = field(default_factory=Spans)
 
     @property
     def marks(self) -> int:
@@ -27,21 +29,25 @@ class Clock:
         """Whether this rank is in a collective now."""
         return self.begun > self.calls
 
-    def begin(self) -> float:
-        """Note that a collective is entered; returns the time now, to be given to `end`."""
+    def begin(self, timer: Timer = HOST) -> Any:
+        """Note that a collective is entered; returns the moment, to be given to `end`."""
         self.begun += 1
-        return time.perf_counter()
+        return timer.now()
 
-    def end(self, began: float) -> None:
+    def end(self, began: Any, timer: Timer = HOST) -> None:
         """Note that the collective entered at `began` has returned."""
-        self.seconds += time.perf_counter() - began
+        self._waits.add(timer, began)
         self.calls += 1
+
+    def replayed(self, count: int) -> None:
+        """Note collectives that a captured program queued all at once."""
+        self.begun += count
+        self.calls += count
 
     def part(self) -> None:
         """Note that a part of a layer is reached."""
         self.parts += 1
 
-    def take(self) -> float:
-        """Return `seconds`, and set it back to zero."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    def split(self) -> Spans:
+        """The spans spent in collectives since the last call, to be taken when the device has done all of them."""
+        return self._waits.split()

@@ -5,6 +5,7 @@ Everything that can be known to be wrong without opening a file is refused here,
 
 import difflib
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -23,6 +24,8 @@ ALIASES: dict[str, str] = {
     "max_num_batched_tokens": "chunked_prefill_size",
     "seed": "random_seed",
     "gpu_memory_utilization": "mem_fraction_static",
+    "cuda_graph_bs": "capture_sizes",
+    "cudagraph_capture_sizes": "capture_sizes",
     "speculative_draft_model": "speculative_draft_model_path",
 }
 SPECULATIVE_CONFIG: dict[str, str] = {
@@ -160,6 +163,20 @@ class EngineConfig(Settings):
     attn_dp_size: int = Field(default=1, ge=1)
     vocab_parallel: Literal["attention", "world"] = "attention"
     dp_padding: Literal["auto", "padded", "exact"] = "auto"
+    overlap: bool = Field(
+        default=True,
+        description="begin a step before the results of the one before are read, on devices that run behind the host",
+    )
+    capture: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="replay captured programs in place of running steps of the same shape anew; auto: where it pays, "
+        "which is nowhere yet",
+    )
+    capture_sizes: tuple[int, ...] | None = Field(
+        default=None,
+        description="[1, 2, 4, 8]: pad steps to these numbers of requests and prompt rows, for which programs are then "
+        "captured, those of decoding at start; unset: on a CPU exact sizes, captured when they recur",
+    )
     debug_lockstep: bool = False
     random_seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")
@@ -240,6 +257,11 @@ class EngineConfig(Settings):
                     "speculative_batch_tiers must map numbers of requests to numbers of levels, "
                     f"got {requests}: {steps}"
                 )
+        if self.capture_sizes is not None:
+            if self.capture != "on":
+                raise ConfigError(f"capture_sizes needs capture: on, which is {self.capture}: nothing is captured")
+            if not self.capture_sizes or any(b <= a for a, b in pairwise((0, *self.capture_sizes))):
+                raise ConfigError(f"capture_sizes must be positive and ascend, got {list(self.capture_sizes)}")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be positive, or -1 for no limit")
         if self.tp_size % self.attn_dp_size:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cluster.clock import Clock
 from cluster.logs import first_line
+from cluster.timing import HOST, EventTimer, Timer
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
@@ -97,6 +98,7 @@ class Axis:
     group: Any = None
     direct: bool = False
     clock: Clock = field(default_factory=Clock)
+    timer: Timer = HOST
 
     @property
     def part(self) -> Part:
@@ -108,13 +110,13 @@ class Axis:
         if self.size == 1:
             return rows
         every = rows.new_empty(sum(counts), *rows.shape[1:])
-        began = self.clock.begin()
+        began = self.clock.begin(self.timer)
         if self.direct and len(set(counts)) == 1:
             dist.all_gather_into_tensor(every, rows.contiguous(), group=self.group)
         else:
             own = rows.repeat(self.size, *[1] * (rows.dim() - 1))
             dist.all_to_all_single(every, own, list(counts), [rows.shape[0]] * self.size, group=self.group)
-        self.clock.end(began)
+        self.clock.end(began, self.timer)
         return every
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -122,15 +124,15 @@ class Axis:
         if self.size == 1:
             return rows
         own = counts[self.rank]
-        began = self.clock.begin()
+        began = self.clock.begin(self.timer)
         if self.direct and len(set(counts)) == 1:
             summed = rows.new_empty(own, *rows.shape[1:])
             dist.reduce_scatter_tensor(summed, rows.contiguous(), group=self.group)
-            self.clock.end(began)
+            self.clock.end(began, self.timer)
             return summed
         parts = rows.new_empty(self.size * own, *rows.shape[1:])
         dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self.clock.end(began)
+        self.clock.end(began, self.timer)
         return _added(parts.view(self.size, own, *rows.shape[1:]))
 
     def all_reduce(self, rows: Tensor) -> Tensor:
@@ -139,28 +141,17 @@ class Axis:
             return rows
         if not self.direct:
             return _added(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
-        began = self.clock.begin()
+        began = self.clock.begin(self.timer)
         dist.all_reduce(rows, group=self.group)
-        self.clock.end(began)
+        self.clock.end(began, self.timer)
         return rows
-
-    def swap(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Own columns of all ranks' rows `[sum(counts), v]` -> all columns of own rows `[counts[rank], size * v]`."""
-        if self.size == 1:
-            return rows
-        own, width = counts[self.rank], rows.shape[1]
-        parts = rows.new_empty(self.size * own, width)
-        began = self.clock.begin()
-        dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self.clock.end(began)
-        return parts.view(self.size, own, width).transpose(0, 1).reshape(own, self.size * width)
 
     def broadcast(self, values: Tensor) -> Tensor:
         """Overwrite `values` on all ranks with the first rank's, in place."""
         if self.size > 1:
-            began = self.clock.begin()
+            began = self.clock.begin(self.timer)
             dist.broadcast(values, group=self.group, group_src=0)
-            self.clock.end(began)
+            self.clock.end(began, self.timer)
         return values
 
     def leave(self) -> None:
@@ -365,9 +356,10 @@ def _client(rendezvous: Rendezvous) -> Any:
 def _axes(rank: int, world: int, groups: list[list[int]], backend: str, clock: Clock) -> tuple[Axis, Axis]:
     """The axes of the world and of this rank's attention group; every rank makes all groups, in the same order."""
     direct = backend == "nccl"
-    whole = Axis(rank, world, dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT), direct, clock)
+    timer = EventTimer() if direct else HOST
+    whole = Axis(rank, world, dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT), direct, clock, timer)
     attn_tp = len(groups[0])
     if attn_tp == 1:
         return whole, Axis(clock=clock)
     made = [dist.new_group(ranks, backend=backend, timeout=COLLECTIVE_TIMEOUT) for ranks in groups]
-    return whole, Axis(rank % attn_tp, attn_tp, made[rank // attn_tp], direct, clock)
+    return whole, Axis(rank % attn_tp, attn_tp, made[rank // attn_tp], direct, clock, timer)

@@ -23,7 +23,7 @@ from cluster.status import EngineStatus
 
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
-PHASES = ("schedule", "agree", "draft", "target", "extend", "commit")
+PHASES = ("schedule", "agree", "draft", "target", "extend", "replay", "commit")
 PAGE_STATES = ("free", "used", "cached")
 LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
 # the usual statuses of routes; a series for any other appears with its first response
@@ -61,7 +61,7 @@ class StepStats:
     """What one step of one rank did, in plain values; the engine fills one per step.
 
     Counts and seconds are of this step and are added up; `forward_seconds` is time inside model forwards, waiting for
-    peers included. `status` is the state after it and replaces the last one.
+    peers included, and 0 where a step is replayed. `status` is the state after it and replaces the last one.
     `accept_lens` has one entry per request that verified a tree, bonus included; `accepted_by_depth[i]` counts those
     whose accepted path reached depth i + 1, so its sum is the number of accepted draft tokens.
     """

@@ -104,10 +104,11 @@ class SpeculationCounts:
         return 1.0 + self.accepted_tokens / self.steps if self.steps else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """What one step gave one request: the tokens committed in it, and whether that ended the request.
 
+    Nobody changes it; it is not frozen because that makes it three times as dear, for every request in every step.
     The final output of a request has `finish_reason` set and `speculation` filled in; `stop_reason` is the stop string
     or the stop/EOS token id that ended it. When a stop string ended it, `token_ids` includes the token that completed
     the string (the text layer cuts the text at the string). `error` explains finish_reason "error";

@@ -46,13 +46,25 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureInfo:
+    """Programs captured at start: how many, for steps of which `sizes` (none: whichever recur, later), the memory that
+    they hold in 10^6 bytes, and how long that took.
+    """
+
+    sizes: tuple[int, ...]
+    programs: int
+    mb: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
     """What a rank runs with: its resolved settings, and what was chosen automatically.
 
-    `config` holds the settings; `draft` is None without one; `kv_gb` is in 10^9 bytes;
-    `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
-    None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the network, between ranks) are
-    those of the process that holds the rank, where one does.
+    `config` holds the settings; `draft` is None without one; `captured` is None where steps are run as they are;
+    `kv_gb` is in 10^9 bytes; `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs`
+    are measured step times, None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the
+    network, between ranks) are those of the process that holds the rank, where one does.
     """
 
     config: EngineConfig
@@ -63,6 +75,8 @@ class RankInfo:
     context_length: int
     vocab_size: int
     attention_backend: str
+    steps_ahead: int
+    captured: CaptureInfo | None
     num_threads: int
     speculative_num_steps: int
     speculative_eagle_topk: int

@@ -17,6 +17,8 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> Rank
         "context_length": 4096,
         "vocab_size": 1_000_000,
         "attention_backend": "torch",
+        "steps_ahead": 0,
+        "captured": None,
         "num_threads": 1,
         "speculative_num_steps": 0,
         "speculative_eagle_topk": 1,

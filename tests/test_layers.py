@@ -28,6 +28,10 @@ GROUND = (
     "metrics",
     "logs",
     "text",
+    "staging",
+    "timing",
+    "tape",
+    "graph",
 )
 LAYERS = (
     "ground",

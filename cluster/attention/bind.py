@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from cluster.arch import LayerGeometry
+from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
 from cluster.kv.pool import KVPool, slot_bytes
 
@@ -15,10 +16,10 @@ def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype) -> int:
 
 
 def bind_attention(
-    layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, device: torch.device
+    layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather
 ) -> tuple[KVPool, TorchAttention]:
     """A pool of `slots` for `layers` (of one rank, all with the same cell), and the attention bound to it."""
     g = layers[0]
-    pool = KVPool(len(layers), slots, g.cell, dtype, device)
+    pool = KVPool(len(layers), slots, g.cell, dtype, gather.device)
     windows = tuple(layer.sliding_window for layer in layers)
-    return pool, TorchAttention(pool, g.heads, windows, g.scale, g.value_dim)
+    return pool, TorchAttention(pool, gather, g.heads, windows, g.scale, g.value_dim)

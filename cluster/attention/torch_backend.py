@@ -1,32 +1,21 @@
 """The attention primitive in plain torch: the reference for every other backend, and the CPU default.
 
-No value that a row may not see affects it, not even NaN. Memory of other requests is not read (`reach_of`), and k and v
+No value that a row may not see affects it, not even NaN. Memory of other requests is not read (`Cells`), and k and v
 of its own request that are not finite never enter the pool (`kept_out`).
 """
 
-import math
 from collections.abc import Sequence
+from math import isfinite, nan, prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.attention.plan import slid
-from cluster.batch import AttentionPlan, Group
+from cluster.attention.cells import Piece
+from cluster.attention.gather import Gather, Part, Reader
+from cluster.batch import HostBounds, Seen
 from cluster.kv.pool import KVPool
-
-
-def run_of(slots: Tensor) -> slice | Tensor:
-    """How the pool is read at `slots` `[R, L]`: by an index `[R * L]`, or by a slice, which copies nothing.
-
-    A slice takes one request with consecutive slots. A GPU always uses the index: testing would force a sync.
-    """
-    flat = slots.reshape(-1)
-    if slots.shape[0] == 1 and flat.shape[0] and flat.device.type == "cpu":
-        first = int(flat[0])
-        if int(flat[-1]) - first == flat.shape[0] - 1 and bool((flat[1:] - flat[:-1] == 1).all()):
-            return slice(first, first + flat.shape[0])
-    return flat
+from cluster.tape import opaque
 
 
 def kept_out(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,18 +24,19 @@ def kept_out(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
     The row that overflowed has NaN as its own output, but its cell is harmless to rows that mask it, for which
     attention multiplies it by 0: a tree node cannot spoil its siblings, nor a draft its own later steps.
     """
-    if kv.is_cpu and math.isfinite(kv.sum().item()):  # on a GPU this test would force a sync
+    if kv.is_cpu and isfinite(kv.sum().item()):  # on a GPU this test would force a sync
         return q, kv
     bad = ~kv.isfinite().flatten(1).all(1)
-    return q.masked_fill(bad[:, None, None], math.nan), kv.masked_fill(bad[:, None, None, None], 0)
+    return q.masked_fill(bad[:, None, None], nan), kv.masked_fill(bad[:, None, None, None], 0)
 
 
 class TorchAttention:
-    """Attends over one runner's pool. Bound to the pool at construction: a batch never carries a pool."""
+    """Attends over one runner's pool. Bound to pool and page table at construction: a batch never carries a pool."""
 
     def __init__(
         self,
         pool: KVPool,
+        gather: Gather,
         heads: int,
         sliding_windows: Sequence[int | None] = (),
         scale: float | None = None,
@@ -57,62 +47,112 @@ class TorchAttention:
         `scale` None is d ** -0.5. A pool whose cells have one part holds latents; the first `value_dim` numbers of each
         are its values.
         """
-        self._pool, self._heads = pool, heads
-        self._kv_heads, self._head_dim = pool.kv.shape[-2:]
-        self._sliding_windows = {layer: width for layer, width in enumerate(sliding_windows) if width is not None}
-        self._scale, self._value_dim = scale, self._head_dim if value_dim is None else value_dim
-        self._plan: AttentionPlan | None = None
-        self._biases: dict[int | None, list[Tensor]] = {}
-        self._reads: list[slice | Tensor] = []
+        self._pool, self._gather, self._heads = pool, gather, heads
+        layers, _, *cell = pool.kv.shape
+        self._kv_heads, self._head_dim = cell[-2:]
+        self._windows = tuple(sliding_windows) or (None,) * layers
+        self._scale = self._head_dim**-0.5 if scale is None else scale
+        self._value_dim = self._head_dim if value_dim is None else value_dim
+        self._repeat, dtype = heads // self._kv_heads, pool.kv.dtype
+        self._reader = Reader(prod(cell) * dtype.itemsize, self._repeat, dtype, set(self._windows))
+        self._write: Tensor | None = None
+        self._parts: list[Part] = []
 
-    def bind(self, plan: AttentionPlan) -> None:
-        """Use `plan` for the calls of the next forward; what all layers share is computed once, here."""
-        repeat = self._heads // self._kv_heads
-        self._plan = plan
-        self._reads = [run_of(group.slots) for group in plan.groups]
-        self._biases = {None: [group.bias.repeat(1, repeat, 1)[:, None] for group in plan.groups]}
-        for width in set(self._sliding_windows.values()):
-            narrow = [slid(group.bias, width) for group in plan.groups]
-            self._biases[width] = [bias.repeat(1, repeat, 1)[:, None] for bias in narrow]
+    def prepare(self, bounds: HostBounds) -> None:
+        """A step within these bounds begins."""
+        self._gather.prepare(bounds)
+
+    def bind(self, seen: Seen) -> None:
+        """Use `seen` for the calls of the next forward; what all layers share is made once, here."""
+        opaque(self._bind, seen)
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
-        assert self._plan is not None
-        memory = self._pool.kv[layer]
+        return opaque(self._attended, layer, q, kv, sinks)
+
+    def _bind(self, seen: Seen) -> None:
+        self._write = seen.write
+        self._parts = self._gather.parts(seen, self._reader)
+        for part in self._parts:
+            part.biases = {width: for_heads(part, bias, self._repeat) for width, bias in part.biases.items()}
+
+    def _attended(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
+        assert self._write is not None
         q, kv = kept_out(q, kv)
-        memory.index_copy_(0, self._plan.write, kv)
-        biases = self._biases[self._sliding_windows.get(layer)]
-        parts = [
-            self._group(
-                memory[read] if isinstance(read, slice) else memory.index_select(0, read), q, group, bias, sinks
-            )
-            for group, read, bias in zip(self._plan.groups, self._reads, biases, strict=True)
-        ]
+        self._pool.kv[layer].index_copy_(0, self._write, kv)
+        parts = [self._attend(layer, q, part, sinks) for part in self._parts]
         if not parts:
             return q.new_zeros(q.shape[0], self._heads * self._value_dim)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _group(self, read: Tensor, q: Tensor, group: Group, bias: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attention of one group; the rep query heads of a kv head are rep * q rows of one matrix."""
-        nkv, d, r, n = self._kv_heads, self._head_dim, group.requests, group.q_rows
-        repeat = self._heads // nkv
-        cells = read.view(r, -1, read.shape[1], nkv, d).permute(2, 0, 3, 1, 4)
-        k, v = cells[0], cells[-1][..., : self._value_dim]
-        rows = q[group.rows].view(r, n, nkv, repeat, d).permute(0, 2, 3, 1, 4).reshape(r, nkv, repeat * n, d)
-        if sinks is None:
-            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=bias, scale=self._scale)
+    def _attend(self, layer: int, q: Tensor, part: Part, sinks: Tensor | None) -> Tensor:
+        """Attention of one part; the rep query heads of a kv head are rep * q rows of one matrix."""
+        nkv, r, n, repeat = self._kv_heads, part.requests, part.q_rows, self._repeat
+        cells = [self._cells(layer, piece, r) for piece in part.pieces]
+        rows = q[part.rows].view(r, n, nkv, repeat, -1).permute(0, 2, 3, 1, 4).reshape(r, nkv, repeat * n, -1)
+        bias = part.biases[self._windows[layer]]
+        column = None if sinks is None else sink_column(sinks.view(nkv, repeat), rows)
+        if len(cells) > 1:
+            out = in_pieces(rows, cells, bias, self._scale, column)
+        elif column is None:
+            out = F.scaled_dot_product_attention(rows, *cells[0], attn_mask=bias, scale=self._scale)
         else:
-            out = with_sinks(rows, k, v, bias, sinks.view(1, nkv, repeat), self._scale or d**-0.5)
+            out = with_sinks(rows, cells[0], bias, self._scale, column)
         out = out.view(r, nkv, repeat, n, -1).permute(0, 3, 1, 2, 4).reshape(r * n, self._heads * self._value_dim)
-        return out if group.back is None else out.index_select(0, group.back)
+        return out if part.back is None else out.index_select(0, part.back)
+
+    def _cells(self, layer: int, piece: Piece, requests: int) -> tuple[Tensor, Tensor]:
+        """Keys `[R, nkv, L, d]` and values `[R, nkv, L, dv]`."""
+        memory, read = self._pool.kv[layer], piece.read
+        found = memory[read] if isinstance(read, slice) else memory.index_select(0, read)
+        cells = found.view(requests, piece.length, *memory.shape[1:]).permute(2, 0, 3, 1, 4)
+        return cells[0], cells[-1][..., : self._value_dim]
 
 
-def with_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor, scale: float) -> Tensor:
+def for_heads(part: Part, bias: Tensor | None, repeat: int) -> Tensor | None:
+    """`bias` `[R or 1, q, c]` over all L cells of `part`, for rep query heads: `[R or 1, 1, rep * q or 1, L]`."""
+    if bias is None:
+        return None
+    if (more := sum(piece.length for piece in part.pieces) - bias.shape[2]) != 0:
+        bias = F.pad(bias, (more, 0))  # cuts what is too long
+    return (bias if part.q_rows == 1 else bias.repeat(1, repeat, 1))[:, None]
+
+
+def sink_column(sinks: Tensor, q: Tensor) -> Tensor:
+    """The logits `[R, nkv, rep * n, 1]` of `sinks` `[nkv, rep]` beside those of q `[R, nkv, rep * n, d]`."""
+    column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, ..., None]
+    return column.to(q.dtype).expand(q.shape[0], -1, -1, 1)
+
+
+def with_sinks(q: Tensor, cells: tuple[Tensor, Tensor], bias: Tensor | None, scale: float, column: Tensor) -> Tensor:
     """Attention whose softmax has one more logit per head, without a value (gpt-oss; arXiv 2309.17453).
 
-    q `[R, nkv, rep * n, d]`, k `[R, nkv, L, d]`, v `[R, nkv, L, dv]`, bias `[R, 1, rep * n, L]`, sinks `[1, nkv, rep]`.
+    q `[R, nkv, rep * n, d]`, k `[R, nkv, L, d]`, v `[R, nkv, L, dv]`, bias as `for_heads` makes it.
     """
-    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale).add_(bias)
-    column = sinks.repeat_interleave(q.shape[2] // sinks.shape[2], 2)[..., None].expand(q.shape[0], -1, -1, 1)
-    weights = torch.cat([scores, column.to(scores.dtype)], -1).softmax(-1)
-    return torch.matmul(weights[..., :-1], v)
+    k, v = cells
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
+    if bias is not None:
+        scores += bias
+    return torch.matmul(torch.cat([scores, column], -1).softmax(-1)[..., :-1], v)
+
+
+def in_pieces(
+    q: Tensor, cells: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, scale: float, column: Tensor | None
+) -> Tensor:
+    """The same over keys and values that lie in several pieces, with a `column` of sinks or without: one softmax over
+    all of them, written out, as their scores are never joined.
+    """
+    q = q * scale
+    scores = [torch.matmul(q, k.transpose(-1, -2)) for k, _ in cells]
+    if bias is not None:
+        for part, own in zip(scores, torch.split(bias, [part.shape[3] for part in scores], -1), strict=True):
+            part += own
+    top = torch.cat([part.amax(-1, keepdim=True) for part in scores] + ([] if column is None else [column]), -1)
+    top = top.amax(-1, keepdim=True)
+    total = torch.zeros_like(top) if column is None else (column - top).exp_()
+    out = q.new_zeros(*q.shape[:-1], cells[0][1].shape[-1])
+    for part, (_, v) in zip(scores, cells, strict=True):
+        part.sub_(top).exp_()
+        total += part.sum(-1, keepdim=True)
+        out += torch.matmul(part, v)
+    return out.div_(total)

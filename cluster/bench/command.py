@@ -14,6 +14,7 @@ from cluster.bench.cases import (
     levels,
     lockstep,
     offline,
+    overlap,
     overload,
     radix,
     rude,
@@ -30,6 +31,7 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "acceptance": acceptance,  # how well the draft predicts
     "levels": levels,  # acceptance by depth of any draft, three levels deep
     "lockstep": lockstep,  # what lockstep costs data-parallel ranks
+    "overlap": overlap,  # what the host does for a step, and how much of it a device waits for
 }
 OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
     "strain": strain,  # steps that take seconds, on a busy machine, and a rank that is stopped

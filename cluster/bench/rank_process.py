@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.bench.ranks import Job, Life, StepRecord
 from cluster.bench.runs import params_of
+from cluster.bench.simulated_device import simulate
 from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_rank
@@ -31,8 +32,14 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> Life:
     config = EngineConfig.from_kwargs(case["settings"])
     engine = build_rank(config, rank, rendezvous if config.tp_size > 1 else None)
     assert isinstance(engine, Engine), "only ranks that take requests are measured"
+    device = None
+    if case["device_ms"]:
+        device = simulate(engine, case["device_ms"] / 1e3, config.max_running_requests, config.overlap)
     try:
-        return _steps(engine, case)
+        life = _steps(engine, case)
+        if device is not None:
+            life.device_gaps, life.device_waits, life.device_sends = device.gaps, device.waited, device.sent
+        return life
     except BaseException as error:
         engine.close(f"{type(error).__name__}: {error}")
         raise

@@ -69,11 +69,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of a gang. It ends when request `until` has ended, or, where that is empty, when all have."""
+    """One run of a gang. It ends when request `until` has ended, or, where that is empty, when all have. With
+    `device_ms` steps run on a simulated device and take so long.
+    """
 
     settings: Mapping[str, Any]
     jobs: Sequence[Job]
     until: str = ""
+    device_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,18 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Life:
-    """What one rank recorded: its steps; by request, the times of its submission and of its outputs, and its tokens."""
+    """What one rank recorded: its steps; by request, the times of its submission and of its outputs, and its tokens.
+
+    `device_gaps`, `device_waits` and `device_sends` are those of a simulated device.
+    """
 
     steps: list[StepRecord] = field(default_factory=list)
     submitted: dict[str, float] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    device_gaps: list[float] = field(default_factory=list)
+    device_waits: list[float] = field(default_factory=list)
+    device_sends: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:

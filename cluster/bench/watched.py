@@ -4,7 +4,7 @@ Depth d is reached when the d - 1 draft tokens before it were accepted. Its cont
 target's distribution there can be computed afterwards from the text alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from cluster.batch import Batch, SamplingBatch
 from cluster.config import EngineConfig, TreeShape
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
+from cluster.forward.choose import scored
+from cluster.forward.draw import Draw
+from cluster.forward.noise import Noise, token_hashes
 from cluster.forward.runner import DraftRunner
-from cluster.forward.sampler import scores
+from cluster.models.vocab import Columns
 from cluster.spec.draft import EagleDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
@@ -53,17 +56,19 @@ class WatchedRanking:
         self.ids, self.levels = ids, list[list[Glance]]()
         self._alone, self._ranking = alone, CoupledRanking(ids, 1)
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        self.levels.append(self._glances(logits, sampling, noise))
-        return self._ranking.propose(logits, sampling, None if self._alone else noise)
+        self.levels.append(self._glances(columns.values[:, None], draw.sampling, draw.noise))
+        return self._ranking.propose(columns, replace(draw, noise=None) if self._alone else draw)
 
-    def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> list[Glance]:
+    def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Noise | None) -> list[Glance]:
         """One for each request, from `logits` `[B, 1, Vd]`."""
         tempered = logits[:, 0] * sampling.inverse_temperature[:, None]
-        kept = None if noise is None else noise.index_select(-1, self.ids)
-        ranked = scores(logits, sampling, kept)[:, 0]
-        coupled, likely = (self.ids[s.topk(WIDTH, -1).indices].tolist() for s in (ranked, tempered))
+        if noise is None:
+            ranked = logits
+        else:
+            ranked = scored(logits, sampling, noise.over(self.ids, token_hashes(self.ids)))
+        coupled, likely = (self.ids[s.topk(WIDTH, -1).indices].tolist() for s in (ranked[:, 0], tempered))
         return [Glance(*seen) for seen in zip(tempered.softmax(-1), coupled, likely, strict=True)]
 
 
@@ -80,7 +85,7 @@ class WatchedDraft:
         self._carried: dict[int, Glance] = {}
         self._tokens = torch.zeros(0)
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """See `Draft.draft`."""
         self._ranking.levels = self._levels = []
         tree = self._draft.draft(batch, carried, noise, shape)
@@ -88,7 +93,7 @@ class WatchedDraft:
         return tree
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """See `Draft.extend`; first records the depths that this step reached."""
         self._note(batch, accepted)

@@ -6,6 +6,7 @@ the rows mean.
 
 import zlib
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from cluster.config import TreeShape
 from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Call, Facts, Ops, PlanRule, StepPlan, script
@@ -13,7 +14,7 @@ from cluster.mesh import Mesh, OutOfStepError
 
 
 class Coordinator:
-    """Keeps one rank in step with its gang. A header also has checksums of the rank's last order and its results."""
+    """Keeps one rank in step with its gang. A header also has checksums of the rank's last order and results."""
 
     def __init__(
         self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None
@@ -23,6 +24,8 @@ class Coordinator:
         self._ops = zlib.crc32(repr((target, draft)).encode())
         self._digest = 0
         self._plan: StepPlan | None = None
+        self._sum: tuple[tuple[object, ...], int] = (), 0
+        self._script: tuple[tuple[object, ...], list[Call]] = (), []
         self.step = self._order = self._results = 0
 
     def header(self) -> Facts:
@@ -64,12 +67,20 @@ class Coordinator:
     def script(self) -> list[Call]:
         """The calls that this rank has to make of its exchange in the step agreed on."""
         assert self._plan is not None, "there is no script before a plan"
-        shape = self._shapes[self._plan.num_steps]
-        return script(self._plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
+        plan = self._plan
+        given = plan.key, plan.order_words, plan.empty or plan.leaving, self._shapes, self._rule.attn_tp
+        if given != self._script[0]:  # it often is that of the step before
+            shape = self._shapes[plan.num_steps]
+            self._script = given, script(plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
+        return self._script[1]
 
-    def decided(self, order: int, results: int) -> None:
-        """Note the checksums of the order that this rank's group ran and of its results, for the next header."""
-        self._order, self._results = order, results
+    def ordered(self, order: int) -> None:
+        """Note the checksum of the order that this rank's group runs, for the next header."""
+        self._order = order
+
+    def decided(self, results: int) -> None:
+        """Note the checksum of what a step decided for this rank's group, for the next header."""
+        self._results = results
 
     def taken(self) -> None:
         """The step agreed on is over."""
@@ -86,10 +97,11 @@ class Coordinator:
 
     def _fingerprint(self) -> int:
         """A checksum of everything besides the facts that determines plans and scripts."""
-        trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]
-        sizes = (self._mesh.world.size, self._mesh.attn.size)
-        rule = (self._rule.attn_tp, self._rule.padding, self._rule.waste)
-        return zlib.crc32(repr((sizes, rule, trees, self._ops)).encode())
+        given = self._mesh.world.size, self._mesh.attn.size, self._rule, self._shapes
+        if any(a is not b for a, b in zip_longest(given, self._sum[0])):
+            trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]
+            self._sum = given, zlib.crc32(repr((given[:3], trees, self._ops)).encode())
+        return self._sum[1]
 
     def _compare(self, name: str, values: list[int], ranks: range) -> None:
         """Raise unless all values are equal. The error names the first rank that differs from the most common value; in

@@ -6,6 +6,7 @@ call is the identity. A rank about to make another call, or one with other row c
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
@@ -14,25 +15,54 @@ from torch import Tensor
 from cluster.dp_attention.orders import shared
 from cluster.dp_attention.plan import Call
 from cluster.mesh import Axis, GangError, Mesh, OutOfStepError
+from cluster.models.exchange import Shards
+from cluster.tape import opaque
 
 T = TypeVar("T")
 
 
 class Exchange:
-    """`TokenExchange` over a mesh. The rows of an attention group are the same on each of its ranks.
+    """`TokenExchange` over a mesh, and `Shards` of its vocabulary. A group's rows are the same on each of its ranks.
 
     `vocab_over_world`: embedding and head are sharded over all ranks; otherwise over the attention group.
     """
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, vocab_over_world: bool = False) -> None:
-        self._mesh, self._dtype, self._wide = mesh, dtype, vocab_over_world and mesh.attn_dp > 1
+        self._mesh, self._dtype, self.wide = mesh, dtype, vocab_over_world and mesh.attn_dp > 1
+        self._vocab = mesh.world if self.wide else mesh.attn
+        self.size = self._vocab.size
         self._script: deque[Call] = deque()
         self._call = Call("before the script", "", ())
         self._step = 0
 
+    @property
+    def shards(self) -> Shards | None:
+        """Those of embedding and head, if there are several."""
+        return None if self.size == 1 else self
+
     def begin(self, step: int, calls: Iterable[Call]) -> None:
         """Begin a step, with the calls of its script."""
         self._step, self._script = step, deque(calls)
+
+    @property
+    def rest(self) -> tuple[Call, ...]:
+        """The calls that the script still has."""
+        return tuple(self._script)
+
+    def replay(self, calls: Iterable[Call]) -> None:
+        """Take all that is left of the script off at once, for a captured program that makes these `calls`.
+
+        Raises:
+            OutOfStepError: naming the first that is not the script's.
+        """
+        for number, (call, planned) in enumerate(zip_longest(calls, self._script)):
+            if call != planned:
+                self._call = planned or self._call
+                would = "ends" if call is None else f"calls {call.op} of rows {list(call.rows)} in phase {call.phase}"
+                comes = "the step ends" if planned is None else f"{self._next_words()} comes next"
+                raise self._off(f"is about to replay a program that {would} as its call {number} where {comes}")
+        self._script.clear()
+        self._call = self._call._replace(phase="replay")
 
     def end(self) -> None:
         """Check that the step has made all calls of its script.
@@ -72,25 +102,46 @@ class Exchange:
         """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
         call = self._next("embed")
         self._check(ids, self._own(call))
-        if self._wide:
+        if self.wide:
             return self._collect(lookup(self._spread(ids, call)), call)
         rows = lookup(ids)
         self._check(rows, self._own(call), call.width)
         return self._summed(rows)
 
-    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
-        """Rows `[T, H]` -> logits of all shards `[T, n * v]`, where `project` gives this shard's columns `[T, v]`."""
-        call, axis = self._next("head"), self._mesh.attn
-        own = self._own(call)
-        self._check(rows, own, call.width)
-        if not self._wide:
-            logits, counts = project(rows), [own] * axis.size
-            self._check(logits, own, call.columns)
-            return self._run(axis, lambda: axis.swap(logits.repeat(axis.size, 1), counts))
-        axis, counts = self._mesh.world, self._counts(call)
-        logits = project(self._spread(rows, call))
-        self._check(logits, sum(counts), call.columns)
-        return self._join(self._run(axis, lambda: axis.swap(logits, counts)), call)
+    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
+        """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows that it scores, made by `project`, and where own
+        rows begin among them.
+        """
+        call = self._next("head")
+        self._check(rows, self._own(call), call.width)
+        logits = project(self._spread(rows, call) if self.wide else rows)
+        self._check(logits, self._scored(call), call.columns)
+        return logits, self._first(call)
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """Int64 of own rows `[T, k]` -> of the rows of every group, `[T', k]`."""
+        call = self._next("spread")
+        self._check(numbers, self._own(call), call.width, torch.int64)
+        return self._spread(numbers, call)
+
+    def highest(self, numbers: Tensor) -> Tensor:
+        """Float64 of each row scored, `[T', 1]` -> the highest of all shards."""
+        call = self._next("highest")
+        self._check(numbers, self._scored(call), call.width, torch.float64)
+        return self._every(numbers).amax(0)
+
+    def add(self, numbers: Tensor) -> Tensor:
+        """Int64 of each row scored, `[T', k]` -> their sums over all shards."""
+        call = self._next("add")
+        self._check(numbers, self._scored(call), call.width, torch.int64)
+        return self._run(self._vocab, lambda: self._vocab.all_reduce(numbers))
+
+    def compare(self, numbers: Tensor) -> Tensor:
+        """Float64 of each row scored, `[T', k]` -> what all shards have of own rows, `[n, T, k]`."""
+        call = self._next("compare")
+        self._check(numbers, self._scored(call), call.width, torch.float64)
+        first = self._first(call)
+        return self._every(numbers)[:, first : first + self._own(call)]
 
     def _next(self, op: str) -> Call:
         """Take the next call off the script; it must be `op`."""
@@ -103,16 +154,24 @@ class Exchange:
             raise self._off(f"calls {op} where {self._next_words()} comes next")
         return self._call
 
-    def _check(self, rows: Tensor, count: int, width: int | None = None) -> None:
+    def _check(self, rows: Tensor, count: int, width: int | None = None, dtype: torch.dtype | None = None) -> None:
         """Raise unless `rows` have the planned shape and dtype; `width` is None for token ids `[T]`."""
         planned = (count,) if width is None else (count, width)
-        dtype = torch.int64 if width is None else self._dtype
+        dtype = torch.int64 if width is None else dtype or self._dtype
         if rows.shape != planned or rows.dtype != dtype:
             brings = f"brings {list(rows.shape)} of {rows.dtype}"
             raise self._off(f"{brings} to {self._call.op} where {list(planned)} of {dtype} are planned")
 
     def _own(self, call: Call) -> int:
         return call.rows[self._mesh.dp_rank]
+
+    def _scored(self, call: Call) -> int:
+        """T', the rows that each shard of the vocabulary scores."""
+        return sum(call.rows) if self.wide else self._own(call)
+
+    def _first(self, call: Call) -> int:
+        """Where own rows begin among these."""
+        return sum(call.rows[: self._mesh.dp_rank]) if self.wide else 0
 
     def _next_words(self) -> str:
         return f"{self._call.op} of rows {list(self._call.rows)}"
@@ -123,8 +182,15 @@ class Exchange:
 
     def _run(self, axis: Axis, collective: Callable[[], T]) -> T:
         """Run one collective over `axis`, and check that it was entered exactly once."""
+        if axis.size == 1:
+            return collective()
+        result: T = opaque(self._entered, collective, self._next_words())
+        return result
+
+    def _entered(self, collective: Callable[[], T], words: str) -> T:
+        """The result of a collective, which a tape enters in every replay; `words` say what it is for."""
         clock = self._mesh.world.clock
-        entered = clock.calls + (axis.size > 1)
+        entered = clock.calls + 1
         try:
             result = collective()
         except GangError:
@@ -132,7 +198,7 @@ class Exchange:
         except RuntimeError as error:
             raise self._mesh.explain(error) from error
         if clock.calls != entered:
-            raise self._off(f"did not enter the collective of {self._next_words()} exactly once")
+            raise self._off(f"did not enter the collective of {words} exactly once")
         return result
 
     def _counts(self, call: Call) -> list[int]:
@@ -153,6 +219,12 @@ class Exchange:
         start, stop = self._mesh.attn.part.span(rows.shape[0])
         counts = self._counts(call)
         return self._run(world, lambda: world.gather(rows[start:stop], counts))
+
+    def _every(self, numbers: Tensor) -> Tensor:
+        """Numbers of the rows scored, `[T', k]` -> those of all shards, `[n, T', k]`."""
+        axis, (count, width) = self._vocab, numbers.shape
+        every = self._run(axis, lambda: axis.gather(numbers, [count] * axis.size))
+        return every.view(axis.size, count, width)
 
     def _collect(self, rows: Tensor, call: Call) -> Tensor:
         """Partial sums of every group's rows -> own rows, summed over the world."""

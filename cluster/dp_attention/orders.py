@@ -3,28 +3,31 @@
 For the slot and sampling tables an order carries only the changes, so a step costs a few hundred integers.
 """
 
-import struct
 import zlib
 from array import array
 from collections.abc import Iterator
 
 import torch
 
-from cluster.batch import Order, PageCopy, PromptChunk, Sampling, SlotWrite
+from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.mesh import Axis
+from cluster.staging import bits_of, float_of
 
 
 def pack(order: Order) -> list[int]:
     """`order` as 64-bit integers."""
-    words = [int(order.noisy), int(order.filtered), int(order.logprobs), len(order.decodes)]
+    words = [int(order.mode), len(order.decodes)]
     for pair in order.decodes:
+        words += pair
+    words.append(len(order.lens))
+    for pair in order.lens:
         words += pair
     words.append(len(order.chunks))
     for chunk in order.chunks:
         words += (chunk.row, chunk.start, chunk.stop, int(chunk.final), *chunk.tokens)
     words.append(len(order.samplings))
     for s in order.samplings:
-        words += (s.row, _bits(s.temperature), s.top_k, _bits(s.top_p), _bits(s.min_p), s.seed)
+        words += (s.row, bits_of(s.temperature), s.top_k, bits_of(s.top_p), bits_of(s.min_p), s.seed)
     words.append(len(order.writes))
     for write in order.writes:
         words += write
@@ -37,18 +40,16 @@ def pack(order: Order) -> list[int]:
 def unpack(words: list[int]) -> Order:
     """The order that `pack` made `words` of."""
     w = iter(words)
-    noisy, filtered, logprobs = bool(next(w)), bool(next(w)), bool(next(w))
     return Order(
-        noisy=noisy,
-        filtered=filtered,
-        logprobs=logprobs,
+        mode=Mode(next(w)),
         decodes=tuple((next(w), next(w)) for _ in range(next(w))),
+        lens=tuple((next(w), next(w)) for _ in range(next(w))),
         chunks=tuple(_chunk(w) for _ in range(next(w))),
         samplings=tuple(
-            Sampling(next(w), _float(next(w)), next(w), _float(next(w)), _float(next(w)), next(w))
+            Sampling(next(w), float_of(next(w)), next(w), float_of(next(w)), float_of(next(w)), next(w))
             for _ in range(next(w))
         ),
-        writes=tuple(SlotWrite(next(w), next(w), next(w)) for _ in range(next(w))),
+        writes=tuple(PageWrite(next(w), next(w), next(w)) for _ in range(next(w))),
         copies=tuple(PageCopy(next(w), next(w), next(w)) for _ in range(next(w))),
     )
 
@@ -68,13 +69,3 @@ def shared(words: list[int], count: int, axis: Axis) -> list[int]:
 def _chunk(w: Iterator[int]) -> PromptChunk:
     row, start, stop, final = next(w), next(w), next(w), bool(next(w))
     return PromptChunk(row, start, stop, final, tuple(next(w) for _ in range(stop - start + (not final))))
-
-
-def _bits(value: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits
-
-
-def _float(bits: int) -> float:
-    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return value

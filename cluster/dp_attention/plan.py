@@ -6,9 +6,15 @@ Legend: G attention groups (data-parallel ranks); R decoding requests, c prompt 
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Literal, NamedTuple
 
+from cluster.batch import Mode
 from cluster.config import TreeShape
+from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, most
+from cluster.forward.choose import TOP_LOGPROBS
+from cluster.forward.sharded import CHOSEN, ShardedHead, proposed
 
 Padding = Literal["auto", "padded", "exact"]
 
@@ -17,10 +23,12 @@ class Facts(NamedTuple):
     """One rank's row: a header that must be the same on all ranks, then what its group brings to the step.
 
     Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` counts the
-    collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts; within a
-    group `order` and `results` must be the same too, checksums of the last order and of the tokens that came of it.
+    collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts,
+    `captured` one of the programs that the rank can replay; within a group `order` and `results` must be the same too,
+    checksums of the last order and the last results read.
     Sizes: `decodes` requests decode, `prompt_rows` prompt rows are in the step, `finals` prompts finish, `order_words`
-    is the length of the order for the group's followers, `num_steps` the deepest tree that the rank votes for,
+    is the length of the order for the group's followers, `mode` that order's, `num_steps` the deepest tree that the
+    rank votes for,
     `requests` counts its waiting and running ones, `leaving` asks to end the gang, `decode_us` is the predicted time of
     the group's decoding alone.
     """
@@ -40,18 +48,23 @@ class Facts(NamedTuple):
     order: int = 0
     results: int = 0
     decode_us: int = 0
+    mode: int = 0
+    captured: int = 0
 
 
-HEADER = ("epoch", "step", "digest", "calls", "rule")
+HEADER = ("epoch", "step", "digest", "calls", "rule", "captured")
 GROUP_HEADER = ("order", "results")
+
+
+Key = tuple[int, int, tuple[Sizes, ...]]
 
 
 class StepPlan(NamedTuple):
     """What every rank runs in one step; entry g of each tuple belongs to attention group g.
 
-    When `padded`, every group runs the rows of the largest one (equal parts in the exchange, and one shape per graph
-    bucket); otherwise each runs its own and the exchange sends exact counts. `num_steps` is the tier, the minimum of
-    the votes. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
+    `decodes`, `prompt_rows` and `finals` are what requests need, `sizes` what is run. `captured`: the step runs as a
+    program of its `key`, which is captured or about to be. `num_steps` is the tier, the minimum of the votes, `mode`
+    whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
     """
 
     step: int
@@ -59,11 +72,18 @@ class StepPlan(NamedTuple):
     prompt_rows: tuple[int, ...]
     finals: tuple[int, ...]
     order_words: tuple[int, ...]
-    padded: bool
+    sizes: tuple[Sizes, ...]
+    captured: bool
     num_steps: int
     quiet: bool
     leaving: bool
     decode_us: tuple[int, ...]
+    mode: Mode = Mode(0)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no group has a row: nothing is run, whoever has requests waits for results of steps under way."""
+        return not (any(self.decodes) or any(self.prompt_rows))
 
     @property
     def digest(self) -> int:
@@ -71,60 +91,79 @@ class StepPlan(NamedTuple):
         return zlib.crc32(repr(tuple(self)).encode())
 
     @property
-    def planned_decodes(self) -> tuple[int, ...]:
-        """R of each group, idle rows included."""
-        return (max(self.decodes),) * len(self.decodes) if self.padded else self.decodes
+    def key(self) -> Key:
+        """What decides every shape and every choice of a step's program."""
+        return self.num_steps, int(self.mode), self.sizes
 
-    @property
-    def planned_prompt_rows(self) -> tuple[int, ...]:
-        """c of each group, idle rows included."""
-        return (max(self.prompt_rows),) * len(self.prompt_rows) if self.padded else self.prompt_rows
-
-    def idle(self, group: int) -> tuple[int, int]:
-        """How many idle requests and idle prompt rows fill the plan of a group."""
-        requests = self.planned_decodes[group] - self.decodes[group]
-        return requests, self.planned_prompt_rows[group] - self.prompt_rows[group]
+    def idle(self, group: int) -> Sizes:
+        """What fills the plan of a group: idle requests, idle prompt rows, and ends of prompts that there are not."""
+        run = self.sizes[group]
+        return Sizes(
+            run.decodes - self.decodes[group],
+            run.prompt_rows - self.prompt_rows[group],
+            run.finals - self.finals[group],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRule:
     """What determines the plan besides the facts; the same on every rank.
 
-    `waste` is the largest share of idle rows that padding may add under `auto`: on a GPU equal parts and one graph
-    bucket are worth up to half; a CPU gains nothing from them.
+    `waste` is the largest share of idle rows that padding may add under `auto`: on a GPU equal parts and one program
+    for all are worth up to half; a CPU gains nothing from them. `buckets` are the sizes of captured programs, None
+    where nothing is captured.
     """
 
     attn_tp: int
     padding: Padding
     waste: float
+    buckets: Buckets | None = None
 
     def plan(self, table: Sequence[Facts], shape: TreeShape) -> StepPlan:
         """The plan that follows from the facts of all ranks; a group's facts are its leader's."""
         groups = table[:: self.attn_tp]
-        nodes = shape.num_draft_tokens
-        rows = [f.decodes * nodes + f.prompt_rows for f in groups]
-        most = max(f.decodes for f in groups) * nodes + max(f.prompt_rows for f in groups)
-        padded = self.padding == "padded"
-        if self.padding == "auto":
-            padded = len(groups) * most - sum(rows) <= self.waste * len(groups) * most
+        real = tuple(Sizes(f.decodes, f.prompt_rows, f.finals) for f in groups)
+        sizes, captured = self._sizes(real, shape.num_draft_tokens)
         return StepPlan(
             step=table[0].step,
             decodes=tuple(f.decodes for f in groups),
             prompt_rows=tuple(f.prompt_rows for f in groups),
             finals=tuple(f.finals for f in groups),
             order_words=tuple(f.order_words for f in groups),
-            padded=padded,
+            sizes=sizes,
+            captured=captured,
             num_steps=min(f.num_steps for f in groups),
             quiet=not any(f.requests for f in table),
             leaving=any(f.leaving for f in table),
             decode_us=tuple(f.decode_us for f in groups),
+            mode=Mode(reduce(or_, (f.mode for f in groups))),
         )
+
+    def _sizes(self, real: tuple[Sizes, ...], nodes: int) -> tuple[tuple[Sizes, ...], bool]:
+        """What each group runs, and whether as a captured program: not if some group is too large for one.
+
+        When padded, every group runs the rows of the largest one (equal parts in the exchange, and one program for
+        many loads); otherwise each runs its own and the exchange sends exact counts.
+        """
+        largest, rows = most(real), [own.rows(nodes) for own in real]
+        padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
+        if self.padding == "auto":
+            padded = all_rows - sum(rows) <= self.waste * all_rows
+        if self.buckets is not None:
+            fitted = [self.buckets.fitted(real if padded else (own,)) for own in real]
+            within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)
+            if len(within) == len(real):
+                return within, True
+        if padded:
+            return tuple(largest._replace(finals=own.finals) for own in real), False
+        return real, False
 
 
 class Call(NamedTuple):
     """One entry of a step's script: the exchange method that comes next, and the rows of each group that enter it.
 
-    Rows are `width` wide; those of a head become `columns` logits on each rank.
+    Rows are `width` wide; those of a head become `columns` logits on each rank. Where the head is sharded over the
+    world, every rank goes on with the rows of all groups.
     """
 
     phase: str
@@ -139,12 +178,14 @@ class Ops(NamedTuple):
 
     `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row. A draft
     of several layers has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all run.
+    `sharded` says what follows a head of which each rank has a shard.
     """
 
     forward: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
     width: int = 0
     columns: int = 0
+    sharded: ShardedHead | None = None
     runners: int = 1
 
 
@@ -154,26 +195,34 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
 
     A rank that is about to make another call is out of step; `Exchange` raises before that can reach its peers.
     """
-    if plan.quiet or plan.leaving:
+    if plan.empty or plan.leaving:
         return []
-    r, c = plan.planned_decodes, plan.planned_prompt_rows
+    r, c, finals = zip(*plan.sizes, strict=True)
     levels = tuple(n * shape.topk for n in r)
     calls = [Call("order", "share", plan.order_words)] if followed else []
 
-    def forward(phase: str, ops: Ops, rows: tuple[int, ...], head_rows: tuple[int, ...]) -> None:
+    def forward(phase: str, ops: Ops, rows: tuple[int, ...]) -> None:
         calls.extend(Call(phase, op, rows, ops.width) for op in ops.forward)
-        calls.extend(Call(phase, op, head_rows, ops.width, ops.columns) for op in ops.head)
+
+    def choice(phase: str, ops: Ops, rows: tuple[int, ...], told: int) -> None:
+        calls.extend(Call(phase, op, rows, ops.width, ops.columns) for op in ops.head)
+        if ops.sharded is not None:
+            calls.extend(Call(phase, op, rows, width) for op, width in ops.sharded.choosing(plan.mode, told))
 
     if draft is not None:
+        best = proposed(shape.topk, draft.columns)
         for level in range(1, shape.num_steps):
-            rows = levels if draft.runners == 1 else tuple(n * level for n in levels)
-            forward("draft", draft, rows, levels)
+            forward("draft", draft, levels if draft.runners == 1 else tuple(n * level for n in levels))
+            choice("draft", draft, levels, best)
     tree_rows = tuple(n * shape.num_draft_tokens for n in r)
-    target_rows = tuple(a + b for a, b in zip(tree_rows, c, strict=True))
-    forward("target", target, target_rows, tuple(a + f for a, f in zip(tree_rows, plan.finals, strict=True)))
+    forward("target", target, tuple(a + b for a, b in zip(tree_rows, c, strict=True)))
+    choice("target", target, tuple(a + f for a, f in zip(tree_rows, finals, strict=True)), CHOSEN)
+    width = shape.num_steps + 1
     if draft is not None:
-        extend_rows = tuple(n * (shape.num_steps + 1) + b for n, b in zip(r, c, strict=True))
-        for _ in range(draft.runners - 1):
-            calls.extend(Call("extend", op, extend_rows, draft.width) for op in draft.forward)
-        forward("extend", draft, extend_rows, tuple(n + f for n, f in zip(r, plan.finals, strict=True)))
+        for _ in range(draft.runners):
+            forward("extend", draft, tuple(n * width + b for n, b in zip(r, c, strict=True)))
+        choice("extend", draft, tuple(n + f for n, f in zip(r, finals, strict=True)), best)
+    if target.sharded is not None and Mode.LOGPROBS in plan.mode:
+        rows = tuple(n * width + f for n, f in zip(r, finals, strict=True))
+        calls.extend(Call("extend", op, rows, numbers) for op, numbers in target.sharded.asking(TOP_LOGPROBS))
     return calls

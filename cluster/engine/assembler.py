@@ -1,100 +1,152 @@
-"""An order (plain values) becomes a batch (tensors)."""
+"""An order (plain values) becomes a batch (tensors): what a step needs from the host goes to the device in one copy.
+
+`send` does what depends on how much has changed since the last step; `batch` is the beginning of the step's program,
+which is the same for all orders of one shape.
+"""
 
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import causal_bias, partly_written, reach_of, window_group
-from cluster.batch import Batch, Group, Order, PromptChunk, PromptRows
-from cluster.forward.sampler import SamplingTable
-from cluster.kv.slots import SlotTable
+from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
+from cluster.forward.runner import AttentionBackend
+from cluster.forward.sampling import SamplingTable
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import SlotMemory, cells_of
+from cluster.staging import Sent, Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the program of a step takes from the host: numbers on the device, and what decides its shapes."""
+
+    sent: Sent
+    decodes: int
+    mode: Mode
 
 
 class Assembler:
-    """Builds batches against one rank's slot table and sampling table."""
+    """Builds batches against one rank's page table and sampling table, which it keeps up to date on the device."""
 
-    def __init__(self, table: SlotTable, sampling: SamplingTable, window: int, dtype: torch.dtype) -> None:
-        self._slots, self._table, self._sampling = table, table.slots, sampling
-        self._window, self._dtype = window, dtype
-        self._device = table.slots.device
-        self._no_prompt = self._prompt(())
+    def __init__(
+        self,
+        table: PageTable,
+        sampling: SamplingTable,
+        window: int,
+        slots: Ordered[SlotMemory],
+        attentions: Ordered[AttentionBackend],
+    ) -> None:
+        """`window` are the slots that a request may write in a step, `slots` is all memory that has slots; `attentions`
+        learn the bounds of every step.
+        """
+        self._table, self._sampling, self._slots, self._attentions = table, sampling, slots, attentions
+        self._device = table.device_pages.device
+        self._ahead = torch.arange(window, device=self._device)
+        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._no_prompt = PromptRows(none, none, none, none, none, None, none, none)
 
     @property
     def idle_row(self) -> int:
         """The table row of idle requests."""
-        return self._slots.idle_row
+        return self._table.idle_row
 
-    def follow(self, order: Order) -> None:
-        """Bring the slot table to where the leader's is."""
-        self._slots.replay(order.writes)
+    def send(self, order: Order) -> Inputs:
+        """Bring the tables and the pools up to date, and send what the step needs."""
+        staging = Staging(self._device)
+        finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
+        staging.add("rows", [row for row, _ in order.decodes] + finals)
+        if order.chunks:
+            _stage_prompt(order, staging, self.idle_row)
+        inputs = len(staging)
+        changes = bool(order.lens or order.copies or order.writes or order.samplings)
+        if changes:
+            staging.add("set", (row for row, _ in order.lens))
+            staging.add("lens", (count for _, count in order.lens))
+            staging.add("copies", cells_of(order.copies, self._table.page_size))
+            _stage_writes(order.writes, staging)
+            self._sampling.stage(order.samplings, staging)
+        sent = staging.sent()
+        if changes:
+            sent, rest = sent.cut(inputs)
+            self._change(order, rest.lists())
+        longest = max((most for _, most in order.decodes), default=0)
+        bounds = HostBounds(longest, tuple((chunk.start, chunk.stop) for chunk in order.chunks))
+        for attention in self._attentions:
+            attention.prepare(bounds)
+        return Inputs(sent, len(order.decodes), order.mode)
 
-    def batch(self, order: Order) -> Batch:
-        """The batch of this step."""
-        for s in order.samplings:
-            self._sampling.put(s)
-        decodes = len(order.decodes)
-        finals = [chunk.row for chunk in order.chunks if chunk.final]
-        rows = self._ints([row for row, _ in order.decodes] + finals)
-        committed = [count for _, count in order.decodes]
-        seq_lens = self._ints(committed)
-        longest = max(committed, default=0)
+    def _change(self, order: Order, changes: dict[str, Tensor]) -> None:
+        if order.writes:
+            self._table.apply(changes["cleared"], changes["written"].view(3, -1))
+        if order.samplings:
+            self._sampling.put(changes)
+        if order.lens:
+            self._table.commit(changes["set"], changes["lens"])
+        if order.copies:
+            for memory in self._slots:
+                memory.move_kv_cache(*changes["copies"].view(2, -1))
+
+    def batch(self, inputs: Inputs) -> Batch:
+        """The batch of a step."""
+        sent = inputs.sent.lists()
+        rows = sent["rows"]
+        decode_rows = rows[: inputs.decodes]
+        seq_lens = self._table.lens.index_select(0, decode_rows)
         return Batch(
-            decodes=decodes,
             rows=rows,
+            decode_rows=decode_rows,
             seq_lens=seq_lens,
-            reach=reach_of(self._table, rows[:decodes], seq_lens, longest, self._window, self._dtype),
-            sampling=self._sampling.take(rows, order.noisy, order.filtered),
-            prompt=self._prompt(order.chunks) if order.chunks else self._no_prompt,
-            logprobs=order.logprobs,
+            window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + self._ahead),
+            sampling=self._sampling.take(rows, Mode.NOISY in inputs.mode, Mode.FILTERED in inputs.mode),
+            prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
+            logprobs=Mode.LOGPROBS in inputs.mode,
         )
 
-    def _ints(self, values: Ordered[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    def _prompt(self, chunks: Ordered[PromptChunk]) -> PromptRows:
-        tokens: list[int] = []
-        after: list[int] = []
-        finals: list[int] = []
-        for chunk in chunks:
-            tokens += chunk.tokens[: chunk.stop - chunk.start]
-            after += chunk.tokens[1:]
-            if chunk.final:
-                after.append(0)
-                finals.append(len(tokens) - 1)
-        lengths = self._ints([chunk.stop - chunk.start for chunk in chunks])
-        starts = self._ints([chunk.start for chunk in chunks])
-        table_rows = self._ints([chunk.row for chunk in chunks])
-        first_rows = lengths.cumsum(0) - lengths
-        within = torch.arange(len(tokens), device=self._device) - first_rows.repeat_interleave(lengths)
-        positions = starts.repeat_interleave(lengths) + within
+    def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:
         return PromptRows(
-            token_ids=self._ints(tokens),
-            next_ids=self._ints(after),
-            positions=positions,
-            write=self._table[table_rows.repeat_interleave(lengths), positions],
-            groups=tuple(self._groups(chunks, table_rows, starts, lengths, first_rows)),
-            final_rows=self._ints(finals),
-            final_lens=self._ints([chunk.stop for chunk in chunks if chunk.final]),
+            rows=sent["token rows"],
+            token_ids=sent["tokens"],
+            next_ids=sent["next"],
+            positions=sent["positions"],
+            write=self._table.slots(sent["token rows"], sent["positions"]),
+            text=Text(sent["chunk rows"], sent["starts"], sent["indptr"]),
+            final_rows=sent["final rows"],
+            final_lens=sent["final lens"],
         )
 
-    def _groups(
-        self, chunks: Ordered[PromptChunk], table_rows: Tensor, starts: Tensor, lengths: Tensor, first_rows: Tensor
-    ) -> list[Group]:
-        """Groups of chunks whose longest is at most twice the shortest, padded to the longest."""
-        groups, begin = [], 0
-        sizes = [chunk.stop - chunk.start for chunk in chunks]
-        for end in range(1, len(chunks) + 1):
-            if end < len(chunks) and sizes[end] <= 2 * sizes[begin]:
-                continue
-            q, part = sizes[end - 1], slice(begin, end)
-            longest = max(chunk.start for chunk in chunks[part])
-            reach = reach_of(self._table, table_rows[part], starts[part], longest, q, self._dtype)
-            reach = partly_written(reach, lengths[part])
-            row = torch.arange(q, device=self._device)
-            real = row < lengths[part, None]
-            rows = (first_rows[part, None] + torch.where(real, row, 0)).view(-1)
-            back = None if sizes[begin] == q else real.view(-1).nonzero()[:, 0]
-            groups.append(window_group(reach, causal_bias(q, self._dtype, self._device), rows, back))
-            begin = end
-        return groups
+
+def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
+    cleared = [write.row for write in writes if write.entry < 0]
+    staging.add("cleared", cleared)
+    staging.add("written", (number for column in zip(*writes[len(cleared) :], strict=True) for number in column))
+
+
+def _stage_prompt(order: Order, staging: Staging, idle_row: int) -> None:
+    chunks, idle = order.chunks, order.idle_finals
+    empty = max(0, order.chunk_places - len(chunks))
+    tokens: list[int] = []
+    after: list[int] = []
+    indptr = [0]
+    final_rows: list[int] = []
+    for chunk in chunks:
+        tokens += chunk.tokens[: _length(chunk)]
+        indptr.append(len(tokens))
+        after += chunk.tokens[1:]
+        if chunk.final:
+            after.append(0)
+            final_rows.append(len(tokens) - 1)
+    staging.add("tokens", tokens)
+    staging.add("next", after)
+    staging.add("positions", (at for chunk in chunks for at in range(chunk.start, chunk.stop)))
+    staging.add("token rows", (chunk.row for chunk in chunks for _ in range(_length(chunk))))
+    staging.add("final rows", final_rows + [0] * idle)
+    staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final] + [0] * idle)
+    staging.add("indptr", indptr + [len(tokens)] * empty)
+    staging.add("starts", [chunk.start for chunk in chunks] + [0] * empty)
+    staging.add("chunk rows", [chunk.row for chunk in chunks] + [idle_row] * empty)
+
+
+def _length(chunk: PromptChunk) -> int:
+    return chunk.stop - chunk.start

@@ -14,16 +14,19 @@ from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler
 from cluster.engine.calibrate import measure_pace
+from cluster.engine.captures import capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, load_models
 from cluster.engine.prefill_share import Pace
+from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
-from cluster.forward.sampler import SamplingTable
-from cluster.kv.pool import Pools, SlotMemory
+from cluster.forward.runner import DraftRunner, TargetRunner
+from cluster.forward.sampling import SamplingTable
+from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
@@ -31,7 +34,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
-from cluster.status import RankInfo
+from cluster.status import CaptureInfo, RankInfo
 from cluster.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -59,8 +62,11 @@ class Prepared:
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
-        ranking = CoupledRanking(runners[0].model.target_ids, topk)
-        return EagleDraft(runners[0], ranking) if len(runners) == 1 else MultiLayerDraft(runners, ranking)
+        model = runners[0].model
+        ranking = CoupledRanking(model.target_ids, topk, model.own_ids)
+        if len(runners) == 1:
+            return EagleDraft(runners[0], ranking)
+        return MultiLayerDraft(runners, ranking, self.memory.cache.table)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -122,7 +128,8 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepa
     _same_everywhere(resolved, mesh)
     _threads(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
-    models = load_models(resolved, mesh, device, context_length + resolved.shape.num_steps + 2)
+    deepest = context_length + 2 * resolved.shape.num_steps + 3  # a step that began before its request's end was known
+    models = load_models(resolved, mesh, device, deepest)
     return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
 
 
@@ -136,10 +143,12 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     lockstep = _lockstep(prepared, draft)
     _check_sample(prepared, lockstep)
     pace = _pace(prepared, lockstep)
+    captures = captures_of(resolved.config, prepared.device)
+    captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
     memory.watch.take()
     name = Path(resolved.config.model_path).name or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.num_steps)
-    info = _info(prepared, pace)
+    info = _info(prepared, pace, captured)
     logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
@@ -166,20 +175,34 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
     config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
     rows, shapes = config.max_running_requests + 1, tiers(shape)
     carried = EagleDraftInput.create_idle_input(prepared.resolved.draft, shape.topk, dtype, device, rows)
-    kept: list[SlotMemory] = [memory.target_runner.pool, *(runner.pool for runner in memory.draft_runner_list)]
+    runners: list[TargetRunner | DraftRunner] = [memory.target_runner, *memory.draft_runner_list]
+    slots: list[SlotMemory] = [runner.pool for runner in runners]
+    attentions = [runner.attention for runner in runners]
     if isinstance(draft, MultiLayerDraft):
-        kept.append(draft)
-    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0)
+        slots.append(draft)
+    captures = captures_of(config, device)
+    buckets = None if captures is None else captures.buckets
+    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0, buckets)
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
-        assembler=Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, dtype),
-        step=Step(memory.target_runner, draft, carried, mesh.enter),
+        programs=Programs(
+            Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, slots, attentions),
+            Step(memory.target_runner, draft, carried, memory.cache.table, mesh.enter),
+            models.exchange,
+            mesh.world.clock,
+            None if captures is None else captures.capture,
+        ),
         shapes=shapes,
-        pools=Pools(kept, config.page_size, device),
+        lag=_lag(config, device),
         debug=config.debug_lockstep,
     )
+
+
+def _lag(config: EngineConfig, device: torch.device) -> int:
+    """Steps that the host is ahead; a CPU has ended a step when the host comes back from it."""
+    return int(config.overlap and device.type == "cuda")
 
 
 def _check_sample(prepared: Prepared, lockstep: Lockstep) -> None:
@@ -245,7 +268,7 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     return TextTokenizer.load(folder)
 
 
-def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
+def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens = pages * config.page_size
@@ -258,6 +281,8 @@ def _info(prepared: Prepared, pace: Pace | None) -> RankInfo:
         context_length=prepared.context_length,
         vocab_size=resolved.target.vocab_size,
         attention_backend="torch",
+        steps_ahead=_lag(config, prepared.device),
+        captured=captured,
         num_threads=torch.get_num_threads(),
         speculative_num_steps=shape.num_steps,
         speculative_eagle_topk=shape.topk,

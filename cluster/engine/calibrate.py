@@ -7,8 +7,6 @@ machine which is busy for a moment does not distort the pace for good.
 import time
 from dataclasses import dataclass, field
 
-import torch
-
 from cluster.batch import Order, PromptChunk, Sampling
 from cluster.config import EngineConfig
 from cluster.engine.lockstep import Lockstep
@@ -42,7 +40,7 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
             pace = fit(trial.time, *given)
     if trial.lease is not None:
         cache.close(trial.lease, tokens, 0)
-    lockstep.mesh.world.clock.take()
+    lockstep.mesh.world.clock.split()
     return pace
 
 
@@ -89,14 +87,14 @@ class _Trial:
         order, deepest = Order(), len(self.lockstep.shapes) - 1
         if self.lease is not None:
             order, self._first = self._first, Order()
-            order = order._replace(decodes=((self.lease.row, load.committed),) * load.decodes)
+            at = (self.lease.row, load.committed)
+            order = order._replace(decodes=(at,) * load.decodes, lens=(at,))
             if load.rows and (load.crowd or self.lockstep.mesh.dp_rank == 0):
                 stop = load.start + load.rows
                 chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])
                 order = order._replace(chunks=(chunk,))
         began = time.perf_counter()
-        self.lockstep.run(order, int(self.lease is not None), self.config.levels_at(load.decodes, deepest))
-        device = self.lockstep.step.carried.bonus.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        ran = self.lockstep.run(order, int(self.lease is not None), self.config.levels_at(load.decodes, deepest))
+        if ran.output is not None:
+            self.lockstep.read(ran)
         return time.perf_counter() - began

@@ -31,13 +31,14 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
     """
     deepest = len(lockstep.shapes) - 1
     if not lockstep.mesh.leads:
-        lockstep.run(Order(), 0, deepest)
+        lockstep.read(lockstep.run(Order(), 0, deepest))
         return None
     lease = cache.open(tokens, len(tokens) + lockstep.shapes[-1].window)
     assert lease is not None, "an empty cache holds a request"
     chunk = PromptChunk(lease.row, 0, len(tokens), True, tokens)
     greedy = Sampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
-    lockstep.run(Order((), (chunk,), (greedy,), cache.table.unsent), 1, deepest)
+    order = Order(chunks=(chunk,), samplings=(greedy,), writes=cache.table.unsent)
+    lockstep.read(lockstep.run(order, 1, deepest))
     cache.table.sent()
     cache.close(lease, tokens, 0)
     row = torch.tensor([lease.row], device=lockstep.step.carried.bonus.device)

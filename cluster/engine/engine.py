@@ -4,24 +4,23 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import isfinite
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
 from cluster.engine.draft_sample import take_sample
 from cluster.engine.finish import FinishCheck
-from cluster.engine.lockstep import GangStep, Lockstep
-from cluster.engine.rank import Rank, StepResult
+from cluster.engine.lockstep import Lockstep
+from cluster.engine.rank import Flight, Landed, Rank, StepResult
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
-from cluster.forward.runner import Stopwatch
 from cluster.kv.cache import KVCache
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, Seeds, TokenLogprob
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.step import StepOutput
+from cluster.spec.result import Decided
 from cluster.status import EngineStatus, RankInfo
 from cluster.text import TextTokenizer
+from cluster.timing import Spans
 
 NOT_FINITE = (
     "request {name} ended after {at} tokens: the model's numbers for it are not finite (NaN or infinite). Other "
@@ -40,7 +39,7 @@ class Parts:
     cache: KVCache
     scheduler: Scheduler
     lockstep: Lockstep
-    watch: Stopwatch
+    watch: Spans
     tokenizer: TextTokenizer | None
     metrics: EngineMetrics
     info: RankInfo
@@ -62,7 +61,7 @@ class Engine(Rank):
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._sequences or self._over)
+        return bool(self._sequences or self._over or self._flights)
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never be served.
@@ -119,12 +118,12 @@ class Engine(Rank):
             self._p.scheduler.release(sequence)
 
     def step(self) -> StepResult:
-        """Run one step of the gang: schedule, agree, draft -> target -> extend, commit.
+        """Begin the next step of the gang (schedule, agree, draft -> target -> extend), commit the one that is due.
 
         Raises:
             GangError: a peer is gone, or ranks are out of step.
         """
-        p, started = self._p, time.perf_counter()
+        p, began = self._p, time.perf_counter()
         schedule = p.scheduler.schedule(self._busiest, self._prefilling)
         if schedule.admitted:
             self._begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
@@ -132,22 +131,32 @@ class Engine(Rank):
         scheduled = time.perf_counter()
         vote = p.config.levels_at(len(schedule.decodes), p.shape.num_steps)
         ran = p.lockstep.run(order, len(self._sequences), vote, schedule.decode_us)
-        done = time.perf_counter()
-        own = self._ran(ran, done - started)
         own_group = p.lockstep.mesh.dp_rank
         self._busiest = max((us for g, us in enumerate(ran.plan.decode_us) if g != own_group), default=0)
         self._prefilling = sum(rows > 0 for g, rows in enumerate(ran.plan.prompt_rows) if g != own_group)
-        outputs, seconds = self._over, {"schedule": scheduled - started, "agree": ran.agreed}
-        lens: list[int] = []
-        self._over = []
         if ran.output is not None:
             p.cache.table.sent()
-            committed, lens = self._commit(schedule, ran.output, ran.shape)
-            outputs = outputs + committed
-            ended = time.perf_counter()
-            seconds |= ran.output.seconds | {"commit": ended - done}
-            p.scheduler.learn(schedule, max(ran.plan.decode_us), any(ran.plan.prompt_rows), 1e6 * (ended - scheduled))
-        stats = self._stats(schedule, ran, own, lens, seconds, outputs)
+            schedule.begin(ran.shape.num_steps + 1)
+        seconds = {"schedule": scheduled - began, "agree": ran.agreed}
+        landed = self._begin(Flight(schedule, ran, began, seconds, p.watch.split()))
+        outputs, self._over = self._over, []
+        if landed is not None:
+            return self._landed(landed, outputs)
+        stats = StepStats(rank=p.lockstep.mesh.rank, status=self.status())
+        if ran.output is None:
+            self.metrics.observe_step(stats)
+        return StepResult(tuple(outputs), stats)
+
+    def _landed(self, landed: Landed, outputs: list[RequestOutput]) -> StepResult:
+        """Commit a step whose results were read; `outputs` come before its own."""
+        schedule, ran = landed.flight.schedule, landed.flight.ran
+        began = time.perf_counter()
+        committed, lens = self._commit(schedule, landed.given, ran.shape)
+        seconds = landed.flight.seconds | landed.given.seconds | {"commit": time.perf_counter() - began}
+        took_us = 1e6 * (landed.took + seconds["commit"] - seconds["schedule"])
+        self._p.scheduler.learn(schedule, max(ran.plan.decode_us), any(ran.plan.prompt_rows), took_us)
+        outputs = outputs + committed
+        stats = self._stats(landed, lens, seconds, outputs)
         self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats)
 
@@ -178,17 +187,17 @@ class Engine(Rank):
         """Assert that every page has exactly one owner."""
         self._p.cache.check()
 
-    def _commit(self, schedule: Schedule, given: StepOutput, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
+    def _commit(self, schedule: Schedule, given: Decided, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
         """Commit what the step gave; returns its outputs, and the accept length of each verified tree."""
-        width, nodes = given.tokens.shape[1], shape.num_draft_tokens - 1
-        tokens, first = given.tokens.tolist(), given.first.tolist()
-        accepted, scores = given.accept_len.tolist(), given.scores.tolist()
+        width, nodes = shape.num_steps + 1, shape.num_draft_tokens - 1
         outputs, lens = [], []
-        for i, sequence in enumerate(schedule.decodes):
-            count = accepted[i]
-            sound = next((j for j in range(count) if not isfinite(scores[i][j])), count)
-            sequence.accepted_run(count)
-            output = self._extend(sequence, tokens[i][:sound], given, i * width)
+        for i, (sequence, lease) in enumerate(schedule.decodes):
+            if sequence.lease is not lease:  # ended, aborted or retracted since the step began
+                continue
+            count = given.accept_len[i]
+            sound = min(count, given.finite[i])
+            sequence.accepted_run(count, width)
+            output = self._extend(sequence, given.tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)
                 lens.append(len(output.token_ids))
@@ -196,24 +205,26 @@ class Engine(Rank):
         finals = 0
         for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, given), strict=True):
             sequence, run = chunk.sequence, []
+            first, finals = finals, finals + chunk.final
+            if sequence.lease is not chunk.lease:
+                continue
             sequence.prefilled(chunk.stop, chunk.final)
             if chunk.final:
-                run = [first[finals]] if whole else []
-                finals += 1
+                run = [given.first[first]] if whole else []
             if chunk.final or not whole:
-                output = self._extend(sequence, run, given, len(tokens) * width + finals - 1)
+                output = self._extend(sequence, run, given, len(given.tokens) * width + first)
                 outputs += self._settled(sequence, output, whole)
         return outputs, lens
 
     @staticmethod
-    def _sound_chunks(schedule: Schedule, given: StepOutput) -> list[bool]:
+    def _sound_chunks(schedule: Schedule, given: Decided) -> list[bool]:
         """Whether all rows of each chunk are finite; the rows of idle chunks, which come first, are skipped."""
-        rows = given.sound.tolist()
+        rows = given.sound
         idle = len(rows) - schedule.prompt_rows
         ends = list(accumulate((chunk.stop - chunk.start for chunk in schedule.chunks), initial=idle))
         return [all(rows[start:end]) for start, end in pairwise(ends)]
 
-    def _extend(self, sequence: Sequence, run: list[int], given: StepOutput, row: int) -> RequestOutput:
+    def _extend(self, sequence: Sequence, run: list[int], given: Decided, row: int) -> RequestOutput:
         """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
@@ -247,22 +258,17 @@ class Engine(Rank):
         return [output, end] if output.token_ids else [end]
 
     def _stats(
-        self,
-        schedule: Schedule,
-        ran: GangStep,
-        own: float,
-        lens: list[int],
-        seconds: dict[str, float],
-        outputs: list[RequestOutput],
+        self, landed: Landed, lens: list[int], seconds: dict[str, float], outputs: list[RequestOutput]
     ) -> StepStats:
         self._trees += len(lens)
         self._tree_tokens += sum(lens)
+        schedule, ran = landed.flight.schedule, landed.flight.ran
         shape, fresh, decodes = ran.shape, schedule.fresh, len(schedule.decodes)
         return StepStats(
             phase_seconds=seconds,
-            waited_seconds=ran.waited,
-            own_seconds=own,
-            forward_seconds=self._p.watch.take(),
+            waited_seconds=landed.waited,
+            own_seconds=landed.own,
+            forward_seconds=landed.flight.forwards.take(),
             padded_rows=self._idle_rows(ran),
             decode_requests=decodes,
             prompt_rows=schedule.prompt_rows,
@@ -282,10 +288,9 @@ class Engine(Rank):
         )
 
 
-def _logprobs(given: StepOutput, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
+def _logprobs(given: Decided, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
     assert given.logprobs is not None
-    for offset, token in enumerate(kept):
-        line = given.logprobs[row + offset]
-        best = line.topk(top)
-        pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        yield TokenLogprob(token, float(line[token]), pairs)
+    lines = slice(row, row + len(kept))
+    all_ids, all_values = given.logprobs.ids[lines, :top].tolist(), given.logprobs.values[lines, :top].tolist()
+    for token, own, ids, values in zip(kept, given.logprobs.chosen[lines].tolist(), all_ids, all_values, strict=True):
+        yield TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))

@@ -1,14 +1,13 @@
 """When a request ends: EOS, stop tokens, stop strings and max_tokens, exact even inside an accepted run of tokens."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.request import FinishReason, SamplingParams
 from cluster.text import IncrementalDetokenizer, StopFinder, TextTokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """How many tokens of a run count, and why the request ends there (None: it goes on)."""
 
     kept: int
@@ -34,6 +33,8 @@ class FinishCheck:
 
     def cut(self, run: Sequence[int], room: int) -> Cut:
         """Where the run ends the request; `room` is how many more tokens max_tokens allows, at least 1."""
+        if self._finder is None and len(run) < room and self._ends.isdisjoint(run):
+            return Cut(len(run))
         for kept, token in enumerate(run, start=1):
             if token in self._ends:
                 return Cut(kept, "stop", token)

@@ -15,48 +15,62 @@ from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
-from cluster.engine.assembler import Assembler
-from cluster.kv.pool import Pools
+from cluster.engine.programs import Programs
 from cluster.mesh import GangError, Mesh
-from cluster.spec.step import Step, StepOutput
+from cluster.spec.result import Decided, StepOutput
+from cluster.spec.step import Step
+from cluster.timing import Spans
 
 
 @dataclass(frozen=True, slots=True)
 class GangStep:
-    """A step that this rank took with its gang. `output` is None if no rank had work, or if the gang ends with it.
+    """A step that this rank has begun with its gang. `output` is None if no rank had rows, or if the gang ends with it.
 
-    `shape` is the tree of the step's tier; `waited` are seconds spent in collectives, `agreed` those of the agreement.
+    `shape` is the tree of the step's tier, `real` the number of requests that decode, idle ones left out; `waits` are
+    the spans spent in collectives, `agreed` the seconds of the agreement.
     """
 
     plan: StepPlan
     shape: TreeShape
     output: StepOutput | None
-    waited: float
+    real: int
+    waits: Spans
     agreed: float
 
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the gang's steps. `shapes` are the trees by tier, `pools` all memory that has slots."""
+    """One rank's side of the gang's steps; `shapes` are the trees by tier.
+
+    `lag` is how many steps the host is ahead of a device that runs behind it: it begins the next step before it reads
+    the results of that many. Whatever is decided meanwhile reaches the device with a later order, so behind the steps
+    under way: pages can be freed and rows given to others at once, and what those steps still write there is
+    overwritten before anybody reads it.
+    """
 
     mesh: Mesh
     coordinator: Coordinator
     exchange: Exchange
-    assembler: Assembler
-    step: Step
+    programs: Programs
     shapes: tuple[TreeShape, ...]
-    pools: Pools
+    lag: int = 0
     debug: bool = False
     left: bool = False
     leaving: bool = False
+
+    @property
+    def step(self) -> Step:
+        """The step that the programs run."""
+        return self.programs.step
 
     def leave(self) -> None:
         """Tell all ranks with the next step that the gang ends."""
         self.leaving = True
 
     def run(self, order: Order, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
-        """Run one step with the gang. `order` is this group's work, empty on a follower; `requests` counts this rank's
-        waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what its decoding is to take.
+        """Begin one step with the gang; `read` waits for its end. `order` is this group's work, empty on a follower;
+        `requests` counts this rank's waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what
+        its decoding is to take.
 
         Raises:
             OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
@@ -70,9 +84,11 @@ class Lockstep:
             finals=sum(chunk.final for chunk in order.chunks),
             order_words=len(words),
             num_steps=num_steps,
+            mode=int(order.mode),
             requests=requests,
             leaving=int(self.leaving),
             decode_us=decode_us,
+            captured=self.programs.checksum,
         )
         try:
             plan = self.coordinator.agree(facts)
@@ -82,7 +98,7 @@ class Lockstep:
             self.left = plan.leaving
             shape = self.shapes[plan.num_steps]
             self.exchange.begin(plan.step, self.coordinator.script())
-            output = None if plan.quiet or plan.leaving else self._run(order, words, plan, shape)
+            real, output = (0, None) if plan.empty or plan.leaving else self._run(order, words, plan, shape)
             self.exchange.end()
             self.coordinator.taken()
         except GangError:
@@ -91,24 +107,30 @@ class Lockstep:
             if self.mesh.world.size == 1 or "gloo" not in str(error):
                 raise
             raise self.mesh.explain(error) from error
-        return GangStep(plan, shape, output, self.mesh.world.clock.take(), agreed)
+        return GangStep(plan, shape, output, real, self.mesh.world.clock.split(), agreed)
 
-    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> StepOutput:
+    def read(self, ran: GangStep) -> Decided:
+        """Wait for the end of a step that has an output. The ranks of a group read after equally many later steps."""
+        assert ran.output is not None, "nothing was run"
+        decided = ran.output.read()
+        if self.mesh.attn.size > 1:  # the next header carries this: ranks with other tokens have diverged
+            self.coordinator.decided(_results(decided, ran.real))
+        return decided
+
+    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, StepOutput]:
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
-                self.assembler.follow(order)
-        real, order = len(order.decodes), padded(order, plan, mesh.dp_rank, self.assembler.idle_row)
-        self.pools.copy(order.copies)
-        output = self.step.run(self.assembler.batch(order), shape)
-        if mesh.attn.size > 1:  # the next header carries these: ranks with other orders or tokens have diverged
-            self.coordinator.decided(checksum(order), _results(output, real))
-        return output
+        real, order = len(order.decodes), order._replace(mode=plan.mode)
+        order = padded(order, plan, mesh.dp_rank, self.programs.assembler.idle_row)
+        if mesh.attn.size > 1:  # the next header carries this: ranks with other orders have diverged
+            self.coordinator.ordered(checksum(order))
+        return real, self.programs.run(order, plan, shape)
 
 
-def _results(output: StepOutput, real: int) -> int:
+def _results(output: Decided, real: int) -> int:
     """A checksum of what a step decided for the first `real` decoding requests, idle ones left out, and for prompts."""
-    decided = (output.tokens[:real], output.accept_len[:real], output.first)
-    return zlib.crc32(array("q", [number for each in decided for number in each.flatten().tolist()]))
+    numbers = [number for row in output.tokens[:real] for number in row]
+    return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first, *output.drawn]))

@@ -1,16 +1,18 @@
-"""The memory of one rank besides its weights: KV pools and the runners bound to them, pages and slot table."""
+"""The memory of one rank besides its weights: KV pools and the runners bound to them, pages and page table."""
 
 from dataclasses import dataclass
 
 import torch
 
 from cluster.attention.bind import bind_attention
+from cluster.attention.gather import Gather
 from cluster.engine.models import RankModels
-from cluster.forward.runner import DraftRunner, Stopwatch, TargetRunner
+from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.kv.budget import Capacity, kv_capacity, page_count
 from cluster.kv.cache import KVCache
-from cluster.kv.slots import SlotTable
+from cluster.kv.page_table import PageTable
 from cluster.mesh import Mesh
+from cluster.timing import Spans, timer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class RankMemory:
     cache: KVCache
     target_runner: TargetRunner
     draft_runner_list: list[DraftRunner]
-    watch: Stopwatch
+    watch: Spans
 
 
 def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_length: int) -> RankMemory:
@@ -30,15 +32,15 @@ def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_lengt
     Raises:
         ConfigError: not even a short request would fit.
     """
-    resolved, watch = models.resolved, Stopwatch()
+    resolved, watch = models.resolved, Spans(timer_of(device))
     config, window, spec = resolved.config, resolved.shape.window, resolved.draft
     capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window)
     pages, longest = page_count(config, capacity, window), context_length + window
-    journaled = mesh.attn.size > 1 and mesh.leads
-    table = SlotTable(config.max_running_requests, longest, config.page_size, device, journaled)
+    table = PageTable(config.max_running_requests, longest, config.page_size, device)
     cache = KVCache(pages, table, radix=not config.disable_radix_cache)
     slots = (pages + 1) * config.page_size
-    first, *others = [bind_attention(layers, slots, models.dtype, device) for layers in models.layers]
+    gather = Gather(table, window)
+    first, *others = [bind_attention(layers, slots, models.dtype, gather) for layers in models.layers]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
     drafts = [DraftRunner(model, *own, watch) for model, own in zip(models.drafts, others, strict=True)]
     return RankMemory(capacity, cache, TargetRunner(models.target, *first, boundaries, watch), drafts, watch)

@@ -10,6 +10,8 @@ from cluster.arch.resolve import ResolvedModels
 from cluster.attention.bind import pool_bytes
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Ops
+from cluster.forward.noise import at_least_float32
+from cluster.forward.sharded import ShardedHead
 from cluster.mesh import Mesh
 from cluster.models.context import WHOLE, ModelContext, Sharding
 from cluster.models.draft import DraftModel
@@ -59,11 +61,17 @@ class RankModels:
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
         """The calls of the script that one forward of the target, and one of the draft, makes; None without a draft."""
-        target = Ops(*self.target.ops) if self.target_context.exchange is self.exchange else Ops()
+        target = self._ops(self.target) if self.target_context.exchange is self.exchange else Ops()
         if not self.drafts:
             return target, None
         held = self.draft_context.exchange is self.exchange
-        return target, Ops(*self.drafts[0].ops, len(self.drafts)) if held else Ops()
+        return target, self._ops(self.drafts[0])._replace(runners=len(self.drafts)) if held else Ops()
+
+    def _ops(self, model: DecoderTarget | DraftModel) -> Ops:
+        forward, head, width, columns = model.ops
+        bits = 8 * at_least_float32(self.dtype).itemsize
+        sharded = None if self.exchange.shards is None else ShardedHead(columns, bits, self.exchange.wide)
+        return Ops(forward, head, width, columns, sharded)
 
 
 def load_models(resolved: ResolvedModels, mesh: Mesh, device: torch.device, max_position: int) -> RankModels:

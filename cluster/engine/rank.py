@@ -2,22 +2,52 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.batch import Order
 from cluster.engine.lockstep import GangStep, Lockstep
+from cluster.engine.scheduler import Schedule
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput
+from cluster.spec.result import Decided
 from cluster.status import EngineStatus, RankInfo
+from cluster.timing import Spans
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: outputs of the requests that got tokens, and the step in numbers."""
+    """What one call of `step` read: outputs of the requests that got tokens, and the step that gave them in numbers."""
 
     outputs: tuple[RequestOutput, ...]
     stats: StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step under way: begun, its results not read yet. `seconds` are those of the host's phases before it began,
+    `began` when the host turned to it; `forwards` are the spans of its model forwards.
+    """
+
+    schedule: Schedule
+    ran: GangStep
+    began: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    forwards: Spans = field(default_factory=Spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A step whose results were read, after `took` seconds during which no step before it was under way; `own` of them
+    this rank spent outside collectives, `waited` inside.
+    """
+
+    flight: Flight
+    given: Decided
+    took: float
+    own: float
+    waited: float
 
 
 class Rank:
@@ -32,6 +62,8 @@ class Rank:
         self._steps = self._padded_rows = 0
         self._own_seconds = 0.0
         self._begun: Callable[[tuple[str, ...]], None] = _unheard
+        self._flights: deque[Flight] = deque()
+        self._read_at = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -96,20 +128,33 @@ class Rank:
         """The resolved settings, JSON-ready, with what was chosen automatically."""
         return self._info
 
-    def _ran(self, ran: GangStep, seconds: float) -> float:
-        """Note a step that took `seconds`; returns how many of them were this rank's own."""
-        own = seconds - ran.waited
-        self._quiet = ran.plan.quiet
+    def _begin(self, flight: Flight) -> Landed | None:
+        """Note a step that has begun; returns the one whose results are due now, if any, after waiting for them.
+
+        If nothing was run, the device is to be waited for rather than kept busy.
+        """
+        self._quiet = flight.ran.plan.quiet
         self._steps += 1
+        self._padded_rows += self._idle_rows(flight.ran)
+        if flight.ran.output is not None:
+            self._flights.append(flight)
+        if len(self._flights) > (0 if flight.ran.output is None else self._lockstep.lag):
+            return self._land(self._flights.popleft())
+        return None
+
+    def _land(self, flight: Flight) -> Landed:
+        given = self._lockstep.read(flight.ran)
+        before, self._read_at = self._read_at, time.perf_counter()
+        took = self._read_at - max(flight.began, before)
+        waited = flight.ran.waits.take()
+        own = max(0.0, took - waited)  # it may have waited to agree on this step while the one before was under way
         self._own_seconds += own
-        self._padded_rows += self._idle_rows(ran)
-        return own
+        return Landed(flight, given, took, own, waited)
 
     def _idle_rows(self, ran: GangStep) -> int:
         """Rows of the target phase that this rank computed only to fill the plan."""
         group, plan = self._lockstep.mesh.dp_rank, ran.plan
-        requests, rows = plan.idle(group)
-        return requests * ran.shape.num_draft_tokens + rows
+        return plan.idle(group).rows(ran.shape.num_draft_tokens)
 
 
 def _unheard(ids: tuple[str, ...]) -> None:
@@ -132,17 +177,18 @@ class Follower(Rank):
 
     def step(self) -> StepResult:
         """Run the leader's batch on this rank's shards."""
-        lockstep, started = self._lockstep, time.perf_counter()
+        lockstep, began = self._lockstep, time.perf_counter()
         ran = lockstep.run(Order(), 0, len(lockstep.shapes) - 1)
-        own = self._ran(ran, time.perf_counter() - started)
-        seconds = {"agree": ran.agreed, **(ran.output.seconds if ran.output else {})}
-        stats = StepStats(
-            phase_seconds=seconds,
-            waited_seconds=ran.waited,
-            own_seconds=own,
-            padded_rows=self._idle_rows(ran),
-            rank=lockstep.mesh.rank,
-        )
+        landed = self._begin(Flight(Schedule(), ran, began, {"agree": ran.agreed}))
+        stats = StepStats(rank=lockstep.mesh.rank)
+        if landed is not None:
+            stats = StepStats(
+                phase_seconds=landed.flight.seconds | landed.given.seconds,
+                waited_seconds=landed.waited,
+                own_seconds=landed.own,
+                padded_rows=self._idle_rows(landed.flight.ran),
+                rank=lockstep.mesh.rank,
+            )
         self.metrics.observe_step(stats)
         return StepResult((), stats)
 

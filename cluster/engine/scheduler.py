@@ -10,16 +10,17 @@ Requests behind it may pass meanwhile, but a row of the tables and the pages tha
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.batch import Order, PageCopy, PromptChunk, SlotWrite
+from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk
 from cluster.config import EngineConfig, tree_shape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
-from cluster.kv.cache import KVCache, Next
+from cluster.kv.cache import KVCache, Lease, Next
+from cluster.request import SamplingParams
 
 WORTH_WAITING = 16
 """The fewest prompt rows that waiting must save: it may cost a step, whose fixed cost equals that of some rows."""
@@ -27,33 +28,32 @@ WORTH_WAITING = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt rows `start` to `stop - 1` of a request; `final` when its prompt is then complete."""
+    """Prompt rows `start` to `stop - 1` of a request that runs on `lease`; `final` when its prompt is then complete."""
 
     sequence: Sequence
+    lease: Lease
     start: int
     stop: int
-
-    @property
-    def final(self) -> bool:
-        """Whether the target chooses a token after this chunk."""
-        return self.stop == len(self.sequence.tokens)
+    final: bool
 
     def order(self) -> PromptChunk:
         """This chunk as plain values."""
         tokens = self.sequence.tokens[self.start : self.stop + 1]
-        return PromptChunk(self.sequence.row, self.start, self.stop, self.final, tuple(tokens))
+        return PromptChunk(self.lease.row, self.start, self.stop, self.final, tuple(tokens))
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work. `retracted` counts requests that lost their pages to it; `fresh` were `admitted` the first time.
+    """One step's work. `decodes` are requests with the leases on which they run: what the step gives to a request
+    counts only if it still runs on that lease. `retracted` counts requests that lost their pages to the step; `fresh`
+    were `admitted` the first time.
 
     `decode_us` is the predicted time of the decoding alone, or the number of decoding requests if there is no pace.
     Beside requests that decode on any rank, this rank is predicted to need `busy_us` for them and `rows_us` for its
     prompt rows.
     """
 
-    decodes: list[Sequence] = field(default_factory=list)
+    decodes: list[tuple[Sequence, Lease]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     retracted: int = 0
     admitted: list[Sequence] = field(default_factory=list)
@@ -68,20 +68,26 @@ class Schedule:
         """c, the prompt rows of the step."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
-    def order(self, writes: tuple[SlotWrite, ...]) -> Order:
+    def order(self, writes: tuple[PageWrite, ...]) -> Order:
         """This work as plain values. The chunks are put in order of length, so that equal ones form groups."""
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
-        params = [s.request.params for s in self.decodes + [c.sequence for c in self.chunks if c.final]]
+        decodes = [sequence for sequence, _ in self.decodes]
+        drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]
         return Order(
-            decodes=tuple((s.row, s.committed) for s in self.decodes),
+            decodes=tuple((lease.row, min(s.reach, s.longest)) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
             writes=writes,
             copies=self.copies,
-            noisy=any(not p.greedy for p in params),
-            filtered=any(not p.greedy and (p.top_k or p.top_p < 1 or p.min_p > 0) for p in params),
-            logprobs=any(p.logprobs is not None for p in params),
+            mode=mode_of(sequence.request.params for sequence in drawing),
         )
+
+    def begin(self, most: int) -> None:
+        """The step is under way, and commits `most` tokens of a tree at most."""
+        for sequence, _ in self.decodes:
+            sequence.begin_tree(most)
+        for chunk in self.chunks:
+            chunk.sequence.begin_prompt(chunk.stop, chunk.final)
 
 
 @dataclass(slots=True)
@@ -148,7 +154,7 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not yet computed, of waiting and of running requests."""
-        running = sum(len(s.tokens) - s.committed for s in self.running if s.prefilling)
+        running = sum(len(s.tokens) - s.reach for s in self.running if s.prefilling)
         return running + sum(len(s.tokens) for s in self.waiting)
 
     def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
@@ -157,14 +163,13 @@ class Scheduler:
         """
         plan = Schedule()
         self._publish()
-        plan.retracted = self._make_room()
-        plan.decodes = [s for s in self.running if not s.prefilling]
+        plan.decodes, plan.retracted = self._make_room()
         bargain = self._bargain(plan, busiest)
         room = self._room(plan, bargain, busiest, prefilling)
         for sequence in self.running:
             if sequence.prefilling and room.left:
                 self._ride(plan, sequence, room)
-        if not plan.retracted:
+        if self.waiting and not plan.retracted:
             self._admit_waiting(plan, room)
         plan.copies = self._cache.take_copies()
         self._overdrawn = min(0.0, room.allowance)
@@ -203,7 +208,7 @@ class Scheduler:
 
     def _bargain(self, plan: Schedule, busiest: int) -> Bargain | None:
         """What decoding takes of the step and leaves to prompts; None where no request decodes or no pace is kept."""
-        committed, pace = [s.committed for s in plan.decodes], self._pace
+        committed, pace = [s.reach for s, _ in plan.decodes], self._pace
         plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
         return pace.bargain(committed, busiest) if pace is not None and (committed or busiest) else None
 
@@ -216,19 +221,25 @@ class Scheduler:
         return Room(self._mixed_budget, allowance, self._pace, 0.0, len(plan.decodes) * self._pace.tree, prefilling)
 
     def _ride(self, plan: Schedule, sequence: Sequence, room: Room) -> None:
-        start = sequence.committed
-        stop = start + room.take(start, len(sequence.tokens))
-        if stop > start:
-            plan.chunks.append(Chunk(sequence, start, stop))
+        start, end = sequence.reach, len(sequence.tokens)
+        stop = start + room.take(start, end)
+        if stop > start and sequence.lease is not None:
+            plan.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == end))
 
-    def _make_room(self) -> int:
-        """Grow the window of every decoding request, retracting from the end of the running list if need be."""
+    def _decoding(self) -> list[tuple[Sequence, Lease]]:
+        """The requests that decode in the next step, but for those that end with the steps under way."""
+        return [(s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)]
+
+    def _make_room(self) -> tuple[list[tuple[Sequence, Lease]], int]:
+        """Grow the window of every request that is to decode, retracting from the end of the running list if need be;
+        returns those that decode, and how many were retracted.
+        """
         retracted = 0
         while True:
-            decodes = [s for s in self.running if not s.prefilling]
-            leases = [s.lease for s in decodes if s.lease is not None]
-            if self._cache.grow(leases, [s.committed + self._window for s in decodes]):
-                return retracted
+            decodes = self._decoding()
+            reaches = [min(s.reach, s.longest) + self._window for s, _ in decodes]
+            if self._cache.grow([lease for _, lease in decodes], reaches):
+                return decodes, retracted
             self._retract(self.running[-1])
             retracted += 1
 
@@ -244,7 +255,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Schedule, room: Room) -> None:
         """Admit in order of arrival, as long as there are pages, and at least a row of the step for each."""
-        coming = {self._next(s) for s in self.running if s.prefilling} - {None}
+        coming = {self._next(s) for s in self.running if not s.known} - {None}
         spare = sum(map(self._growth, self.running))
         passed = 0  # requests at the front of the queue that wait for a prefix
         while room.left and passed < min(len(self.waiting), self._cache.free_rows):
@@ -276,10 +287,10 @@ class Scheduler:
         """
         assert sequence.lease is not None, "only running requests grow"
         if sequence.prefilling:
-            committed = len(sequence.tokens)
+            most = len(sequence.tokens)
         else:
-            committed = sequence.committed + min(self._most_committed, sequence.room - 1)
-        return max(0, self._cache.pages_for(committed + self._window) - sequence.lease.pages)
+            most = min(sequence.reach + self._most_committed, sequence.longest)
+        return max(0, self._cache.pages_for(most + self._window) - sequence.lease.pages)
 
     def _admit(self, sequence: Sequence, spare: int) -> bool:
         """Open a lease that leaves `spare` pages free, and those for its own first window, so that admission does not
@@ -293,3 +304,16 @@ class Scheduler:
         sequence.join(lease)
         self.running.append(sequence)
         return True
+
+
+def mode_of(drawing: Iterable[SamplingParams]) -> Mode:
+    """What a step needs in which requests with these parameters draw tokens."""
+    mode = 0
+    for params in drawing:
+        if not params.greedy:
+            mode |= Mode.NOISY.value
+            if params.top_k or params.top_p < 1 or params.min_p > 0:
+                mode |= Mode.FILTERED.value
+        if params.logprobs is not None:
+            mode |= Mode.LOGPROBS.value
+    return Mode(mode)

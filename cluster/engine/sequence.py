@@ -1,6 +1,6 @@
 """One request on the host, waiting or running: its tokens, its lease, and how far it is committed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.batch import Sampling
 from cluster.engine.finish import FinishCheck
@@ -12,8 +12,10 @@ from cluster.request import Request, SpeculationCounts
 class Sequence:
     """A request's life in the engine.
 
-    `tokens` are prompt and output; `committed` of them have KV in every pool. While `committed < len(tokens) - 1` (or
-    no token was chosen yet) the request prefills; afterwards it decodes and its last token is the bonus.
+    `tokens` are prompt and output; `committed` of them have KV in every pool, as far as results have been read. At most
+    `reach` of them have when all steps under way are over, of which `unread` give the request one token or more each.
+    While prompt rows are left to be begun the request is `prefilling`; afterwards it decodes, its last token the bonus.
+    `known` says that the results of all its prompt rows have been read. With `limit` tokens it ends.
     """
 
     request: Request
@@ -22,11 +24,18 @@ class Sequence:
     prompt_len: int
     accepted: list[int]
     committed: int = 0
+    reach: int = 0
+    unread: int = 0
     prefilling: bool = True
+    known: bool = False
     lease: Lease | None = None
     cached_tokens: int | None = None
     steps: int = 0
     drafted: int = 0
+    limit: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit = self.prompt_len + self.request.params.max_tokens
 
     @property
     def row(self) -> int:
@@ -43,25 +52,49 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens that the request may still generate."""
-        return self.prompt_len + self.request.params.max_tokens - len(self.tokens)
+        return self.limit - len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that are committed while the request still runs: one more token ends it, by max_tokens."""
+        return self.limit - 2
+
+    @property
+    def ends(self) -> bool:
+        """Whether the steps under way are certain to end the request, by max_tokens."""
+        return self.limit - len(self.tokens) <= self.unread
 
     def join(self, lease: Lease) -> None:
         """Run on a lease, whose cached tokens are committed from the start."""
-        self.lease, self.committed = lease, lease.cached
+        self.lease, self.committed, self.reach, self.unread = lease, lease.cached, lease.cached, 0
         if self.cached_tokens is None:
             self.cached_tokens = lease.cached
 
     def leave(self) -> None:
         """The lease is closed; if the request joins again, it prefills again."""
-        self.lease, self.committed, self.prefilling = None, 0, True
+        self.lease, self.prefilling, self.known = None, True, False
+        self.committed = self.reach = self.unread = 0
+
+    def begin_prompt(self, stop: int, final: bool) -> None:
+        """A step with prompt rows up to `stop` is under way; after the final ones the request decodes."""
+        self.reach, self.prefilling = stop, not final
+        self.unread += final
 
     def prefilled(self, stop: int, final: bool) -> None:
-        """Tokens up to `stop` are committed; after the final chunk the request decodes."""
-        self.committed, self.prefilling = stop, not final
+        """The results of that step have been read: tokens up to `stop` are committed."""
+        self.committed, self.known = stop, final
+        self.unread -= final
 
-    def accepted_run(self, count: int) -> None:
-        """So many more tokens are committed: the accepted path and what it follows."""
+    def begin_tree(self, most: int) -> None:
+        """A step is under way that commits `most` tokens at most."""
+        self.reach += most
+        self.unread += 1
+
+    def accepted_run(self, count: int, most: int) -> None:
+        """The results of that step have been read: `count` tokens, the accepted path and what it follows."""
         self.committed += count
+        self.reach -= most - count
+        self.unread -= 1
 
     def extend(self, tokens: list[int]) -> None:
         """Append what was generated."""

@@ -1,63 +1,51 @@
 """A model bound to its own pool and attention backend; a batch never carries a pool, so runners cannot mix them up."""
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from cluster.batch import AttentionPlan
+from cluster.batch import HostBounds, Seen
 from cluster.kv.pool import KVPool
 from cluster.models.draft import DraftModel
 from cluster.models.layer import Attend
 from cluster.models.target import DecoderTarget
+from cluster.models.vocab import Columns
+from cluster.timing import Spans
 
 
 class AttentionBackend(Attend, Protocol):
-    """The attention primitive; `bind` sets once per forward what each row sees."""
+    """The attention primitive, bound to a pool and a page table: told before a step what the host knows of it, and in
+    the step, once per forward, what each row sees.
+    """
 
-    def bind(self, plan: AttentionPlan) -> None:
-        """Use `plan` for the calls of the next forward."""
+    def prepare(self, bounds: HostBounds) -> None:
+        """A step within these bounds begins. What they are beyond the truth changes no result."""
         ...
 
-
-@dataclass(slots=True)
-class Stopwatch:
-    """Seconds spent inside model forwards since the last `take`."""
-
-    seconds: float = 0.0
-    _started: float = field(default=0.0)
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._started
-
-    def take(self) -> float:
-        """The seconds so far; starts again from zero."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    def bind(self, seen: Seen) -> None:
+        """Use `seen` for the calls of the next forward. On a GPU nothing here waits for the device."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRunner:
-    """The target with its pool; captures the aux hidden states that the draft asked for."""
+    """The target with its pool; captures the aux hidden states that the draft asked for. `watch` times the forwards."""
 
     model: DecoderTarget
     pool: KVPool
     attention: AttentionBackend
     boundaries: tuple[int, ...]
-    watch: Stopwatch
+    watch: Spans
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, token_ids: Tensor, positions: Tensor, seen: Seen) -> tuple[Tensor, list[Tensor]]:
         """Rows `[T]` -> post-norm hidden `[T, H]`, residual stream at each boundary `[T, H]`."""
         with self.watch:
-            self.attention.bind(plan)
+            self.attention.bind(seen)
             return self.model.forward(token_ids, positions, self.attention, self.boundaries)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` -> `[T, V]`."""
+    def logits(self, hidden: Tensor) -> Columns:
+        """Hidden `[T, H]` -> logits over the vocabulary."""
         with self.watch:
             return self.model.logits(hidden)
 
@@ -69,22 +57,20 @@ class DraftRunner:
     model: DraftModel
     pool: KVPool
     attention: AttentionBackend
-    watch: Stopwatch
+    watch: Spans
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """`[T, A]` -> `[T, H]`."""
         with self.watch:
             return self.model.fuse_aux(aux_hidden)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
         """Rows `[T]` and hidden `[T, H]` -> normed and recurrent hidden `[T, H]`."""
         with self.watch:
-            self.attention.bind(plan)
+            self.attention.bind(seen)
             return self.model.forward(token_ids, positions, hidden, self.attention)
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """`[T, H]` -> `[T, Vd]`."""
+    def logits(self, normed: Tensor) -> Columns:
+        """Output for the head `[T, H]` -> logits over the draft vocabulary."""
         with self.watch:
             return self.model.logits(normed)

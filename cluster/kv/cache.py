@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.batch import PageCopy
+from cluster.kv.page_table import PageTable
 from cluster.kv.pages import PageAllocator
 from cluster.kv.radix import Key, Node, RadixTree, common
-from cluster.kv.slots import SlotTable
 
 
 class Next(NamedTuple):
@@ -34,7 +34,7 @@ class Lease:
     """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
 
     `cached` tokens were found in the cache when it was opened. `source` is a node whose cells the next step copies into
-    the first own page, locked until then. `tail` are the committed tokens of own pages and the one after.
+    the first own page, locked until then. Of the request's `tokens`, the first `committed` have their cells.
     """
 
     row: int
@@ -42,7 +42,8 @@ class Lease:
     own: list[int] = field(default_factory=list)
     cached: int = 0
     source: Node | None = None
-    tail: Key = ()
+    tokens: Sequence[int] = ()
+    committed: int = 0
 
     @property
     def pages(self) -> int:
@@ -51,9 +52,9 @@ class Lease:
 
 
 class KVCache:
-    """Pages, slot table and radix tree of one rank. Indices only: the tensors are the runners' pools."""
+    """Pages, page table and radix tree of one rank. Indices only: the tensors are the runners' pools."""
 
-    def __init__(self, pages: int, table: SlotTable, radix: bool) -> None:
+    def __init__(self, pages: int, table: PageTable, radix: bool) -> None:
         """`pages` pages for as many running requests as `table` has rows; without `radix` requests share none."""
         self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
@@ -158,10 +159,12 @@ class KVCache:
         if not self._radix:
             return
         self._release_source(lease)
+        lease.tokens, lease.committed = tokens, committed
+        if min(committed, len(tokens) - 1) < (len(lease.locked) + 1) * self.page_size:  # no page more is full
+            return
         surplus, swapped = self._hand_over(lease, tokens, committed)
         self._allocator.give(surplus)
         self.table.write([lease.row] * len(swapped), swapped, [lease.locked[index].page for index in swapped])
-        lease.tail = tuple(tokens[len(lease.locked) * self.page_size : committed + 1])
 
     def close(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
         """End a lease: full pages of the first `committed` tokens go to the tree as in `publish`, others are freed."""
@@ -219,7 +222,8 @@ class KVCache:
         last = lease.locked[-1:]
         for other in self._leases.values():
             if other.own and other.locked[-1:] == last and len(other.locked) == len(lease.locked):
-                shared = common(other.tail, rest) - 1
+                tail = tuple(other.tokens[begin : min(begin + self.page_size, other.committed) + 1])
+                shared = common(tail, rest) - 1
                 if shared > cells:
                     page, cells, nearest = other.own[0], shared, None
         if nearest is not None:
@@ -237,10 +241,10 @@ class KVCache:
             lease.source = None
 
     def check(self) -> None:
-        """Every page has exactly one owner, is locked by those who read it, and lies where the slot table says.
+        """Every page has exactly one owner, is locked by those who read it, and lies where the page table says.
 
         Raises:
-            AssertionError: pages are lost or owned twice, or a lock or a slot is wrong.
+            AssertionError: pages are lost or owned twice, or a lock or an entry is wrong.
         """
         self._tree.check()
         own = [page for lease in self._leases.values() for page in lease.own]
@@ -254,8 +258,7 @@ class KVCache:
             parents = [self._tree.root, *lease.locked]
             assert all(node.parent is before for node, before in zip(lease.locked, parents, strict=False)), "no path"
             pages = [node.page for node in lease.locked] + lease.own
-            first_slots = self.table.slots[lease.row, : len(pages) * self.page_size : self.page_size].tolist()
-            assert first_slots == [page * self.page_size for page in pages], f"row {lease.row} has other pages"
+            assert self.table.held[lease.row, : len(pages)].tolist() == pages, f"row {lease.row} has other pages"
         for node in tree.values():
             assert node.locks == locks.pop(node, 0), f"page {node.page} has {node.locks} locks"
         assert not locks, "a request reads pages that are not in the tree"

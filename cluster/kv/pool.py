@@ -1,7 +1,6 @@
-"""KV memory of one model runner, and of all runners of a rank together."""
+"""KV memory of one model runner."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
@@ -39,24 +38,10 @@ class KVPool:
         self.kv.index_copy_(1, destination, self.kv.index_select(1, source))
 
 
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """All memory of a rank that is indexed by slot: the runners' pools, and what a draft keeps beside them."""
-
-    parts: Sequence[SlotMemory]
-    page_size: int
-    device: torch.device
-
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy cells from page to page, in all parts."""
-        if not copies:
-            return
-        size = self.page_size
-        source = [c.source * size + i for c in copies for i in range(c.tokens)]
-        target = [c.target * size + i for c in copies for i in range(c.tokens)]
-        where = torch.tensor([target, source], dtype=torch.int64, device=self.device)
-        for part in self.parts:
-            part.move_kv_cache(where[0], where[1])
+def cells_of(copies: Sequence[PageCopy], page_size: int) -> list[int]:
+    """The slots that `copies` write, then those that they read, in the same order."""
+    written = [copy.target * page_size + cell for copy in copies for cell in range(copy.tokens)]
+    return written + [copy.source * page_size + cell for copy in copies for cell in range(copy.tokens)]
 
 
 def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype) -> int:

@@ -26,7 +26,7 @@ from cluster.models.layer import (
     norm,
 )
 from cluster.models.load import Loader
-from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
+from cluster.models.vocab import Columns, Embedding, Head, load_embedding, load_head, tied_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,16 @@ class DraftModel(ABC):
         self._embed = embed if self._embed is None else self._embed
         self._head = head if self._head is None else self._head
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """Output for the head `[T, H]` -> logits over the draft vocabulary `[T, Vd]`."""
+    @property
+    def own_ids(self) -> Tensor:
+        """The target ids of this shard's columns, `[v]`; a column that is nobody's has 0."""
+        assert self._head is not None
+        start, count = self._head.start, self._head.columns
+        ids = self.target_ids[start : start + count]
+        return torch.cat([ids, ids.new_zeros(count - ids.shape[0])])
+
+    def logits(self, normed: Tensor) -> Columns:
+        """Output for the head `[T, H]` -> logits over the draft vocabulary."""
         assert self._head is not None
         return self._head(normed, self._exchange)
 

@@ -8,8 +8,48 @@ from torch import Tensor
 from cluster.clock import Clock
 
 
+class Shards(Protocol):
+    """How the shards of a head choose as one: each scores its own columns of the same rows, and a few numbers of each
+    row travel instead of logits. Every shard makes the same calls in the same order, and sees the same numbers.
+
+    There are `size` of them. A shard scores T' rows. Where the head is sharded over the attention group these are the
+    group's own T; where it is sharded over the world (`wide`) they are those of all groups, one group after the other.
+    """
+
+    @property
+    def size(self) -> int:
+        """n, how many there are."""
+        ...
+
+    @property
+    def wide(self) -> bool:
+        """Whether rows of other groups are scored too."""
+        ...
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """What scoring has to know of own rows, int64 `[T, k]` -> of the rows of all groups `[T', k]`; only if wide."""
+        ...
+
+    def highest(self, numbers: Tensor) -> Tensor:
+        """A float64 of each row scored, `[T', 1]` -> the highest that some shard has; NaN is the highest."""
+        ...
+
+    def add(self, numbers: Tensor) -> Tensor:
+        """Whole numbers, int64 `[T', k]` -> their sums over all shards."""
+        ...
+
+    def compare(self, numbers: Tensor) -> Tensor:
+        """Float64 `[T', k]` -> what all n shards have of own rows, `[n, T, k]`."""
+        ...
+
+
 class TokenExchange(Protocol):
     """How rows travel between ranks around the sharded parts of a model; with one rank it is the identity."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """Those of embedding and head; None where this rank holds them whole."""
+        ...
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Partial sums of own rows `[T, H]` over the attention group -> their sum."""
@@ -27,8 +67,10 @@ class TokenExchange(Protocol):
         """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
         ...
 
-    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
-        """Rows `[T, H]` -> logits of all shards `[T, n * v]`, where `project` gives this shard's `[T, v]`."""
+    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
+        """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows that it scores, made by `project`, and where own
+        rows begin among them.
+        """
         ...
 
 
@@ -38,6 +80,8 @@ LAYER_OPS = ("reduce", "gather", "scatter")
 
 class NoExchange:
     """The exchange of a single rank, and of a draft that each rank runs whole; it only counts its calls."""
+
+    shards: Shards | None = None
 
     def __init__(self, clock: Clock | None = None) -> None:
         """`clock` counts the calls, so that a rank without peers shows progress too."""
@@ -63,7 +107,7 @@ class NoExchange:
         self._clock.part()
         return lookup(ids)
 
-    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
         """The whole head's logits."""
         self._clock.part()
-        return project(rows)
+        return project(rows), 0

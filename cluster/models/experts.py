@@ -4,6 +4,7 @@ Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts, 
 """
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from cluster.arch import Moe
 from cluster.models.arithmetic import project
 from cluster.models.exchange import TokenExchange
+from cluster.models.grouped_mm import grouped_mm
 from cluster.models.mlp import Activate, Mlp
 
 
@@ -75,25 +77,25 @@ class Experts:
     def grouped(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Run each expert once, on the rows that chose it; a row's experts are summed in order of their index."""
         experts, active = self.gate_up.shape[0], chosen.shape[1]
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        sources, scales = order // active, weights.flatten()[order, None]
-        out, start = torch.zeros_like(rows), 0
-        for expert, count in enumerate(flat.bincount(minlength=experts).tolist()):
-            if count:
-                own = slice(start, start + count)
-                out.index_add_(0, sources[own], self._expert(expert, rows[sources[own]]).mul_(scales[own]))
-                start += count
-        return out
+        chosen, rank = chosen.sort(-1)
+        weights = weights.gather(1, rank)
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True, out_int32=True)
+        inner = grouped_mm(rows.index_select(0, order // active), self.gate_up, ends)
+        inner = self._activated(inner if self.gate_up_bias is None else inner + self.gate_up_bias[expert])
+        made = grouped_mm(inner, self.down, ends)
+        if self.down_bias is not None:
+            made = made + self.down_bias[expert]
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        parts = made.index_select(0, place).view(*chosen.shape, rows.shape[1]).mul_(weights[..., None]).unbind(1)
+        return reduce(torch.add, parts)
 
-    def _expert(self, expert: int, rows: Tensor) -> Tensor:
-        bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
-        gate, up = project(rows, self.gate_up[expert], bias).chunk(2, -1)
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        """`[.., 2 I]`, gates before ups -> `[.., I]`."""
+        gate, up = gate_up.chunk(2, -1)
         clamp = self.gate.moe.clamp
         if clamp is None:
-            inner = self.activate(gate).mul_(up)
-        else:
-            alpha, limit = clamp
-            gate = gate.clamp(max=limit)
-            inner = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(gate * alpha)
-        return project(inner, self.down[expert], None if self.down_bias is None else self.down_bias[expert])
+            return self.activate(gate).mul_(up)
+        alpha, limit = clamp
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(gate * alpha)

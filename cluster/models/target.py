@@ -13,7 +13,7 @@ from cluster.models.context import WHOLE, ModelContext
 from cluster.models.exchange import LAYER_OPS
 from cluster.models.load import Loader
 from cluster.models.rotary import RotaryTable
-from cluster.models.vocab import Embedding, Head, load_embedding, load_head, tied_head
+from cluster.models.vocab import Columns, Embedding, Head, load_embedding, load_head, tied_head
 
 
 class DecoderTarget:
@@ -67,11 +67,14 @@ class DecoderTarget:
             aux.append(hidden)
         return norm(hidden, self._norm, self.arch.layer.eps), aux
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Post-norm hidden `[T, H]` -> logits `[T, V]`."""
-        logits = self._head(hidden, self._exchange)
-        cap = self.arch.softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+    @property
+    def token_ids(self) -> range:
+        """The ids of this shard's columns; those from `vocab_size` on are nobody's."""
+        return range(self._head.start, self._head.start + self._head.columns)
+
+    def logits(self, hidden: Tensor) -> Columns:
+        """Post-norm hidden `[T, H]` -> logits over the vocabulary."""
+        return self._head(hidden, self._exchange, self.arch.softcap)
 
 
 def target_checkpoint(folder: str, arch: TargetArch, dry: bool = False) -> Checkpoint:

@@ -5,12 +5,13 @@ A vocabulary of V ids over n ranks is cut into n equal parts of v = ceil(V / n) 
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.mesh import Part
 from cluster.models.arithmetic import joined, project
-from cluster.models.exchange import TokenExchange
+from cluster.models.exchange import Shards, TokenExchange
 from cluster.models.load import Loader
 
 ALL = Part()
@@ -37,20 +38,41 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """What a head gives on one rank: logits `values` `[T', v]` of its columns `start` to `start + v - 1` of `vocab`.
+
+    Those beyond the vocabulary are -inf, so that they are never chosen. Own rows begin with row `first`; the others are
+    those of other groups. `shards` hold the other columns; None where `values` has them all, of own rows.
+    """
+
+    values: Tensor
+    vocab: int
+    start: int = 0
+    first: int = 0
+    shards: Shards | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
-    """`weight` `[H, v]` are this shard's columns of a head over `vocab` ids."""
+    """`weight` `[H, v]` are this shard's columns, from `start` on, of a head over `vocab` ids."""
 
     weight: Tensor
     vocab: int
+    start: int = 0
 
     @property
     def columns(self) -> int:
         """v, this shard's part of the vocabulary."""
         return self.weight.shape[1]
 
-    def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
-        """Rows `[T, H]` -> logits `[T, V]`."""
-        return exchange.head(rows, self._project)[:, : self.vocab]
+    def __call__(self, rows: Tensor, exchange: TokenExchange, cap: float | None = None) -> Columns:
+        """Rows `[T, H]` -> this shard's logits, bent so that they stay below `cap` (softcap)."""
+        values, first = exchange.head(rows, self._project)
+        if cap is not None:
+            values = torch.tanh(values / cap) * cap
+        if self.start + self.columns > self.vocab:
+            values[:, max(0, self.vocab - self.start) :] = float("-inf")
+        return Columns(values, self.vocab, self.start, first, exchange.shards)
 
     def _project(self, rows: Tensor) -> Tensor:
         return project(rows, self.weight)
@@ -74,13 +96,14 @@ def load_head(load: Loader, name: str, vocab: int, hidden: int) -> Head:
 
 def tied_head(embedding: Embedding, vocab: int) -> Head:
     """The head with the weights of `embedding`, transposed to input-major."""
-    return Head(embedding.weight.t().contiguous(), vocab)
+    return Head(embedding.weight.t().contiguous(), vocab, embedding.start)
 
 
 def chosen_head(whole: Head, ids: Tensor, part: Part) -> Head:
     """This rank's shard of the head's columns for `ids` `[Vd]` only (FR-Spec, arXiv 2502.14856)."""
     each = -(-ids.shape[0] // part.size)
-    weight = whole.weight[:, ids[part.rank * each : (part.rank + 1) * each]]
+    start = part.rank * each
+    weight = whole.weight[:, ids[start : start + each]]
     if weight.shape[1] < each:
         weight = joined([weight, weight.new_zeros(weight.shape[0], each - weight.shape[1])], 1)
-    return Head(weight.contiguous(), ids.shape[0])
+    return Head(weight.contiguous(), ids.shape[0], start)

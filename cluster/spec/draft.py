@@ -9,12 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import window_group
-from cluster.batch import AttentionPlan, Batch
+from cluster.attention.bits import line_bits
+from cluster.batch import Batch, Seen
 from cluster.config import TreeShape
+from cluster.forward.draw import Draw
+from cluster.forward.noise import Noise, at_least_float32
 from cluster.forward.runner import DraftRunner
-from cluster.forward.sampler import at_least_float32
-from cluster.spec.extend import extend_input, extend_plan
+from cluster.models.vocab import Columns
+from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, at_level, grow
 from cluster.spec.propose import Ranking, carry
@@ -25,17 +27,17 @@ from cluster.spec.verify import Accepted
 class Draft(Protocol):
     """What the step asks of a draft, whatever it is made of."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
-        """Trees of `shape` for the R decoding requests; `noise` `[R, S + 2, V]` is keyed to seq_len + 1 onwards."""
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+        """Trees of `shape` for the R decoding requests; `noise` is that at seq_len + 1 to seq_len + S + 2."""
         ...
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; returns what the B requests carry to the next step.
 
-        `features` are the target's hidden states `[T, Ht]` of all rows, `noise` `[B, V]` is keyed to the position
-        after each request's bonus.
+        `features` are the target's hidden states `[T, Ht]` of all rows, `noise` is that at the one position after each
+        request's bonus.
         """
         ...
 
@@ -43,12 +45,12 @@ class Draft(Protocol):
 class NoDraft:
     """Plain decoding as a tree of one node."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """Trees that are only their root."""
         return chain(carried.bonus[:, None])
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Carry the bonus only."""
         bonus = accepted.bonus
@@ -67,7 +69,7 @@ class EagleDraft:
     def __init__(self, runner: DraftRunner, ranking: Ranking) -> None:
         self._runner, self._ranking = runner, ranking
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
@@ -75,27 +77,26 @@ class EagleDraft:
             return self._chain(batch, carried, noise, shape)
         return grow(batch, carried, noise, shape, self._ranking, _Again(self._runner, batch, carried, shape))
 
-    def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+    def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         """The tree of topk 1: every level has one row, which sees all before it. Equals `grow`, faster."""
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
-        seen = hidden.new_zeros(1, 1, shape.num_steps)
         sampling = batch.sampling.narrow(0, batch.decodes)
         path = [carried.bonus[:, None], tokens]
         for level in range(1, shape.num_steps):
-            logits, hidden = run_level(self._runner, batch, level, tokens, hidden, seen[:, :, :level])
-            _, proposed = self._ranking.propose(logits, sampling, at_level(noise, level))
+            bits = line_bits(1, level, tokens.device)
+            columns, hidden = run_level(self._runner, batch, level, tokens, hidden, bits)
+            _, proposed = self._ranking.propose(columns, Draw(1, sampling, at_level(noise, level)))
             tokens = proposed[:, 0]
             path.append(tokens)
         return chain(torch.cat(path, 1))
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
-        given = extend_input(batch, accepted, features, shape)
-        plan = extend_plan(batch, shape, given.hidden.dtype)
+        given = extend_input(batch, accepted, features, shape, self._runner.model.spec)
         fused = self._runner.fuse_aux(given.hidden)
-        normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, plan)
+        normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, extend_seen(batch, shape))
         gave = normed[given.select], recurrent[given.select]
         return carry(self._runner, self._ranking, batch.sampling, accepted, gave, noise)
 
@@ -107,25 +108,24 @@ class _Again:
         self._runner, self._batch, self._ancestry = runner, batch, Ancestry(carried, shape)
         self._hidden = carried.hidden[:, None].expand(*carried.topk_index.shape, -1)
 
-    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
-        bias = self._ancestry.descend(level, parent)[:, :, : level * tokens.shape[1]]
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Columns:
+        bits = self._ancestry.descend(level, parent)
         hidden = after(self._hidden, parent)
-        logits, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bias)
-        return logits
+        columns, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bits)
+        return columns
 
 
 def run_level(
-    runner: DraftRunner, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One level of K rows per request: `tokens` `[R, K]`, `hidden` `[R, K, H]` -> logits `[R, K, Vd]`, the next hidden.
+    runner: DraftRunner, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bits: Tensor
+) -> tuple[Columns, Tensor]:
+    """One level of K rows per request: `tokens` `[R, K]`, `hidden` `[R, K, H]` -> their logits, the next hidden.
 
-    `bias` `[R, K, level * K]` says which earlier rows of the window each row sees.
+    `bits` `[R or 1, K, ceil(level * K / 32)]` say which rows of the window, those of all levels so far, each row sees.
     """
     r, k = tokens.shape
-    write = batch.reach.window[:, (level - 1) * k : level * k].reshape(-1)
-    plan = AttentionPlan.of(write, window_group(batch.reach, bias, slice(0, r * k)))
+    write = batch.window[:, (level - 1) * k : level * k].reshape(-1)
+    seen = Seen(write, batch.tree(bits, level * k))
     positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
     rows = hidden.reshape(r * k, hidden.shape[-1])
-    normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, plan)
-    logits = runner.logits(normed)
-    return logits.view(r, k, logits.shape[-1]), recurrent.view(r, k, recurrent.shape[-1])
+    normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, seen)
+    return runner.logits(normed), recurrent.view(r, k, recurrent.shape[-1])

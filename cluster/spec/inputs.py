@@ -3,6 +3,7 @@
 Legend: B requests, K topk, H the draft's recurrent width, A what the draft takes from the target at extend.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import DraftSpec
-from cluster.forward.sampler import at_least_float32
+from cluster.forward.noise import at_least_float32
 
 
 @dataclass(slots=True)
@@ -40,11 +41,14 @@ class EagleDraftInput:
     def create_idle_input(
         cls, draft: DraftSpec | None, topk: int, compute: torch.dtype, device: torch.device, requests: int = 0
     ) -> Self:
-        """Zeroed carriers of `requests` requests with the real trailing widths; 0 requests is an idle rank."""
+        """Zeroed carriers of `requests` requests with the real trailing widths; 0 requests is an idle rank.
+
+        Proposals differ, as real ones do: whatever the target chooses, it accepts one of them at most.
+        """
         dtype = cls.dtype_for(compute)
         return cls(
             topk_logprobs=torch.zeros(requests, topk, dtype=at_least_float32(dtype), device=device),
-            topk_index=torch.zeros(requests, topk, dtype=torch.int64, device=device),
+            topk_index=torch.arange(topk, device=device).repeat(requests, 1),
             hidden=torch.zeros(requests, cls.hidden_size_for(draft), dtype=dtype, device=device),
             bonus=torch.zeros(requests, dtype=torch.int64, device=device),
         )
@@ -86,8 +90,14 @@ class EagleDraftExtendInput:
         return compute
 
     @classmethod
-    def create_idle_input(cls, draft: DraftSpec | None, compute: torch.dtype, device: torch.device) -> Self:
-        """No rows, with the real trailing width."""
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        width = cls.hidden_size_for(draft)
-        return cls(torch.zeros(0, width, dtype=cls.dtype_for(compute), device=device), none, none, none)
+    def hidden_of(cls, draft: DraftSpec | None, features: Sequence[Tensor], source: Tensor) -> Tensor:
+        """Rows `source` `[T]` of all `features`, side by side, in a buffer `[T, A]`.
+
+        Raises:
+            ValueError: the features are not A wide together.
+        """
+        width, given = cls.hidden_size_for(draft), sum(feature.shape[1] for feature in features)
+        if given != width:
+            raise ValueError(f"the target's hidden states are {given} wide together, and the draft takes {width}")
+        hidden = features[0].new_empty(source.shape[0], width, dtype=cls.dtype_for(features[0].dtype))
+        return torch.cat([feature.index_select(0, source) for feature in features], 1, out=hidden)

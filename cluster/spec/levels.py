@@ -5,12 +5,14 @@ Legend: R requests, K topk, S depth, H width, Vd draft vocabulary.
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from cluster.attention.plan import MASKED
+from cluster.attention.bits import own_bits, words
 from cluster.batch import Batch
 from cluster.config import TreeShape
+from cluster.forward.draw import Draw
+from cluster.forward.noise import Noise
+from cluster.models.vocab import Columns
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
 from cluster.spec.tree import DraftTree, Growth
@@ -19,15 +21,15 @@ from cluster.spec.tree import DraftTree, Growth
 class Levels(Protocol):
     """Runs one level of a step's trees after another."""
 
-    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Tensor:
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Columns:
         """Rows of `level` (1 is the first), `tokens` `[R, K]`, each after row `parent` `[R, K]` of the level before
-        (None: after the root) -> logits `[R, K, Vd]`.
+        (None: after the root) -> the logits of the R K rows.
         """
         ...
 
 
 def grow(
-    batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape, ranking: Ranking, levels: Levels
+    batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape, ranking: Ranking, levels: Levels
 ) -> DraftTree:
     """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
 
@@ -37,33 +39,37 @@ def grow(
     sampling = batch.sampling.narrow(0, batch.decodes)
     tokens, parent = carried.topk_index, None
     for level in range(1, shape.num_steps):
-        logits = levels.run(level, tokens, parent)
-        likely, proposed = ranking.propose(logits, sampling, at_level(noise, level))
+        columns = levels.run(level, tokens, parent)
+        likely, proposed = ranking.propose(columns, Draw(shape.topk, sampling, at_level(noise, level)))
         grown.add(proposed, likely)
         if level < shape.num_steps - 1:
             tokens, parent = grown.best()
     return grown.tree(carried.bonus, shape.num_draft_tokens)
 
 
-def at_level(noise: Tensor | None, level: int) -> Tensor | None:
-    """The noise `[R, 1, V]` at the position of the tokens proposed after a level's rows."""
-    return None if noise is None else noise[:, level : level + 1]
+def at_level(noise: Noise | None, level: int) -> Noise | None:
+    """The noise at the position of the tokens proposed after a level's rows."""
+    return None if noise is None else noise.at(level)
 
 
 class Ancestry:
     """Which rows of earlier levels each row sees: its ancestors, and itself."""
 
     def __init__(self, carried: EagleDraftInput, shape: TreeShape) -> None:
-        r, self._k = carried.topk_index.shape
-        width = max(1, (shape.num_steps - 1) * self._k)
-        self._bias = torch.full((r, self._k, width), MASKED, dtype=carried.hidden.dtype, device=carried.hidden.device)
+        self._r, self._k = carried.topk_index.shape
+        self._width, self._device = (shape.num_steps - 1) * self._k, carried.topk_index.device
+        self._bits: Tensor | None = None
 
     def descend(self, level: int, parent: Tensor | None) -> Tensor:
-        """The bias `[R, K, (S - 1) K]` of the rows of `level`, each after row `parent` of the level before."""
-        self._bias = after(self._bias, parent)
-        own = slice((level - 1) * self._k, level * self._k)
-        self._bias[:, :, own].diagonal(dim1=1, dim2=2).zero_()
-        return self._bias
+        """The bits `[R, K, words]` of the rows of `level`, each after row `parent` of the level before, over the K
+        `level` window slots so far.
+        """
+        own = own_bits((level - 1) * self._k, self._k, self._width, self._device)
+        if self._bits is None or parent is None:
+            self._bits = own.expand(self._r, -1, -1)
+        else:
+            self._bits = after(self._bits, parent) | own
+        return self._bits[..., : words(level * self._k)]
 
 
 def after(rows: Tensor, parent: Tensor | None) -> Tensor:

@@ -3,13 +3,17 @@
 Legend: B requests, n rows of each, K topk, V vocabulary, Vd draft vocabulary, H draft width.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
 from cluster.batch import SamplingBatch
+from cluster.forward.choose import likeliest
+from cluster.forward.draw import Draw
+from cluster.forward.noise import Noise, token_hashes
 from cluster.forward.runner import DraftRunner
-from cluster.forward.sampler import at_least_float32, scores
+from cluster.models.vocab import Columns
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.verify import Accepted
 
@@ -17,10 +21,10 @@ from cluster.spec.verify import Accepted
 class Ranking(Protocol):
     """Picks the proposals of a draft."""
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits `[B, n, Vd]` -> the K best (log-probability, target token id), `[B, n, K]` each.
+    def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Logits of n rows of each request -> the K best (log-probability, target token id), `[B, n, K]` each.
 
-        `noise` `[B, n, V]` is the target's at the position of the proposals; None at temperature 0.
+        The noise of `draw` is the target's, at the one position of the proposals.
         """
         ...
 
@@ -31,17 +35,21 @@ class CoupledRanking:
     Where draft and target agree on the distribution, they then also agree on the draw.
     """
 
-    def __init__(self, target_ids: Tensor, topk: int) -> None:
-        """`target_ids` `[Vd]` map the draft vocabulary to target ids."""
+    def __init__(self, target_ids: Tensor, topk: int, own_ids: Tensor | None = None) -> None:
+        """`target_ids` `[Vd]` map the draft vocabulary to target ids; `own_ids` `[v]` are those of this rank's columns,
+        if it has not all.
+        """
         self._target_ids, self._topk = target_ids, topk
+        self._own_ids = target_ids if own_ids is None else own_ids
+        self._hashes = token_hashes(self._own_ids)
 
-    def propose(self, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        if noise is not None:
-            noise = noise.index_select(-1, self._target_ids)
-        ranked = scores(logits, sampling, noise)
-        likely = ranked.log_softmax(-1, dtype=at_least_float32(ranked.dtype)).topk(self._topk, -1)
-        return likely.values, self._target_ids[likely.indices]
+        if draw.noise is not None:
+            draw = replace(draw, noise=draw.noise.over(self._own_ids, self._hashes))
+        likely, chosen = likeliest(columns, draw, self._topk)
+        shape = draw.requests, draw.each, self._topk
+        return likely.view(shape), self._target_ids[chosen].view(shape)
 
 
 def carry(
@@ -50,13 +58,12 @@ def carry(
     sampling: SamplingBatch,
     accepted: Accepted,
     gave: tuple[Tensor, Tensor],
-    noise: Tensor | None,
+    noise: Noise | None,
 ) -> EagleDraftInput:
     """What requests carry to the next draft, from the output `gave` of the extend at each request's last row.
 
-    `gave` is (input of the head, recurrent hidden), `[B, H]` each.
+    `gave` is (input of the head, recurrent hidden), `[B, H]` each; `noise` as in `Ranking.propose`.
     """
     normed, recurrent = gave
-    logits = runner.logits(normed)[:, None]
-    likely, proposed = ranking.propose(logits, sampling, None if noise is None else noise[:, None])
+    likely, proposed = ranking.propose(runner.logits(normed), Draw(1, sampling, noise))
     return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent, accepted.bonus)

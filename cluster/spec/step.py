@@ -3,123 +3,124 @@
 carried --draft--> tree --target--> logits, hidden --accept--> path --compact, extend--> carried
 """
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from cluster.attention.plan import bias_of, window_group
-from cluster.batch import AttentionPlan, Batch, PromptRows, SamplingBatch
+from cluster.attention.bits import line_bits, packed
+from cluster.batch import Batch, PromptRows, Seen
 from cluster.config import TreeShape
+from cluster.forward.choose import choose, logprobs
+from cluster.forward.draw import Draw, checksum
+from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
 from cluster.forward.runner import TargetRunner
-from cluster.forward.sampler import at_least_float32, gumbel, scores
+from cluster.kv.page_table import PageTable
+from cluster.models.vocab import Columns
 from cluster.spec.compact import compact
-from cluster.spec.draft import Draft
-from cluster.spec.extend import shifted
+from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.result import Phases, StepOutput
 from cluster.spec.tree import DraftTree
-from cluster.spec.verify import accept, best, choose
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step decided. `tokens` `[R, S + 1]` of which `accept_len` `[R]` count, `first` `[F]` after finished
-    prompts; `logprobs` `[R * (S + 1) + F, V]` of the target for those, when the batch asked; seconds by phase.
-
-    `scores` `[R, S + 1]` are those of `tokens`, not finite where the logits were not. `sound` `[c]` says whether a
-    prompt row's hidden and, after a finished prompt, the score of `first` are finite.
-    """
-
-    tokens: Tensor
-    accept_len: Tensor
-    first: Tensor
-    scores: Tensor
-    sound: Tensor
-    logprobs: Tensor | None
-    seconds: dict[str, float] = field(default_factory=dict)
+from cluster.spec.verify import Accepted, accept
+from cluster.timing import timer_of
 
 
 class Step:
     """One rank's step, bound to its target, draft and request tables."""
 
     def __init__(
-        self, target: TargetRunner, draft: Draft, carried: EagleDraftInput, enter: Callable[[str], None]
+        self,
+        target: TargetRunner,
+        draft: Draft,
+        carried: EagleDraftInput,
+        table: PageTable,
+        enter: Callable[[str], None],
     ) -> None:
         """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
-        self._target, self._draft, self.carried, self._enter = target, draft, carried, enter
-        self._vocab = target.model.arch.vocab_size
+        self._target, self._draft, self.carried, self._table = target, draft, carried, table
+        self.enter = enter
+        self._ids, self._timer = target.model.token_ids, timer_of(carried.bonus.device)
 
     @torch.inference_mode()
     def run(self, batch: Batch, shape: TreeShape) -> StepOutput:
         """Commit at least one token for each of the R requests, and the first one for each finished prompt."""
         r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
-        clock = [time.perf_counter()]
+        moments = [self._timer.now()]
         decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
-        self._enter("draft")
-        noise, final_noise = self._noise(batch, s)
-        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), noise, shape)
-        clock.append(time.perf_counter())
+        self.enter("draft")
+        noise = self._noise(batch, s)
+        own, after = (None, None) if noise is None else (noise.narrow(slice(0, r)), noise.narrow(slice(r, None)))
+        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), own, shape)
+        moments.append(self._timer.now())
 
-        self._enter("target")
-        hidden, aux, logits = self._forward(batch, tree)
-        chosen, won = choose(logits[: r * n].view(r, n, self._vocab), tree.depths, decode, noise)
-        first, sound = self._prompts(batch.prompt, hidden[r * n :], logits[r * n :], final, final_noise)
-        accepted = accept(tree, chosen, first, s)
+        self.enter("target")
+        hidden, aux, columns = self._forward(batch, tree, shape.topk == 1)
+        here, which = None if own is None else own.at(0, s + 1), None if shape.topk == 1 else tree.depths
+        draws = Draw(n, decode, here, which), Draw(1, final, None if after is None else after.at(0))
+        chosen, won = choose(columns, draws)
+        first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
+        accepted = accept(tree, chosen[: r * n].view(r, n), first, s)
+        won = won[: r * n].view(r, n).gather(1, accepted.path)
         if shape.topk > 1:
-            compact(self._target.pool, batch.reach.window, accepted.path)
-        clock.append(time.perf_counter())
+            compact(self._target.pool, batch.window, accepted.path)
+        moments.append(self._timer.now())
 
-        self._enter("extend")
-        next_noise = None
-        if noise is not None and final_noise is not None:
-            own = noise[torch.arange(r, device=noise.device), accepted.accept_len.clamp(max=noise.shape[1] - 1)]
-            next_noise = torch.cat([own, final_noise[:, 1]])
-        carried = self._draft.extend(batch, accepted, aux or [hidden], next_noise, shape)
+        self.enter("extend")
+        carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(noise, accepted), shape)
         self.carried.put(batch.rows, carried)
-        logprobs = None
+        self._table.commit(batch.rows, torch.cat([batch.seq_lens + accepted.accept_len, batch.prompt.final_lens]))
+        asked = None
         if batch.logprobs:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
-            wanted = torch.cat([nodes.view(-1), torch.arange(r * n, logits.shape[0], device=chosen.device)])
-            logprobs = logits.index_select(0, wanted).log_softmax(-1, dtype=at_least_float32(logits.dtype))
-        clock.append(time.perf_counter())
-        seconds = {name: clock[i + 1] - clock[i] for i, name in enumerate(("draft", "target", "extend"))}
-        won = won.gather(1, accepted.path)
-        return StepOutput(accepted.tokens, accepted.accept_len, first, won, sound, logprobs, seconds)
+            rows = torch.cat([nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device)])
+            asked = logprobs(columns, rows, torch.cat([accepted.tokens.view(-1), first]))
+        drawn = first[:0] if noise is None or columns.shards is None else checksum(draws)
+        moments.append(self._timer.now())
+        return StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
 
-    @staticmethod
-    def _prompts(
-        prompt: PromptRows, hidden: Tensor, logits: Tensor, sampling: SamplingBatch, noise: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The tokens `[F]` after finished prompts, from `logits` `[F, V]`, and which of all prompt rows `hidden`
-        `[c, H]` are finite, `[c]`; `noise` is `[F, 2, V]`.
+    def _noise(self, batch: Batch, num_steps: int) -> Noise | None:
+        """The noise at seq_len + 1 to seq_len + S + 2, and as many positions from the end of each finished prompt on;
+        one less where nothing is drafted.
         """
-        first, won = best(scores(logits[:, None], sampling, None if noise is None else noise[:, :1]))
-        if not hidden.shape[0]:
-            return first[:, 0], prompt.token_ids.bool()
-        sound = hidden.isfinite().all(-1)
-        sound[prompt.final_rows] &= won[:, 0].isfinite()
-        return first[:, 0], sound
-
-    def _noise(self, batch: Batch, num_steps: int) -> tuple[Tensor | None, Tensor | None]:
-        """Gumbel noise for positions seq_len + 1 .. seq_len + S + 2, and for the two after each finished prompt."""
         if not batch.sampling.noisy:
-            return None, None
-        ahead = torch.arange(1, num_steps + 3, device=batch.rows.device)
-        seeds, dtype = batch.sampling.seeds, self.carried.hidden.dtype
-        decode = gumbel(seeds[: batch.decodes], batch.seq_lens[:, None] + ahead, self._vocab, dtype)
-        lens = batch.prompt.final_lens[:, None] + ahead[:2] - 1
-        return decode, gumbel(seeds[batch.decodes :], lens, self._vocab, dtype)
+            return None
+        first = torch.cat([batch.seq_lens + 1, batch.prompt.final_lens])
+        ahead = torch.arange(num_steps + 1 + self._drafts, device=first.device)
+        keys = noise_keys(batch.sampling.seeds, first[:, None] + ahead)
+        hashes, dtype = vocabulary_hashes(len(self._ids), first.device, self._ids.start), self.carried.hidden.dtype
+        if len(self._ids) < self._target.model.arch.vocab_size:  # a draft's shard may have other tokens
+            return Noise(keys, hashes, dtype)
+        return Noise.of(keys, hashes, dtype)
 
-    def _forward(self, batch: Batch, tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _next(self, noise: Noise | None, accepted: Accepted) -> Noise | None:
+        """That at the position after each bonus, for the proposals that requests carry to the next step."""
+        if noise is None or not self._drafts:
+            return None
+        finals = accepted.bonus.shape[0] - accepted.accept_len.shape[0]
+        return noise.pick(torch.cat([accepted.accept_len, accepted.accept_len.new_ones(finals)]))
+
+    @property
+    def _drafts(self) -> bool:
+        return not isinstance(self._draft, NoDraft)
+
+    def _forward(self, batch: Batch, tree: DraftTree, chain: bool) -> tuple[Tensor, list[Tensor], Columns]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
         r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
-        own = window_group(batch.reach, bias_of(tree.ancestors, self.carried.hidden.dtype), slice(0, r * n))
-        write = torch.cat([batch.reach.window[:, :n].reshape(-1), prompt.write])
+        bits = line_bits(n, n, tree.tokens.device) if chain else packed(tree.ancestors)
+        write = torch.cat([batch.window[:, :n].reshape(-1), prompt.write])
         tokens = torch.cat([tree.tokens.reshape(-1), prompt.token_ids])
         positions = torch.cat([(batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions])
-        plan = AttentionPlan.of(write, own, *shifted(prompt.groups, r * n))
-        hidden, aux = self._target.forward(tokens, positions, plan)
+        seen = Seen(write, batch.tree(bits, n), prompt.text)
+        hidden, aux = self._target.forward(tokens, positions, seen)
         heads = torch.cat([torch.arange(r * n, device=write.device), prompt.final_rows + r * n])
         return hidden, aux, self._target.logits(hidden.index_select(0, heads))
+
+
+def _sound(prompt: PromptRows, hidden: Tensor, won: Tensor) -> Tensor:
+    """Which prompt rows `hidden` `[c, H]` are finite, `[c]`; at the ends of prompts so are the scores `won` `[F]`."""
+    if not hidden.shape[0]:
+        return prompt.token_ids.bool()
+    sound = hidden.isfinite().all(-1)
+    sound[prompt.final_rows] &= won.isfinite()
+    return sound

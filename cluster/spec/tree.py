@@ -4,11 +4,12 @@ Legend: R requests, N nodes (root included, node 0 is the bonus), C candidates =
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from cluster.forward.sampler import at_least_float32
+from cluster.forward.noise import at_least_float32
 
 DECAY = 1e-3
 """Every level costs a candidate this much log-probability, so that scores fall strictly along a path: a candidate among
@@ -31,19 +32,23 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Proposals of all levels, `[R, C]` each; `parents` are candidate numbers, -1 for the root; `depths` is `[C]`."""
+    """Proposals of all levels, `[R, C]` each; `parents` are candidate numbers, -1 for the root; `depths` `[C]` go up to
+    `deepest`.
+    """
 
     tokens: Tensor
     scores: Tensor
     parents: Tensor
     depths: Tensor
+    deepest: int
 
     @staticmethod
     def of(levels: list[tuple[Tensor, Tensor, Tensor]]) -> "Candidates":
         """The candidates of all levels: tokens, scores and parents of each, `[R, K]` of the first, then `[R, K^2]`."""
         tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels, strict=True))
-        depths = [depth for depth, level in enumerate(levels, start=1) for _ in range(level[0].shape[1])]
-        return Candidates(tokens, scores, parents, torch.tensor(depths, device=tokens.device))
+        number, k = torch.arange(tokens.shape[1], device=tokens.device), levels[0][0].shape[1]
+        depths = (number - k).div(k * k, rounding_mode="floor").add_(2)  # K of depth 1, then K^2 of each depth
+        return Candidates(tokens, scores, parents, depths, len(levels))
 
 
 def clean(log_probabilities: Tensor) -> Tensor:
@@ -98,7 +103,7 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
     root = torch.zeros(r, 1, dtype=torch.int64, device=tokens.device)
     depths = torch.cat([root, candidates.depths.expand(r, -1).gather(1, chosen)], 1)
     parents = torch.cat([root, parents], 1)
-    return DraftTree(tokens, parents, depths, ancestors_of(parents, int(candidates.depths[-1])))
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, candidates.deepest))
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
@@ -114,6 +119,13 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
 def chain(tokens: Tensor) -> DraftTree:
     """The tree of one branch: `tokens` `[R, N]`, root first. Equals `best_tree` at topk 1, faster."""
     r, n = tokens.shape
-    depths = torch.arange(n, device=tokens.device)
-    lower = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril_()
-    return DraftTree(tokens, (depths - 1).clamp_(min=0).expand(r, n), depths.expand(r, n), lower.expand(r, n, n))
+    parents, depths, lower = _branch(n, tokens.device)
+    return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), lower.expand(r, n, n))
+
+
+@lru_cache(maxsize=64)
+def _branch(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents and depths `[N]` of one branch, and which nodes are ancestors-or-self of each, `[N, N]`."""
+    depths = torch.arange(nodes, device=device)
+    lower = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
+    return (depths - 1).clamp_(min=0), depths, lower

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.batch import SamplingBatch
-from cluster.forward.sampler import scores
 from cluster.spec.tree import DraftTree
 
 
@@ -27,32 +25,11 @@ class Accepted:
     bonus: Tensor
 
 
-def best(ranked: Tensor) -> tuple[Tensor, Tensor]:
-    """The token of the highest score in `[.., V]`, and that score, `[..]` each.
-
-    NaN and +inf win the argmax, so the score is not finite if any logit was one of them: one number stands for all.
-    """
-    chosen = ranked.argmax(-1)
-    return chosen, ranked.gather(-1, chosen[..., None])[..., 0]
-
-
-def choose(logits: Tensor, depths: Tensor, sampling: SamplingBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's token after every node and its score, `[R, N]` each, from logits `[R, N, V]`.
-
-    `noise` `[R, n, V]` belongs to token positions seq_len + 1 .. seq_len + n; nodes of one depth share a position.
-    """
-    if noise is not None:
-        r, n, vocab = noise.shape
-        first = torch.arange(r, device=noise.device)[:, None] * n
-        noise = noise.view(r * n, vocab).index_select(0, (first + depths).view(-1)).view(logits.shape)
-    return best(scores(logits, sampling, noise))
-
-
 def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
     """The accepted path, given the target's choice after every node `[R, N]` and after finished prompts `[F]`."""
     r, n = chosen.shape
     wanted = chosen.gather(1, tree.parents) == tree.tokens
-    wanted[:, 0] = True
+    wanted[:, 0].fill_(True)
     on_path = (wanted[:, None] | ~tree.ancestors).all(-1)
     accept_len = on_path.sum(1)
     path = torch.zeros(r, num_steps + 2, dtype=torch.int64, device=chosen.device)

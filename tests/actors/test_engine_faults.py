@@ -21,9 +21,10 @@ from tests.tiny import draft_folder, target_folder
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 STREAMS = 16
+AHEAD = "tests.actors.ahead_engine:build"
 
 
-def real(name: str, world: int = 2, attn_dp: int = 2, **settings: object) -> GangSpec:
+def real(name: str, world: int = 2, attn_dp: int = 2, factory: str = FACTORY, **settings: object) -> GangSpec:
     target = target_folder()
     pair = {
         "model_path": target,
@@ -36,7 +37,7 @@ def real(name: str, world: int = 2, attn_dp: int = 2, **settings: object) -> Gan
         "num_threads": 1,
     }
     config = EngineConfig(**{**pair, "tp_size": world, "attn_dp_size": attn_dp, **settings})  # type: ignore[arg-type]
-    return GangSpec(config, layout_of(world, bundle_per_worker={"CPU": 0.5}), gang_name("test", name), FACTORY)
+    return GangSpec(config, layout_of(world, bundle_per_worker={"CPU": 0.5}), gang_name("test", name), factory)
 
 
 def requests(turn: str, max_tokens: int) -> list[Request]:
@@ -70,18 +71,21 @@ class Read:
 
 
 @pytest.mark.parametrize(
-    ("rank", "how", "world", "attn_dp"),
+    ("rank", "how", "world", "attn_dp", "factory"),
     [
-        (0, signal.SIGKILL, 2, 2),
-        (1, signal.SIGKILL, 2, 2),
-        (1, signal.SIGKILL, 2, 1),
-        (1, signal.SIGSTOP, 2, 2),
+        (0, signal.SIGKILL, 2, 2, FACTORY),
+        (1, signal.SIGKILL, 2, 2, FACTORY),
+        (1, signal.SIGKILL, 2, 1, FACTORY),
+        (1, signal.SIGSTOP, 2, 2, FACTORY),
+        (0, signal.SIGKILL, 2, 2, AHEAD),
+        (1, signal.SIGKILL, 2, 1, AHEAD),
     ],
 )
 def test_streams_of_a_lost_gang_have_the_tokens_of_an_undisturbed_one(
-    rank: int, how: signal.Signals, world: int, attn_dp: int
+    rank: int, how: signal.Signals, world: int, attn_dp: int, factory: str
 ) -> None:
-    name = f"real-{rank}-{how.name}-{attn_dp}"
+    """`AHEAD`: a step is under way whose results nobody has read."""
+    name = f"real-{rank}-{how.name}-{attn_dp}-{factory == AHEAD}"
 
     async def body(gang: Gang, router: Router) -> None:
         tokens = 120
@@ -109,7 +113,7 @@ def test_streams_of_a_lost_gang_have_the_tokens_of_an_undisturbed_one(
         beats = (await router.status()).beats
         assert all(beat.status.pages_used == 0 and beat.status.running == 0 for beat in beats), beats
 
-    with_gang(real(name, world, attn_dp), body)
+    with_gang(real(name, world, attn_dp, factory), body)
     assert left_behind(name) == []
 
 

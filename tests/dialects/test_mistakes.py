@@ -147,7 +147,7 @@ def test_another_runners_pool_costs_acceptance() -> None:
         draft = engine._p.lockstep.step._draft
         assert isinstance(draft, EagleDraft)
         own, g = draft._runner, draft._runner.model.spec.layer
-        pool, attention = bind_attention([g], own.pool.kv.shape[1], own.pool.kv.dtype, own.pool.kv.device)
+        pool, attention = bind_attention([g], own.pool.kv.shape[1], own.pool.kv.dtype, own.attention._gather)
         pool.kv.normal_(0, 3, generator=torch.Generator().manual_seed(5))
         other = replace(own, pool=pool, attention=attention)
         true = draft.draft

@@ -68,7 +68,7 @@ def distances(name: str, windows: Windows = as_trained, **overrides: object) -> 
             attend.layers = [each.geometry for each in windows(draft.spec.layers, level)]
             normed, recurrent = draft.forward(following[level_rows], level_rows, hidden, attend)
             seen = level_rows if level == 0 else torch.tensor([last])
-            found = [relative(draft.logits(normed), logits[level, seen])]
+            found = [relative(draft.logits(normed).values, logits[level, seen])]
             if level + 1 < steps:
                 found.append(relative(recurrent, entering[level + 1, seen]))
             worst[level] = max(float(worst[level]), *found)
@@ -156,7 +156,7 @@ def mtp_distance(tmp_path: Path, swapped: bool = False) -> float:
     for step in range(steps):
         tokens = held["tokens"][step + 1 : step + 1 + rows]
         normed, hidden = draft.forward(tokens, torch.arange(rows) + step, hidden, Causal(draft.spec.layers))
-        worst = max(worst, relative(draft.logits(normed), held["logits"][step]))
+        worst = max(worst, relative(draft.logits(normed).values, held["logits"][step]))
     return worst
 
 

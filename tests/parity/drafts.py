@@ -9,10 +9,12 @@ from torch import Tensor
 from cluster.batch import Batch
 from cluster.config import TreeShape
 from cluster.engine import Engine
+from cluster.forward.noise import Noise
 from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
+from tests.late import owners
 
 Texts = dict[str, list[int]]
 """Whole texts, prompt included, by the request id up to its first `/`."""
@@ -31,10 +33,7 @@ class _Knowing:
 
     def _text(self, row: int) -> list[int]:
         assert self.engine is not None, "tie the draft to its engine first"
-        for sequence in self.engine._p.scheduler.running:
-            if sequence.lease is not None and sequence.lease.row == row:
-                return self._truth[sequence.request.request_id.split("/")[0]]
-        raise AssertionError(f"no running request sits on row {row}")
+        return self._truth[owners(self.engine)[row].split("/")[0]]
 
     def _lucky(self) -> bool:
         return float(torch.rand(1, generator=self._random)) < self._rate
@@ -51,7 +50,7 @@ class OracleDraft(_Knowing):
         super().__init__(truth, rate)
         self._shape, self._vocab, self._hidden = shape, vocab, hidden
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         self._shape = shape
         n, r = shape.num_draft_tokens, batch.decodes
         tokens = torch.zeros(r, n, dtype=torch.int64)
@@ -82,7 +81,7 @@ class OracleDraft(_Knowing):
             tokens[j], parents[j], depths[j] = token, parent, depth + 1
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         bonus, k = accepted.bonus, self._shape.topk
         hidden = features[0].new_zeros(bonus.shape[0], self._hidden)
@@ -99,7 +98,7 @@ class CorrectedDraft(_Knowing):
         super().__init__(truth, rate)
         self._inner = inner
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
         tree = self._inner.draft(batch, carried, noise, shape)
         tokens = tree.tokens.clone()
         for i in range(batch.decodes):
@@ -119,7 +118,7 @@ class CorrectedDraft(_Knowing):
         return DraftTree(tokens, tree.parents, tree.depths, tree.ancestors)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Tensor | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
     ) -> EagleDraftInput:
         return self._inner.extend(batch, accepted, features, noise, shape)
 

@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.batch import Order
 from cluster.engine import Engine, StepResult
+from tests.late import LatePrograms
+from tests.tables import held_slots
 
+NOTHING = Order()
 POISONS = (math.nan, math.inf)
 """In turns, step by step."""
 
@@ -32,13 +36,23 @@ def written(engine: Engine) -> Tensor:
     held = torch.zeros((cache.total + 1) * cache.page_size, dtype=torch.bool)
     held.view(cache.total + 1, cache.page_size)[[node.page for node in cache._tree.nodes()]] = True
     for sequence in engine._p.scheduler.running:
-        held[cache.table.slots[sequence.row, : sequence.committed]] = True
+        held[held_slots(cache.table, sequence.row, sequence.committed)] = True
     return held
 
 
-def poison(engine: Engine, memory: list[Tensor], value: float) -> None:
-    """Fill the sink, all free pages and the free ends of used ones, and what idle requests carry."""
-    free = (~written(engine)).nonzero()[:, 0]
+def poison(engine: Engine, memory: list[Tensor], value: float, order: Order = NOTHING) -> None:
+    """Fill the sink, all free pages and the free ends of used ones, and what idle requests carry; what the step of a
+    late `order` reads stays, though the host may have moved on.
+    """
+    held, table = written(engine), engine._p.cache.table
+    size = table.page_size
+    for copy in order.copies:
+        held[copy.source * size : copy.source * size + copy.tokens] = True
+    read = [(row, int(table.lens[row])) for row, _ in order.decodes]
+    for row, count in read + [(chunk.row, chunk.start) for chunk in order.chunks]:
+        held[table.first_slots(torch.tensor([row]), min(count, table.held.shape[1] * size))] = True
+    held[:size] = False  # the sink
+    free = (~held).nonzero()[:, 0]
     for cells in memory:
         cells.index_fill_(0, free, value)
     carried, idle = engine._p.lockstep.step.carried, engine._p.cache.table.idle_row
@@ -56,8 +70,12 @@ def poisoned() -> Iterator[None]:
         self._memory = memory_of(self)  # type: ignore[attr-defined]
 
     def step(self: Engine) -> StepResult:
-        with torch.inference_mode():
-            poison(self, self._memory, POISONS[self._steps % 2])  # type: ignore[attr-defined]
+        late, value = self._p.lockstep.programs, POISONS[self._steps % 2]
+        if isinstance(late, LatePrograms):  # what the host writes now would overtake steps under way
+            late.before = lambda order: poison(self, self._memory, value, order)  # type: ignore[attr-defined]
+        else:
+            with torch.inference_mode():
+                poison(self, self._memory, value)  # type: ignore[attr-defined]
         return take(self)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,12 +8,11 @@ import torch
 from scipy import stats
 
 from cluster.engine import build_engine
-from cluster.forward.sampler import filtered
 from cluster.request import SamplingParams
 from tests.parity.harness import VOCAB, config_of, request, run
 from tests.parity.reference import target_reference
 from tests.tiny import draft_folder, target_folder
-from tests.unit.forward.samplings import sampling_of
+from tests.unit.forward.samplings import filtered, sampling_of
 
 SIGNIFICANCE = 0.001
 PROMPT = [3, 9, 4, 17, 6]

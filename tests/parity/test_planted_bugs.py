@@ -7,19 +7,20 @@ import pytest
 import torch
 
 import cluster.arch.draft.eagle3
-import cluster.engine.assembler
 import cluster.engine.engine
 import cluster.kv.radix
 import cluster.models.draft
 import cluster.spec.draft
 import cluster.spec.step
+from cluster.attention.cells import Cells
 from cluster.engine import Engine
+from cluster.engine.assembler import Assembler
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.engine.scheduler import Scheduler
-from cluster.forward.sampler import SamplingTable
+from cluster.forward.runner import DraftRunner
+from cluster.forward.sampling import SamplingTable
 from cluster.kv.cache import KVCache
 from cluster.kv.pages import PageAllocator
-from cluster.kv.pool import Pools
 from cluster.kv.radix import RadixTree
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.layer import Angles
@@ -49,17 +50,17 @@ def bug(name: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None
 
 
 def extend_input_bug(patch: Patch, turn: Callable[..., tuple[object, ...]]) -> None:
-    changed(patch, cluster.spec.draft, "extend_input", lambda true: lambda *given: true(*turn(*given)))
+    changed(patch, cluster.spec.draft, "extend_input", lambda true: lambda *given: true(*turn(*given[:4]), *given[4:]))
 
 
 @bug("mask rows of two nodes are swapped")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.spec.step, "bias_of", lambda true: lambda seen, dtype: true(seen.roll(1, 1), dtype))
+    changed(patch, cluster.spec.step, "packed", lambda true: lambda seen: true(seen.roll(1, 1)))
 
 
 @bug("every node sees the whole tree")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.spec.step, "bias_of", lambda true: lambda seen, dtype: true(torch.ones_like(seen), dtype))
+    changed(patch, cluster.spec.step, "packed", lambda true: lambda seen: true(torch.ones_like(seen)))
 
 
 @bug("the accepted path is read with the wrong stride")
@@ -125,8 +126,8 @@ def _(patch: Patch) -> None:
 @bug("the row proposed from is the last one, accepted or not")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        def wrong(batch, accepted, features, shape):  # type: ignore[no-untyped-def]
-            given, r, width = true(batch, accepted, features, shape), batch.decodes, shape.num_steps + 1
+        def wrong(batch, accepted, features, shape, draft):  # type: ignore[no-untyped-def]
+            given, r, width = true(batch, accepted, features, shape, draft), batch.decodes, shape.num_steps + 1
             last = torch.arange(r) * width + width - 1
             return replace(given, select=torch.cat([last, given.select[r:]]))
 
@@ -167,12 +168,17 @@ def _(patch: Patch) -> None:
 
 @bug("shared cells are not copied")
 def _(patch: Patch) -> None:
-    patch.setattr(Pools, "copy", lambda self, copies: None)
+    changed(patch, Assembler, "send", lambda true: lambda self, order: true(self, order._replace(copies=())))
 
 
 @bug("shared cells are copied into the target's pool only")
 def _(patch: Patch) -> None:
-    changed(patch, Pools, "copy", lambda true: lambda self, copies: true(replace(self, parts=self.parts[:1]), copies))
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, table, sampling, window, slots, others: true(
+            self, table, sampling, window, slots[:1], others
+        )
+
+    changed(patch, Assembler, "__init__", make)
 
 
 @bug("a cell is taken for shared whose next token is another one")
@@ -183,15 +189,27 @@ def _(patch: Patch) -> None:
 @bug("positions inside the tree are off by one")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, batch, tree: true(self, batch, replace(tree, depths=tree.depths + (tree.depths > 0).long()))
+        return lambda self, batch, tree, chain: true(
+            self, batch, replace(tree, depths=tree.depths + (tree.depths > 0).long()), chain
+        )
 
     changed(patch, Step, "_forward", make)
+
+
+class Ahead:
+    """A draft runner whose rows are taken for those of the next position."""
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self._runner, self.logits = runner, runner.logits
+
+    def forward(self, token_ids, positions, *rest):  # type: ignore[no-untyped-def]
+        return self._runner.forward(token_ids, positions + 1, *rest)
 
 
 @bug("positions of the draft's levels are off by one")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda runner, batch, *rest: true(runner, replace(batch, seq_lens=batch.seq_lens + 1), *rest)
+        return lambda runner, *rest: true(Ahead(runner), *rest)
 
     changed(patch, cluster.spec.draft, "run_level", make)
 
@@ -212,7 +230,7 @@ def _(patch: Patch) -> None:
 
 @bug("noise is keyed to the position before")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.spec.step, "gumbel", lambda true: lambda seeds, at, *rest: true(seeds, at - 1, *rest))
+    changed(patch, cluster.spec.step, "noise_keys", lambda true: lambda seeds, at: true(seeds, at - 1))
 
 
 @bug("the draft ranks without the target's noise")
@@ -221,7 +239,7 @@ def _(patch: Patch) -> None:
         patch,
         CoupledRanking,
         "propose",
-        lambda true: lambda self, logits, sampling, noise: true(self, logits, sampling, None),
+        lambda true: lambda self, columns, draw: true(self, columns, replace(draw, noise=None)),
     )
 
 
@@ -250,7 +268,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
         return lambda self, plan, did, shape: true(
-            self, plan, replace(did, accept_len=(did.accept_len - 1).clamp(min=1)), shape
+            self, plan, replace(did, accept_len=[max(1, count - 1) for count in did.accept_len]), shape
         )
 
     changed(patch, Engine, "_commit", make)
@@ -260,7 +278,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
         def whole(self, run, room) -> Cut:  # type: ignore[no-untyped-def]
-            return replace(true(self, run, room), kept=len(run))
+            return true(self, run, room)._replace(kept=len(run))
 
         return whole
 
@@ -305,7 +323,10 @@ def _(patch: Patch) -> None:
 
 @bug("sampling parameters land on the neighbouring row")
 def _(patch: Patch) -> None:
-    changed(patch, SamplingTable, "put", lambda true: lambda self, s: true(self, s._replace(row=s.row ^ 1)))
+    def swapped(true):  # type: ignore[no-untyped-def]
+        return lambda self, sent: true(self, {**sent, "sampling rows": sent["sampling rows"] ^ 1})
+
+    changed(patch, SamplingTable, "put", swapped)
 
 
 @bug("rope pairs are interleaved")
@@ -323,34 +344,26 @@ def _(patch: Patch) -> None:
 
 @bug("the last committed token is not seen")
 def _(patch: Patch) -> None:
-    def make(true):  # type: ignore[no-untyped-def]
-        def short(table, rows, committed, *rest):  # type: ignore[no-untyped-def]
-            reach = true(table, rows, committed, *rest)
-            bias = reach.bias.clone()
-            for i, count in enumerate(committed.tolist()):
-                bias[i, :, max(0, count - 1) : count] = float("-inf")
-            return replace(reach, bias=bias)
-
-        return short
-
-    changed(patch, cluster.engine.assembler, "reach_of", make)
+    patch.setattr(Cells, "beyond", property(lambda self: torch.arange(self.longest) >= self.lens[:, None] - 1))
 
 
 @bug("beyond its own tokens a request reads the sink")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        def sunk(*given):  # type: ignore[no-untyped-def]
-            reach = true(*given)
-            return replace(reach, prefix=reach.prefix.masked_fill(reach.bias[:, 0] < 0, 0))
+        def sunk(self, width):  # type: ignore[no-untyped-def]
+            return true(self, width).masked_fill(torch.nn.functional.pad(self.beyond, (0, width)), 0)
 
         return sunk
 
-    changed(patch, cluster.engine.assembler, "reach_of", make)
+    changed(patch, Cells, "slots", make)
 
 
 @bug("beyond its own rows a short chunk reads what nobody wrote")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.engine.assembler, "partly_written", lambda true: lambda reach, written: reach)
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, table, rows, lens, longest, more, written=None: true(self, table, rows, lens, longest, more)
+
+    changed(patch, Cells, "__init__", make)
 
 
 @bug("log-probabilities are those of the next token")

@@ -8,12 +8,14 @@ from torch import Tensor
 from cluster.batch import Batch
 from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
-from cluster.forward.sampler import gumbel, scores
-from cluster.request import Request
+from cluster.forward.choose import scored
+from cluster.forward.noise import Noise, noise_keys, token_hashes
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
+from tests.late import owners
 from tests.parity.drafts import Texts
 from tests.parity.reference import DraftReference, TargetReference
+from tests.tables import held_slots
 
 NEAR = 1e-9
 
@@ -46,11 +48,10 @@ class Watch:
             return
 
         class Watched:
-            def draft(_, batch: Batch, carried: EagleDraftInput, noise: Tensor | None, shape: TreeShape) -> DraftTree:
+            def draft(_, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
                 tree = inner.draft(batch, carried, noise, shape)
-                by_row = {s.lease.row: s.request for s in engine._p.scheduler.running if s.lease is not None}
                 for i, row in enumerate(batch.decode_rows.tolist()):
-                    self._look(engine, by_row[row], batch, carried, tree, i)
+                    self._look(engine, owners(engine)[row], batch, carried, tree, i)
                 return tree
 
             extend = staticmethod(inner.extend)
@@ -62,13 +63,13 @@ class Watch:
         references = ([one.kv for one in self._passes.values()], list(self._kv.values()))
         names = list(self.texts)
         for sequence in engine._p.scheduler.running:
-            if sequence.lease is None:
+            if sequence.lease is None or sequence.committed == sequence.lease.cached:  # its first step may be under way
                 continue
             at = names.index(sequence.request.request_id.split("/")[0])
             if sequence.tokens != self.texts[names[at]][: len(sequence.tokens)]:
                 self.errors.append(f"tokens of {names[at]} are {sequence.tokens}")
             known = min(sequence.committed, len(self.texts[names[at]]) - 1)
-            slots = engine._p.cache.table.slots[sequence.lease.row, :known]
+            slots = held_slots(engine._p.cache.table, sequence.lease.row, known)
             for what, (pool, reference) in zip(
                 ("target", "draft"), zip(self._pools, references, strict=True), strict=True
             ):
@@ -81,10 +82,10 @@ class Watch:
         assert not (self.strict and self.errors), self.errors[0]
 
     def _look(
-        self, engine: Engine, request: Request, batch: Batch, carried: EagleDraftInput, tree: DraftTree, i: int
+        self, engine: Engine, request_id: str, batch: Batch, carried: EagleDraftInput, tree: DraftTree, i: int
     ) -> None:
         """Compare one request's carriers and tree with an independent EAGLE-2 expansion."""
-        name, at = request.request_id.split("/")[0], int(batch.seq_lens[i])
+        name, at = request_id.split("/")[0], int(batch.seq_lens[i])
         text, shape = self.texts[name], engine._p.shape
         if at >= len(text):
             return
@@ -109,9 +110,8 @@ class Watch:
             logits, recurrent, _ = self.draft.run(tokens, hidden)
             line = logits[None, -1:]
             if batch.sampling.noisy:
-                vocab = engine._p.arch.vocab_size
-                noise = gumbel(sampling.seeds, torch.tensor([[hidden.shape[0] + 1]]), vocab, torch.float64)
-                line = scores(line, sampling, noise[..., ids])
+                keys = noise_keys(sampling.seeds, torch.tensor([[hidden.shape[0] + 1]]))
+                line = scored(line, sampling, Noise.of(keys, token_hashes(ids), line.dtype))
             best = line[0, 0].log_softmax(-1).topk(shape.topk)
             return [
                 (p, int(ids[j])) for p, j in zip(best.values.tolist(), best.indices.tolist(), strict=True)

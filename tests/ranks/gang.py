@@ -64,8 +64,8 @@ class Life:
     """What a rank tells of a life that ended by agreement.
 
     `ended`: reason and accepted histogram by request; `trees`: a checksum of all its drafted trees; `rows`: its rows in
-    the target phase of every step, padding not counted, and `padded` the padding; `world_log`, `attn_log`: count and
-    checksum of the collectives it entered.
+    the target phase of every step, padding not counted, `padded` the padding, `replayed` the steps that were replayed;
+    `world_log`, `attn_log`: count and checksum of the collectives it entered.
     """
 
     tokens: dict[str, list[int]]
@@ -74,6 +74,7 @@ class Life:
     retracted: list[str]
     rows: list[int]
     padded: int
+    replayed: int
     world_log: list[Any]
     attn_log: list[Any]
     pages_used: int

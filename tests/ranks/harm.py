@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from cluster.config import TreeShape
-from cluster.dp_attention.plan import Facts
+from cluster.dp_attention.plan import Facts, PlanRule, StepPlan
 from cluster.engine import Rank, lockstep
 
 
@@ -88,3 +88,22 @@ class Harm:
 
 
 Plant = Callable[[Harm], None]
+
+
+def planned(change: Callable[[StepPlan], StepPlan]) -> Plant:
+    """The rule gives this rank another plan than its peers, of the same facts."""
+
+    def plant(harm: Harm) -> None:
+        true = PlanRule.plan
+
+        def plan(rule: PlanRule, table: Any, shape: TreeShape) -> StepPlan:
+            made = true(rule, table, shape)
+            return change(made) if change(made) != made and harm.due(made.step) else made
+
+        harm.put(PlanRule, "plan", plan)
+
+    return plant
+
+
+def set_before(change: Callable[[Harm], None]) -> Plant:
+    return lambda harm: harm.before_agreement(lambda: change(harm))

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch
+from cluster.batch import Batch, Mode
 from cluster.config import TreeShape
-from cluster.dp_attention.plan import Facts, PlanRule, StepPlan
+from cluster.dp_attention.plan import Facts, StepPlan
+from cluster.dp_attention.sizes import Sizes, most
 from cluster.engine import Rank, lockstep
 from cluster.mesh import Axis
 from cluster.spec.inputs import EagleDraftInput
-from tests.ranks.harm import Harm, Plant
+from tests.ranks.harm import Harm, Plant, planned, set_before
+from tests.ranks.of_captures import OF_CAPTURES
 
 
 def plant(name: str, rank: Rank, at_step: int, struck: Callable[[int], None]) -> Callable[[], None]:
@@ -31,15 +33,19 @@ def plant(name: str, rank: Rank, at_step: int, struck: Callable[[int], None]) ->
 def skip(op: str, phase: str) -> Plant:
     """Do not call it, go on with a result of the right shape."""
 
-    def wrong(harm: Harm, rows: Tensor, local: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def wrong(harm: Harm, rows: Tensor, local: Callable[[Tensor], Tensor] | None = None) -> Any:
         call = harm.exchange._script[0]
         own, every = call.rows[harm.mesh.dp_rank], sum(call.rows)
         if op == "head":
-            return rows.new_zeros(own, call.columns * harm.mesh.world.size)
+            return rows.new_zeros(harm.exchange._scored(call), call.columns), harm.exchange._first(call)
         if op == "embed":
             assert local is not None
             return local(rows)
-        return {"reduce": rows, "gather": rows.new_zeros(every, call.width), "scatter": rows[:own]}[op]
+        if op == "compare":
+            return rows[:own].expand(harm.exchange.size, own, call.width)
+        if op in ("gather", "spread"):
+            return rows.new_zeros(every, call.width)
+        return rows[:own] if op == "scatter" else rows
 
     return lambda harm: harm.in_call(op, phase, lambda _, *args: wrong(harm, *args))
 
@@ -144,21 +150,6 @@ def stale_plan(harm: Harm) -> None:
     harm.put(harm.coordinator, "agree", agree)
 
 
-def planned(change: Callable[[StepPlan], StepPlan]) -> Plant:
-    """The rule gives this rank another plan than its peers, of the same facts."""
-
-    def plant(harm: Harm) -> None:
-        true = PlanRule.plan
-
-        def plan(rule: PlanRule, table: Any, shape: TreeShape) -> StepPlan:
-            made = true(rule, table, shape)
-            return change(made) if change(made) != made and harm.due(made.step) else made
-
-        harm.put(PlanRule, "plan", plan)
-
-    return plant
-
-
 def agrees_twice(harm: Harm) -> None:
     true = harm.coordinator.agree
 
@@ -190,10 +181,6 @@ def no_idle_rows(harm: Harm) -> None:
     harm.put(lockstep, "padded", padded)
 
 
-def set_before(change: Callable[[Harm], None]) -> Plant:
-    return lambda harm: harm.before_agreement(lambda: change(harm))
-
-
 def later(harm: Harm, by: int) -> None:
     harm.coordinator.step += by
 
@@ -212,8 +199,10 @@ def unpacked(wrong: Callable[[Any], Any]) -> Plant:
 
 
 def chunks_turned(order: Any) -> Any:
-    turned = order._replace(chunks=order.chunks[::-1])
-    return turned if len(order.chunks) > 1 and turned != order else None
+    """Each chunk in another's row; they stay in order of length, without which no step could run."""
+    rows = [chunk.row for chunk in order.chunks]
+    turned = tuple(chunk._replace(row=row) for chunk, row in zip(order.chunks, rows[1:] + rows[:1], strict=True))
+    return order._replace(chunks=turned) if len(set(rows)) > 1 else None
 
 
 def decode_dropped(order: Any) -> Any:
@@ -235,7 +224,9 @@ def other_seed(order: Any) -> Any:
 
 def other_results(true: Callable[..., Any], *args: Any) -> Any:
     stepped = true(*args)
-    return replace(stepped, tokens=stepped.tokens + 1)
+    other = stepped.packed.clone()
+    other[: stepped.requests * (stepped.width + 2)].view(stepped.requests, -1)[:, 0] += 1
+    return replace(stepped, packed=other)
 
 
 def other_draws(true: Callable[..., Any], batch: Batch, shape: TreeShape) -> Any:
@@ -259,6 +250,31 @@ def weak_draft(harm: Harm) -> None:
     harm.put(harm.exchange, "scatter", scatter)
 
 
+def ran(wrong: Callable[..., Any]) -> Plant:
+    return lambda harm: harm.in_run(wrong)
+
+
+def without(name: str) -> Plant:
+    """Runs the step in another mode than is planned."""
+
+    def wrong(true: Callable[..., Any], batch: Batch, shape: TreeShape) -> Any:
+        if name == "logprobs":
+            return true(replace(batch, logprobs=False), shape)
+        return true(replace(batch, sampling=replace(batch.sampling, **{name: False})), shape)
+
+    return ran(wrong)
+
+
+def other_padded(plan: StepPlan) -> StepPlan:
+    """Padded where it is not, and the other way round."""
+    real = tuple(map(Sizes, plan.decodes, plan.prompt_rows, plan.finals))
+    return plan._replace(sizes=(most(real),) * len(real) if plan.sizes == real else real)
+
+
+def other_mode(plan: StepPlan) -> StepPlan:
+    return plan._replace(mode=plan.mode ^ Mode.NOISY)
+
+
 def breaks(*_: Any) -> Any:
     raise ValueError("a bug of this rank alone")
 
@@ -267,9 +283,32 @@ def dies(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ran(wrong: Callable[..., Any]) -> Plant:
-    return lambda harm: harm.in_run(wrong)
-
+OF_SHARDS: dict[str, Plant] = {
+    **{
+        f"skips {op}, {phase}": skip(op, phase)
+        for phase in ("draft", "target", "extend")
+        for op in ("spread", "highest", "add", "compare")
+    },
+    "one sum more": instead("add", "target", twice),
+    "one comparison more": instead("compare", "extend", twice),
+    "one row less to spread": instead("spread", "target", lambda true, words: true(words[:-1])),
+    "one word less to spread": instead("spread", "draft", lambda true, words: true(words[:, :-1])),
+    "own rows only compared": instead("compare", "target", lambda true, numbers: true(numbers[:-1])),
+    "one candidate less": instead("compare", "draft", lambda true, numbers: true(numbers[:, 2:])),
+    "candidates in float32": instead("compare", "target", lambda true, numbers: true(numbers.float())),
+    "half a histogram": instead("add", "draft", lambda true, numbers: true(numbers[:, :128])),
+    "a histogram in int32": instead("add", "extend", lambda true, numbers: true(numbers.int())),
+    "sums before the highest": lambda harm: harm.in_call(
+        "highest", "target", lambda _, numbers: harm.exchange.add(numbers.long()).double()
+    ),
+    "runs without noise": without("noisy"),
+    "runs without filters": without("filtered"),
+    "reports no log-probabilities": without("logprobs"),
+    "one candidate less in a group": instead("compare", "extend", lambda true, numbers: true(numbers[:, 2:])),
+    "skips a sum in a group": skip("add", "target"),
+    "skips a comparison in a group": skip("compare", "target"),
+}
+"""What can happen only where a head is sharded; for requests with filters that ask for log-probabilities."""
 
 PLANTS: dict[str, Plant] = {
     **{
@@ -277,6 +316,7 @@ PLANTS: dict[str, Plant] = {
         for phase in ("draft", "target", "extend")
         for op in ("embed", "reduce", "gather", "scatter", "head")
     },
+    **OF_SHARDS,
     "skips a layer": whole_layer,
     "skips a draft level": draft_level,
     "skips the extend phase": no_extend,
@@ -319,7 +359,9 @@ PLANTS: dict[str, Plant] = {
     "breaks": ran(breaks),
     "dies": ran(dies),
     "weak draft": weak_draft,
-    "other plan, padding": planned(lambda plan: plan._replace(padded=not plan.padded)),
+    "other plan, padding": planned(other_padded),
     "other plan, tier": planned(lambda plan: plan._replace(num_steps=max(0, plan.num_steps - 1))),
+    "other plan, mode": planned(other_mode),
+    **OF_CAPTURES,
     "other results": ran(other_results),
 }

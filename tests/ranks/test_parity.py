@@ -144,7 +144,8 @@ def test_followers_share_pages_as_their_leader_does(ranks: Gangs, page_size: int
     case = Case(config(*tiny_pair(), **settings), sharing(12))
     tally = check(ranks(2), case)
     assert not tally.mismatches and tally.counted == 12, tally
-    assert ranks(2).lives(case)[0].rows[0] == 40, "the others wait for the first one's pages"
+    rows = ranks(2).lives(case)[0].rows
+    assert next(filter(None, rows)) == 40, "the others wait for the first one's pages"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The process of one rank: reads a case per line, runs it, answers with one line of JSON."""
 
 import json
+import os
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
 
 HOST = "127.0.0.1"
-SENT = {"reduce_scatter": sum, "swap": sum}  # those that send rows to all; the others send own rows
+SENT = {"reduce_scatter": sum}  # sends rows to all; the others send own rows
 RING_AFTER_S = 0.5
 
 
@@ -51,7 +52,7 @@ class Logs:
         mesh = rank._lockstep.mesh
         self.world, self.attn = Log(), Log()
         self._by_axis = {id(mesh.world): self.world, id(mesh.attn): self.attn}
-        self._true = {name: getattr(Axis, name) for name in ("gather", "reduce_scatter", "swap", "broadcast")}
+        self._true = {name: getattr(Axis, name) for name in ("gather", "reduce_scatter", "broadcast")}
         for name, true in self._true.items():
             setattr(Axis, name, self._logged(name, true))
 
@@ -107,6 +108,8 @@ def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = Non
     """Build the rank, do what the case says step by step, and leave together with the peers."""
     config = EngineConfig.from_kwargs(case["config"] | case["own"].get(str(rank), {}))
     engine = build_rank(config, rank, rendezvous, store if rank == 0 else None)
+    if os.environ.get("OVERLAP") == "1":
+        engine._lockstep.lag = 1
     logs = Logs(engine)
     undo: Callable[[], None] | None = None
     if case["plant"] and rank == case["guilty"]:
@@ -126,7 +129,7 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
     mesh, began = engine._lockstep.mesh, time.monotonic()
     actions = deque(a for a in case["actions"] if mesh.leads and a["dp_rank"] == mesh.dp_rank)
     last = max((a["step"] for a in case["actions"]), default=0)
-    life = Life({}, {}, {}, [], [], 0, [], [], 0, 0.0, [])
+    life = Life({}, {}, {}, [], [], 0, 0, [], [], 0, 0.0, [])
     if isinstance(engine, Engine):
         _watch_trees(engine, life.trees)
         _watch_retraction(engine, life.retracted)
@@ -152,6 +155,7 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
 def _step(engine: Rank, life: Life) -> None:
     result = engine.step()
     life.padded += result.stats.padded_rows
+    life.replayed += "replay" in result.stats.phase_seconds
     life.rows.append(result.stats.target_rows)
     if isinstance(engine, Engine):
         engine.check_pages()

@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "random_seed": 7,
     "mem_fraction_static": 0.5,
     "speculative_draft_model_path": "d",
+    "capture_sizes": (1, 2, 4),
 }
 
 
@@ -70,7 +71,7 @@ def test_the_model_itself_refuses_unknown_keys() -> None:
 @pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
 def test_every_alias_sets_its_setting(alias: str, name: str) -> None:
     assert name in EngineConfig.model_fields
-    others = {key: value for key, value in {**EAGLE, "tp_size": 2}.items() if key != name}
+    others = {key: value for key, value in {**EAGLE, "tp_size": 2, "capture": "on"}.items() if key != name}
     made = EngineConfig.from_kwargs({**others, alias: VALUES[name]})
     assert getattr(made, name) == VALUES[name]
 
@@ -82,6 +83,15 @@ def test_a_setting_given_under_two_spellings_is_refused(alias: str, name: str) -
         EngineConfig.from_kwargs({name: value, alias: value})
     with pytest.raises(ConfigError, match=f"'{name}' sets '{name}', which is already set"):
         EngineConfig.from_kwargs({alias: value, name: value})
+
+
+def test_sizes_of_captured_programs_are_for_programs_and_ascend() -> None:
+    for capture in ("off", "auto"):
+        with pytest.raises(ConfigError, match=f"capture_sizes needs capture: on, which is {capture}"):
+            config(capture=capture, capture_sizes=[1])
+    for sizes in ([], [0, 1], [2, 2], [4, 2]):
+        with pytest.raises(ConfigError, match=r"capture_sizes must be positive and ascend, got \["):
+            config(capture="on", capture_sizes=sizes)
 
 
 def test_speculative_config_maps_onto_our_names() -> None:

@@ -12,8 +12,8 @@ import torch
 
 from cluster.bench.report import Say, machine, median, table
 from cluster.kv.cache import KVCache
+from cluster.kv.page_table import PageTable
 from cluster.kv.radix import RadixTree
-from cluster.kv.slots import SlotTable
 
 PAGE = 16
 EVICTED = 4
@@ -78,7 +78,7 @@ def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]
             tree.insert([start, *range(PAGE)], [start])
         return _cpu(lambda: tree.evict(EVICTED))
 
-    cache = KVCache(size.chain + 8, SlotTable(2, len(text) + PAGE, PAGE, torch.device("cpu")), radix=True)
+    cache = KVCache(size.chain + 8, PageTable(2, len(text) + PAGE, PAGE, torch.device("cpu")), radix=True)
     lease = cache.open(text, len(text))
     assert lease is not None, "an empty cache holds a request"
     cache.close(lease, text, len(text))

@@ -1,16 +1,16 @@
 """An order arrives at a follower as it left its leader."""
 
-from cluster.batch import Order, PageCopy, PromptChunk, Sampling, SlotWrite
+from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.dp_attention.orders import checksum, pack, unpack
 
 FULL = Order(
     decodes=((0, 9), (2, 4)),
+    lens=((2, 3),),
     chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6)), PromptChunk(3, 15, 18, True, (7, 8, 9))),
     samplings=(Sampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
-    writes=(SlotWrite(3, 0, 12), SlotWrite(1, -1, 0)),
+    writes=(PageWrite(3, 0, 12), PageWrite(1, -1, 0)),
     copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
-    noisy=True,
-    logprobs=True,
+    mode=Mode.NOISY | Mode.LOGPROBS,
 )
 
 

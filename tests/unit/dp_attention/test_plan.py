@@ -4,11 +4,13 @@ from itertools import product
 
 import pytest
 
-from cluster.batch import Order, PromptChunk
+from cluster.batch import Mode, Order, PromptChunk
 from cluster.config import PLAIN, TreeShape, tiers
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import Call, Facts, Ops, PlanRule, script
+from cluster.dp_attention.sizes import MOST_ROWS, Buckets
+from cluster.forward.sharded import ShardedHead
 from cluster.mesh import Mesh, OutOfStepError
 
 SHAPE = TreeShape(num_steps=3, topk=2, num_draft_tokens=6)
@@ -20,8 +22,11 @@ def facts(decodes: int = 0, prompt_rows: int = 0, finals: int = 0, num_steps: in
     return Facts(0, 5, 0, 0, decodes, prompt_rows, finals, num_steps=num_steps, requests=decodes + prompt_rows)
 
 
-def rule(padding: str = "auto", attn_tp: int = 1, waste: float = 0.0) -> PlanRule:
-    return PlanRule(attn_tp, padding, waste)  # type: ignore[arg-type]
+def rule(
+    padding: str = "auto", attn_tp: int = 1, waste: float = 0.0, buckets: tuple[int, ...] | None = None
+) -> PlanRule:
+    sizes = None if buckets is None else Buckets(buckets)
+    return PlanRule(attn_tp, padding, waste, sizes)  # type: ignore[arg-type]
 
 
 def test_the_tier_is_the_minimum_of_the_votes() -> None:
@@ -32,14 +37,47 @@ def test_the_tier_is_the_minimum_of_the_votes() -> None:
 def test_padding_gives_every_group_the_rows_of_the_largest() -> None:
     table = [facts(2, 7, 1), facts(0, 0), facts(5, 3)]
     exact, full = (rule(name).plan(table, SHAPE) for name in ("exact", "padded"))
-    assert not exact.padded and exact.planned_decodes == (2, 0, 5) and exact.planned_prompt_rows == (7, 0, 3)
-    assert full.padded and full.planned_decodes == (5, 5, 5) and full.planned_prompt_rows == (7, 7, 7)
+    assert exact.sizes == ((2, 7, 1), (0, 0, 0), (5, 3, 0))
+    assert full.sizes == ((5, 7, 1), (5, 7, 0), (5, 7, 0))
+    assert not exact.captured and not full.captured
 
 
 @pytest.mark.parametrize(("waste", "uneven"), [(0.0, False), (0.49, False), (0.5, True)])
 def test_auto_pads_while_the_share_of_idle_rows_is_within_the_limit(waste: float, uneven: bool) -> None:
-    assert rule(waste=waste).plan([facts(4), facts(0)], SHAPE).padded is uneven
-    assert rule(waste=waste).plan([facts(4, 9), facts(4, 9)], SHAPE).padded, "equal ranks need no idle rows"
+    plan = rule(waste=waste).plan([facts(4), facts(0)], SHAPE)
+    assert plan.sizes == ((4, 0, 0), (4 if uneven else 0, 0, 0))
+
+
+def test_steps_are_run_at_the_sizes_of_programs() -> None:
+    """Each group at its own unless padding is asked for; a group too large for all programs has none replayed."""
+    table = [facts(3, 7, 3), facts(1), facts(5, 2, 1)]
+    exact, full = (rule(name, buckets=(1, 2, 4, 8)).plan(table, SHAPE) for name in ("exact", "padded"))
+    assert exact.captured and exact.sizes == ((4, 8, 4), (1, 0, 0), (8, 2, 1))
+    assert full.captured and full.sizes == ((8, 8, 4),) * 3
+    assert [full.idle(group) for group in range(3)] == [(5, 1, 1), (7, 8, 4), (3, 6, 3)]
+    large = rule("exact", buckets=(1, 2, 4, 8)).plan([*table, facts(1, 9)], SHAPE)
+    assert not large.captured and large.sizes == ((3, 7, 3), (1, 0, 0), (5, 2, 1), (1, 9, 0))
+    assert rule("exact", buckets=()).plan(table, SHAPE).sizes == rule("exact").plan(table, SHAPE).sizes
+    assert rule("exact", buckets=()).plan(table, SHAPE).captured
+    for count, within in ((MOST_ROWS // 6, True), (MOST_ROWS // 6 + 1, False)):
+        assert rule(buckets=()).plan([facts(count)], SHAPE).captured is within
+
+
+def test_the_key_is_what_a_step_runs() -> None:
+    """Loads that run at the same sizes, tier and mode share it; each of these makes another."""
+    small = rule("exact", buckets=(1, 2, 4, 8))
+    keys = [small.plan([facts(*load), facts(1)], SHAPE).key for load in ((3, 7, 1), (4, 5, 1), (3, 7, 2), (2, 7, 1))]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+    others = (facts(3, 7, 1, num_steps=2), facts(3, 7, 1)._replace(mode=int(Mode.NOISY)))
+    assert len({keys[0], *(small.plan([other, facts(1)], SHAPE).key for other in others)}) == 3
+    assert small.plan([facts(3, 7, 1), facts(2)], SHAPE).key != keys[0], "collectives have counts of all groups"
+
+
+def test_the_script_has_the_rows_that_are_run() -> None:
+    plan = rule("padded", buckets=(4, 8)).plan([facts(2, 7, 1), facts(1)], SHAPE)
+    calls = {(call.phase, call.op): call.rows for call in script(plan, SHAPE, TARGET, DRAFT)}
+    assert calls["draft", "gather"] == (8, 8) and calls["target", "gather"] == (32, 32)
+    assert calls["target", "head"] == (28, 28) and calls["extend", "gather"] == (24, 24)
 
 
 def test_a_group_counts_once_whatever_its_followers_say() -> None:
@@ -96,6 +134,40 @@ def test_the_script_of_a_draft_runner_list() -> None:
     assert extend == [(op, (15, 4)) for op in DRAFT.forward * 3] + [("head", (3, 1))]
 
 
+def test_a_step_runs_in_the_mode_of_every_group() -> None:
+    """A follower's is that of its leader."""
+    modes = (Mode.NOISY, Mode(0), Mode.LOGPROBS, Mode.FILTERED)
+    table = [facts(1)._replace(mode=int(mode)) for mode in modes]
+    assert rule().plan(table, SHAPE).mode == Mode.NOISY | Mode.LOGPROBS | Mode.FILTERED
+    assert rule(attn_tp=2).plan(table, SHAPE).mode == Mode.NOISY | Mode.LOGPROBS
+    assert rule().plan(table, SHAPE).digest != rule().plan(table[:3] + table[1:2], SHAPE).digest
+
+
+def after_heads(mode: Mode, wide: bool, bits: int = 32) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """What the shards of a head of 100 columns each tell each other in a step, phase by phase."""
+    ops = Ops((), ("head",), 8, 100, ShardedHead(100, bits, wide))
+    plan = rule("exact").plan([facts(2, 7, 1)._replace(mode=int(mode)), facts(1)], SHAPE)
+    calls = script(plan, SHAPE, ops, ops)
+    assert sum(call.op == "head" for call in calls) == 4
+    return [(call.phase, call.op, call.rows, call.width) for call in calls if call.op != "head"]
+
+
+def test_the_script_after_a_sharded_head() -> None:
+    """Candidates alone; with noise, filters and log-probabilities what these need as well, in this order."""
+    levels, nodes, last, told = (4, 2), (13, 6), (3, 1), (9, 4)
+    best = [("draft", "compare", levels, 5), ("target", "compare", nodes, 2), ("extend", "compare", last, 5)]
+    assert after_heads(Mode(0), False) == after_heads(Mode.NOISY, False) == [best[0], *best]
+    sampled = [each for one in best for each in ((one[0], "spread", one[2], 6), one)]
+    assert after_heads(Mode.NOISY, True) == [*sampled[:2], *sampled]
+    assert after_heads(Mode.LOGPROBS, False)[4:] == [("extend", "compare", told, 42)]
+    assert after_heads(Mode.LOGPROBS, True)[4:] == [("extend", "spread", told, 2), ("extend", "compare", told, 42)]
+    for bits in (32, 64):
+        digits = [("target", "add", nodes, 256)] * (bits // 8)
+        filtered = after_heads(Mode.NOISY | Mode.FILTERED, False, bits)
+        search = [("target", "highest", nodes, 1), *digits, ("target", "add", nodes, 1), *digits]
+        assert [call for call in filtered if call[0] == "target"] == [*search, best[1]]
+
+
 def test_a_shallower_tier_has_a_shorter_script() -> None:
     plan = rule("exact").plan([facts(2)], SHAPE)
     lengths = [len(script(plan, shape, TARGET, DRAFT)) for shape in tiers(SHAPE)]
@@ -123,6 +195,14 @@ def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
     assert padded(order, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is order
 
 
+def test_a_captured_step_has_idle_ends_and_room_for_any_chunks() -> None:
+    plan = rule(buckets=(4, 8)).plan([facts(2, 5, 1)], SHAPE)
+    order = Order(decodes=((0, 9), (2, 4)), chunks=(PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4)),))
+    made = padded(order, plan, 0, idle_row=7)
+    assert (len(made.decodes), made.idle_finals, made.chunk_places) == (4, 3, 8)
+    assert [chunk.row for chunk in made.chunks] == [7, 7, 7, 1]
+
+
 class FakeMesh(Mesh):
     """A mesh whose other rank says what the test wants."""
 
@@ -134,7 +214,7 @@ class FakeMesh(Mesh):
         return [row, Facts(*row)._replace(**self.change)]
 
 
-@pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule"])
+@pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule", "captured"])
 def test_a_header_that_differs_names_rank_step_and_field(name: str) -> None:
     coordinator = Coordinator(FakeMesh({name: 99}), rule(), tiers(SHAPE), TARGET)
     with pytest.raises(

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cluster.batch import Batch, Order
+from cluster.batch import Order
 from cluster.engine import Engine, build_engine
+from cluster.engine.assembler import Inputs
 from cluster.engine.lockstep import GangStep, Lockstep
-from cluster.kv.slots import SlotTable
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
 
 
@@ -28,13 +29,10 @@ def test_requests_and_steps_count_the_same_accept_lengths(tiers: dict[int, int])
         assert tokens == sum(map(len, result.tokens.values())) - len(result.tokens)
 
 
-def test_a_quiet_step_loses_nothing_of_the_slot_journal() -> None:
-    """What those who follow replay from the orders that were sent is the leader's table, whenever one is sent."""
+def test_a_quiet_step_loses_no_change_of_the_page_table() -> None:
+    """What orders bring to the device is the host's table, whenever one is run."""
     engine = build_engine(config_of(tiny_pair()[0], disable_radix_cache=True))
-    table = engine._p.cache.table
-    table._journal = []
-    copy = SlotTable(table.idle_row, table.slots.shape[1], table.page_size, table.slots.device)
-    sent = watched(engine, copy)
+    sent = watched(engine)
     for turn in range(3):
         one, other = grid_requests("greedy", 2)
         run(engine, [other])
@@ -46,18 +44,18 @@ def test_a_quiet_step_loses_nothing_of_the_slot_journal() -> None:
     assert len(sent) > 30 and any(write.entry < 0 for order in sent for write in order.writes)
 
 
-def watched(engine: Engine, copy: SlotTable) -> list[Order]:
-    """Orders as they are run, replayed into a table that must then equal the engine's."""
-    assembler, table = engine._p.lockstep.assembler, engine._p.cache.table
-    true, sent = assembler.batch, []
+def watched(engine: Engine) -> list[Order]:
+    """Orders as they are run, after each of which the device's page table must equal the host's."""
+    assembler, table = engine._p.lockstep.programs.assembler, engine._p.cache.table
+    true, sent = assembler.send, []
 
-    def batch(order: Order) -> Batch:
+    def send(order: Order) -> Inputs:
         sent.append(order)
-        copy.replay(order.writes)
-        assert copy.slots.equal(table.slots)
-        return true(order)
+        made = true(order)
+        assert np.array_equal(table.device_pages.numpy(), table.held)
+        return made
 
-    assembler.batch = batch  # type: ignore[method-assign]
+    assembler.send = send  # type: ignore[method-assign]
     return sent
 
 

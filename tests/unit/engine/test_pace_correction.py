@@ -30,7 +30,7 @@ def rides(scheduler: Scheduler, machine: Machine, prompt: int, disturbed: Distur
 def step(scheduler: Scheduler, machine: Machine, disturbed: Disturbed) -> float:
     """Take the next step on `machine`, tell the scheduler, and give its time over that of its decoding alone."""
     plan = scheduler.schedule()
-    own = (len(plan.decodes), max((s.committed for s in plan.decodes), default=0))
+    own = (len(plan.decodes), max((s.committed for s, _ in plan.decodes), default=0))
     took = machine.step(*own, plan.prompt_rows, plan.chunks[0].start if plan.chunks else 0)
     scheduler.learn(plan, plan.decode_us, plan.prompt_rows > 0, disturbed(took))
     advance(plan)

@@ -10,7 +10,7 @@ from cluster.config import EngineConfig
 from cluster.engine.prefill_share import READING, Limits, Load, Pace, fit
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.kv.cache import KVCache
-from cluster.kv.slots import SlotTable
+from cluster.kv.page_table import PageTable
 from tests.unit.engine.test_scheduler import advance, names, of_tokens, sequence
 
 PACE = Pace(0.5, 4, ((1, 320.0), (9, 640.0)), 0.0, ((4, 320.0), (104, 1320.0)), 0.02, 0.01)
@@ -52,7 +52,7 @@ EIGHT_B = Machine(tree=4, read=5300.0, row=32.0, slot=0.044, pair=0.0018, levels
 
 def scheduler_of(pace: Pace | None, chunk: int, mixed: int | None = None, tokens: int = 6000) -> Scheduler:
     config = EngineConfig(model_path="", chunked_prefill_size=chunk, mixed_prefill_size=mixed)
-    cache = KVCache(tokens // 8 + 64, SlotTable(8, tokens + 512, 16, torch.device("cpu")), False)
+    cache = KVCache(tokens // 8 + 64, PageTable(8, tokens + 512, 16, torch.device("cpu")), False)
     return Scheduler(config, cache, 6, pace)
 
 
@@ -71,7 +71,7 @@ def rode(scheduler: Scheduler, machine: Machine, prompt: int) -> Ride:
     scheduler.waiting.append(long)
     while long.prefilling:
         plan = scheduler.schedule()
-        own = (len(plan.decodes), max((s.committed for s in plan.decodes), default=0))
+        own = (len(plan.decodes), max((s.committed for s, _ in plan.decodes), default=0))
         start = plan.chunks[0].start if plan.chunks else 0
         ride.times.append(machine.step(*own, plan.prompt_rows, start))
         ride.ratios.append(ride.times[-1] / machine.step(*own))
@@ -289,7 +289,7 @@ def test_a_fixed_number_of_rows_replaces_the_pace() -> None:
 def test_who_is_let_in_beside_decoding_gets_rows(radix: bool) -> None:
     """Prompts of all lengths, some with a prefix in memory that has to be read: none is admitted for no row at all."""
     rng = Random(3)
-    cache = KVCache(700, SlotTable(8, 4000, 16, torch.device("cpu")), radix)
+    cache = KVCache(700, PageTable(8, 4000, 16, torch.device("cpu")), radix)
     pace = Pace(0.5, 4, PACE.decode, 0.0, PACE.target, 0.2, 0.01)
     scheduler, admitted = Scheduler(EngineConfig(model_path="", chunked_prefill_size=300), cache, 6, pace), 0
     for number in range(40):

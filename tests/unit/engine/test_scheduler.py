@@ -10,14 +10,14 @@ from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache
-from cluster.kv.slots import SlotTable
+from cluster.kv.page_table import PageTable
 from cluster.request import Request, SamplingParams
 
 WINDOW = 6
 
 
 def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix: bool = False) -> Scheduler:
-    cache = KVCache(pages, SlotTable(rows, 200, page_size, torch.device("cpu")), radix)
+    cache = KVCache(pages, PageTable(rows, 200, page_size, torch.device("cpu")), radix)
     return Scheduler(EngineConfig(model_path="", chunked_prefill_size=budget), cache, WINDOW)
 
 
@@ -33,19 +33,19 @@ def of_tokens(name: str, ids: list[int], max_tokens: int = 20) -> Sequence:
 
 def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
     chunks = [(c.sequence.request.request_id, c.start, c.stop) for c in plan.chunks]
-    return [s.request.request_id for s in plan.decodes], chunks
+    return [s.request.request_id for s, _ in plan.decodes], chunks
 
 
 def advance(plan: Schedule, accept: int = 1) -> None:
     """What a step does to the sequences."""
-    for one in plan.decodes:
-        one.committed += accept
+    plan.begin(accept)
+    for one, _ in plan.decodes:
+        one.accepted_run(accept, accept)
         one.tokens += [7] * accept
     for chunk in plan.chunks:
-        chunk.sequence.committed = chunk.stop
+        chunk.sequence.prefilled(chunk.stop, chunk.final)
         if chunk.final:
             chunk.sequence.tokens.append(7)
-            chunk.sequence.prefilling = False
 
 
 def test_prompts_share_the_row_budget_in_order_and_ride_with_decodes() -> None:
@@ -258,7 +258,7 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
         speculative_eagle_topk=1,
         speculative_num_steps=5,
     )
-    cache = KVCache(120 // page_size, SlotTable(6, 200, page_size, torch.device("cpu")), bool(seed % 2))
+    cache = KVCache(120 // page_size, PageTable(6, 200, page_size, torch.device("cpu")), bool(seed % 2))
     scheduler, admissions, retracted = Scheduler(config, cache, WINDOW), 0, 0
     for number in range(60):
         scheduler.waiting.append(sequence(f"{number}", random.randint(1, 40), random.randint(1, 40)))
@@ -296,9 +296,8 @@ def test_random_traffic_always_ends(seed: int, radix: bool) -> None:
         retracted += plan.retracted
         cache.check()
         assert plan.prompt_rows <= 9
-        for one in plan.decodes:
-            assert one.lease is not None
-            assert one.lease.pages * 4 >= one.committed + WINDOW
+        for one, lease in plan.decodes:
+            assert lease.pages * 4 >= one.committed + WINDOW
         for chunk in plan.chunks:
             assert chunk.sequence.lease is not None
             assert chunk.start < chunk.stop <= len(chunk.sequence.tokens) <= chunk.sequence.lease.pages * 4

@@ -6,11 +6,12 @@ import torch
 from scipy import stats
 
 from cluster.config import TreeShape
-from cluster.forward.sampler import filtered, gumbel, gumbel_of, noise_keys, scores
+from cluster.forward.draw import Draw
+from cluster.forward.noise import Noise, gumbel, gumbel_of, noise_keys, vocabulary_hashes
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import Growth
-from cluster.spec.verify import accept, choose
-from tests.unit.forward.samplings import sampling_of
+from cluster.spec.verify import accept
+from tests.unit.forward.samplings import chosen, filtered, sampling_of, whole
 
 FILTERS = [
     {},
@@ -24,6 +25,16 @@ VOCAB = 12
 SIGNIFICANCE = 0.001
 SLOW = [pytest.mark.slow]
 FAST = [(FILTERS[0], 3), (FILTERS[-1], 1)]
+
+
+def noise_of(seeds: torch.Tensor, positions: torch.Tensor, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """Noise `[B, n, V]` of requests with `seeds` `[B]` at `positions` `[B, n]`."""
+    return gumbel(noise_keys(seeds, positions), vocabulary_hashes(vocab, seeds.device), dtype)
+
+
+def noise_under(keys: torch.Tensor, vocab: int, dtype: torch.dtype = torch.float64) -> Noise:
+    """The noise of `vocab` tokens under `keys`."""
+    return Noise.of(keys, vocabulary_hashes(vocab, keys.device), dtype)
 
 
 def naive_filter(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -69,7 +80,7 @@ def test_the_likeliest_token_always_stays() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_noise_is_standard_gumbel(dtype: torch.dtype) -> None:
-    noise = gumbel(torch.arange(40) * 7919, torch.arange(50).expand(40, -1), 500, dtype).double().flatten()
+    noise = noise_of(torch.arange(40) * 7919, torch.arange(50).expand(40, -1), 500, dtype).double().flatten()
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(np.euler_gamma, abs=0.005)
     assert noise.var().item() == pytest.approx(np.pi**2 / 6, rel=0.01)
@@ -83,10 +94,10 @@ def test_noise_is_standard_gumbel(dtype: torch.dtype) -> None:
 def test_noise_has_no_outliers_in_low_precision(dtype: torch.dtype) -> None:
     """Where rounding to 1.0 once made -inf (and a greedy neighbour NaN), and rounding to 0 a sure winner."""
     for seed, position, token in ((1, 12, 34054), (10, 11, 53552)):
-        noise = gumbel(torch.tensor([seed]), torch.tensor([[position]]), token + 1, dtype)
+        noise = noise_of(torch.tensor([seed]), torch.tensor([[position]]), token + 1, dtype)
         assert noise.isfinite().all()
         assert (noise > 17).sum() <= 1
-        precise = gumbel(torch.tensor([seed]), torch.tensor([[position]]), token + 1, torch.float64)
+        precise = noise_of(torch.tensor([seed]), torch.tensor([[position]]), token + 1, torch.float64)
         high = precise > 0
         assert torch.allclose(noise.double()[high], precise[high], atol=1e-3)
 
@@ -94,9 +105,9 @@ def test_noise_has_no_outliers_in_low_precision(dtype: torch.dtype) -> None:
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     seeds = torch.tensor([3, 3 + 2**32, 2**62, 3])
     positions = torch.tensor([[5, 6], [5, 6], [5, 6], [6, 7]])
-    noise = gumbel(seeds, positions, 100, torch.float64)
+    noise = noise_of(seeds, positions, 100, torch.float64)
     assert torch.equal(noise[0, 1], noise[3, 0])
-    assert torch.equal(gumbel(seeds[2:3], positions[2:3, 1:], 40, torch.float64)[0, 0], noise[2, 1, :40])
+    assert torch.equal(noise_of(seeds[2:3], positions[2:3, 1:], 40, torch.float64)[0, 0], noise[2, 1, :40])
     distinct = noise[[0, 0, 1, 1, 2, 2, 3], [0, 1, 0, 1, 0, 1, 1]]
     corr = np.corrcoef(distinct.numpy()) - np.eye(7)
     assert np.abs(corr).max() < 0.45
@@ -107,8 +118,9 @@ def test_greedy_rows_among_sampled_ones_stay_greedy() -> None:
     torch.manual_seed(1)
     logits = torch.randn(2, 3, VOCAB)
     both = sampling_of(2, dtype=torch.float32, temperature=0.0)
-    got = scores(logits, both, torch.randn(2, 3, VOCAB) * 50)
-    assert torch.equal(got.argmax(-1), logits.argmax(-1))
+    keys = noise_keys(torch.arange(2), torch.arange(3).expand(2, -1))
+    got, _ = chosen(logits, both, noise_under(keys, VOCAB, torch.float32))
+    assert torch.equal(got, logits.argmax(-1))
 
 
 def distribution(logits: torch.Tensor, options: dict[str, float]) -> np.ndarray:
@@ -141,16 +153,17 @@ class Tables:
         """
         r, shape = len(seeds), TreeShape(num_steps=2, topk=topk, num_draft_tokens=min(7, 1 + topk + topk * topk))
         sampling = sampling_of(r, seeds, **options)
-        noise = gumbel(seeds, torch.arange(5, 9).expand(r, -1), VOCAB, torch.float64)
+        noise = noise_under(noise_keys(seeds, torch.arange(5, 9).expand(r, -1)), VOCAB)
         ranking = CoupledRanking(torch.arange(VOCAB), topk)
-        first_p, first = ranking.propose(self.drafted[torch.zeros(r, 1, dtype=torch.int64)], sampling, noise[:, :1])
-        second_p, second = ranking.propose(self.drafted[first[:, 0]], sampling, noise[:, 1:2])
+        root = self.drafted[torch.zeros(r, 1, dtype=torch.int64)]
+        first_p, first = ranking.propose(whole(root), Draw(1, sampling, noise.at(0)))
+        second_p, second = ranking.propose(whole(self.drafted[first[:, 0]]), Draw(topk, sampling, noise.at(1)))
         grown = Growth(first[:, 0], first_p[:, 0])
         grown.add(second, second_p)
         none = torch.zeros(r, dtype=torch.int64)
         tree = grown.tree(none, shape.num_draft_tokens)
-        chosen, _ = choose(self.target[tree.tokens], tree.depths, sampling, noise)
-        accepted = accept(tree, chosen, none[:0], 2)
+        own, _ = chosen(self.target[tree.tokens], sampling, noise, tree.depths)
+        accepted = accept(tree, own, none[:0], 2)
         return accepted.tokens, accepted.accept_len
 
 
@@ -193,9 +206,9 @@ def reference_second(
     """
     at = (drawn[:, 0] == before).nonzero()[:, 0]
     seeds = at * 2_654_435_761 + 17
-    noise = gumbel(seeds, torch.full((len(at), 1), 6), VOCAB, torch.float64)
+    keys = noise_keys(seeds, torch.full((len(at), 1), 6))
     logits = tables.target[torch.full((len(at), 1), before)]
-    own = scores(logits, sampling_of(len(at), seeds, **options), noise).argmax(-1)[:, 0]
+    own = chosen(logits, sampling_of(len(at), seeds, **options), noise_under(keys, VOCAB))[0][:, 0]
     committed = count[at] >= 2
     assert torch.equal(own[committed], drawn[at, 1][committed]), "the tree draws what plain decoding would"
     return own.numpy()
@@ -211,7 +224,7 @@ def test_positions_are_independent() -> None:
         (torch.full((50_000,), 12), None),
     ):
         at = torch.arange(100_000).view(-1, 2) if positions is None else positions.expand(50_000, -1)
-        drawn = scores(logits, sampling_of(50_000, seeds), gumbel(seeds, at, 6, torch.float64)).argmax(-1)
+        drawn, _ = chosen(logits, sampling_of(50_000, seeds), noise_under(noise_keys(seeds, at), 6))
         pairs = np.bincount(drawn[:, 0] * 6 + drawn[:, 1], minlength=36)
         assert fits(pairs, np.outer(p, p).ravel(), 6)
         rolled = np.bincount(drawn[1:, 0] * 6 + drawn[:-1, 0], minlength=36)
@@ -239,8 +252,8 @@ def test_a_later_position_is_no_other_seed(step: int) -> None:
     """Once noise of seed s at p + 1 was that of seed s + OLD_STEP at p."""
     seeds = torch.arange(40) * 7919 + (1 << 40)
     positions = torch.arange(20).expand(40, -1)
-    one = gumbel(seeds, positions + 1, 64, torch.float64)
-    other = gumbel(seeds + step, positions, 64, torch.float64)
+    one = noise_of(seeds, positions + 1, 64, torch.float64)
+    other = noise_of(seeds + step, positions, 64, torch.float64)
     assert not (one == other).any()
     assert abs(np.corrcoef(one.flatten(), other.flatten())[0, 1]) < 4 / one.numel() ** 0.5
 

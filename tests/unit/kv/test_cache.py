@@ -2,18 +2,20 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
-from cluster.batch import PageCopy, SlotWrite
+from cluster.batch import PageCopy, PageWrite
 from cluster.kv.cache import KVCache, Lease
-from cluster.kv.slots import SlotTable
+from cluster.kv.page_table import PageTable
+from tests.tables import apply, held_slots
 
 CPU = torch.device("cpu")
 
 
 def small(pages: int = 12, page_size: int = 4, rows: int = 3, radix: bool = True) -> KVCache:
-    return KVCache(pages, SlotTable(rows, 64, page_size, CPU, journaled=True), radix)
+    return KVCache(pages, PageTable(rows, 64, page_size, CPU), radix)
 
 
 def opened(cache: KVCache, tokens: list[int], reach: int) -> Lease:
@@ -27,11 +29,11 @@ def test_slots_follow_pages() -> None:
     lease = opened(cache, [5] * 6, 6)
     cache.grow([lease], [9])
     expected = [page * 4 + offset for page in lease.own for offset in range(4)]
-    row = cache.table.slots[lease.row].tolist()
+    row = held_slots(cache.table, lease.row, 64).tolist()
     assert row[:12] == expected
-    assert set(row[12:]) == {0}, "beyond the lease lies the sink"
+    assert set(row[12:]) == {0, 1, 2, 3}, "beyond the lease lies the sink"
     cache.close(lease, [5] * 6, 6)
-    assert set(cache.table.slots[lease.row].tolist()) == {0}
+    assert not cache.table.held[lease.row].any()
 
 
 def test_full_committed_pages_are_cached_where_the_next_token_is_known() -> None:
@@ -118,7 +120,7 @@ def test_full_pages_are_everyones_while_the_request_runs() -> None:
     assert opened(cache, tokens, 9).locked == running.locked
     cache.publish(running, tokens, 9)
     assert ([node.page for node in running.locked], running.own) == ([first, second], [third])
-    assert cache.table.slots[running.row, :12].tolist() == [p * 4 + i for p in (first, second, third) for i in range(4)]
+    assert cache.table.held[running.row, :3].tolist() == [first, second, third]
     cache.check()
     cache.close(running, tokens, 9)
     cache.check()
@@ -145,7 +147,7 @@ def test_of_two_who_computed_the_same_page_the_later_goes_on_with_the_trees() ->
     cache.publish(other, tokens, 9)
     assert other.locked == one.locked and other.own == mine[2:]
     assert cache.free == before + 2, "its own two pages are free again"
-    assert cache.table.unsent == (SlotWrite(other.row, 0, kept[0]), SlotWrite(other.row, 1, kept[1]))
+    assert cache.table.unsent == (PageWrite(other.row, 0, kept[0]), PageWrite(other.row, 1, kept[1]))
     cache.check()
     cache.close(one, tokens, 9)
     assert cache.used == 3, "the other one still reads them"
@@ -263,20 +265,20 @@ def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
     table follows the first one by its journal.
     """
     random = Random(seed)
-    cache = KVCache(48 // page_size, SlotTable(4, 48, page_size, CPU, journaled=True), True)
-    follower = SlotTable(4, 48, page_size, CPU)
+    cache = KVCache(48 // page_size, PageTable(4, 48, page_size, CPU), True)
+    follower = PageTable(4, 48, page_size, CPU)
     contents: dict[int, tuple[int, ...]] = {}  # slot -> the text up to and after it that was written there
     running: list[tuple[Lease, list[int], int]] = []  # lease, tokens, committed
     hits = copied = swapped = 0
 
     def write(lease: Lease, tokens: list[int], start: int, stop: int) -> None:
         for index in range(start, stop):
-            slot = int(cache.table.slots[lease.row, index])
+            slot = int(held_slots(cache.table, lease.row, index + 1)[index])
             assert slot >= page_size, "a committed token lies in the sink"
             contents[slot] = tuple(tokens[: index + 2])
 
     def holds(lease: Lease, tokens: list[int], count: int) -> None:
-        for index, slot in enumerate(cache.table.slots[lease.row, :count].tolist()):
+        for index, slot in enumerate(held_slots(cache.table, lease.row, count).tolist()):
             assert contents[slot] == tuple(tokens[: index + 2]), "a cell was made of other tokens"
 
     for _ in range(600):
@@ -316,9 +318,9 @@ def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
             cache.close(lease, tokens, committed)
         cache.check()
         if random.random() < 0.5:
-            follower.replay(cache.table.unsent)
+            apply(follower, cache.table.unsent)
             cache.table.sent()
-            assert follower.slots.equal(cache.table.slots)
+            assert np.array_equal(follower.device_pages.numpy(), cache.table.held)
         owned = sum(len(lease.own) for lease, _, _ in running)
         read = {n for lease, _, _ in running for n in [*lease.locked, lease.source] if n is not None}
         assert cache.used == owned + len(read)

@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 
 from cluster.batch import PageCopy
-from cluster.kv.pool import KVPool, Pools, slot_bytes
+from cluster.kv.pool import KVPool, cells_of, slot_bytes
 
 CPU = torch.device("cpu")
 
@@ -40,8 +40,9 @@ def test_cells_of_a_page_are_copied_in_every_pool_before_any_is_overwritten() ->
     parts = [KVPool(layers, 16, (2, 1, 2), torch.float64, CPU) for layers in (1, 3)]
     for pool in parts:
         pool.kv.copy_(torch.arange(16.0).view(1, 16, 1, 1, 1).expand_as(pool.kv))
-    Pools(parts, 4, CPU).copy([PageCopy(1, 2, 3), PageCopy(2, 3, 2)])
+    copies = torch.tensor(cells_of([PageCopy(1, 2, 3), PageCopy(2, 3, 2)], 4)).view(2, -1)
     for pool in parts:
+        pool.move_kv_cache(*copies)
         slots = pool.kv[-1, :, 1, 0, 1].tolist()
         assert slots == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 11, 8, 9, 14, 15]
-    Pools(parts, 4, CPU).copy([])
+    assert cells_of([], 4) == []

@@ -10,18 +10,25 @@ from torch import Tensor
 
 from cluster.arch import TargetArch
 from cluster.attention.bind import bind_attention
-from cluster.attention.plan import causal_bias, reach_of, window_group
-from cluster.batch import AttentionPlan
+from cluster.attention.gather import Gather
+from cluster.batch import HostBounds, Seen, Text
 from cluster.mesh import Part
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
+from cluster.models.vocab import Columns
 from tests.loading import context, load_target
+from tests.tables import table_of
 
 CPU = torch.device("cpu")
 
 
 class Summed:
-    """The exchange of rank `rank` among those that share `table` and `barrier`; it notes what it was called."""
+    """The exchange of rank `rank` among those that share `table` and `barrier`; it notes what it was called.
+
+    Nothing is chosen here, so its shards of a head have nothing to tell each other.
+    """
+
+    shards = None
 
     def __init__(self, rank: int, table: list[Any], barrier: Barrier) -> None:
         self._rank, self._table, self._barrier = rank, table, barrier
@@ -51,9 +58,13 @@ class Summed:
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         return self._sum("embed", lookup(ids))
 
-    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+    def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
         self.ops.append("head")
-        return torch.cat(self._all(project(rows)), -1)
+        return project(rows), 0
+
+    def logits(self, columns: Columns) -> Tensor:
+        """All columns, `[T, V]`."""
+        return torch.cat(self._all(columns.values), -1)[:, : columns.vocab]
 
 
 def run_text(folder: str, tokens: list[int], chunks: list[int], size: int) -> list[tuple[Tensor, list[Tensor]]]:
@@ -80,17 +91,19 @@ def _run(
     count, slots = len(tokens), 2 * len(tokens) + 7
     target = load_target(folder, context(exchange=exchange, part=part, max_position=count + 1))
     arch: TargetArch = target.arch
-    _, attention = bind_attention([local_heads(g, part) for g in arch.layers], slots, torch.float64, CPU)
     pages = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(4)) + 1)[None, : count + 1]
+    gather = Gather(table_of(pages), 1)
+    _, attention = bind_attention([local_heads(g, part) for g in arch.layers], slots, torch.float64, gather)
     boundaries = tuple(range(arch.num_layers + 1))
     logits, streams, at = [], [], 0
     for rows in chunks:
-        reach = reach_of(pages, torch.tensor([0]), torch.tensor([at]), at, rows, torch.float64)
-        own = window_group(reach, causal_bias(rows, torch.float64, CPU), slice(0, rows))
-        attention.bind(AttentionPlan.of(reach.window.view(-1), own))
+        attention.prepare(HostBounds(0, ((at, at + rows),)))
+        text = Text(torch.tensor([0]), torch.tensor([at]), torch.tensor([0, rows]))
+        attention.bind(Seen(pages[0, at : at + rows], None, text))
         ids, positions = torch.tensor(tokens[at : at + rows]), torch.arange(at, at + rows)
         hidden, aux = target.forward(ids, positions, attention, boundaries)
-        logits.append(target.logits(hidden))
+        columns = target.logits(hidden)
+        logits.append(exchange.logits(columns) if isinstance(exchange, Summed) else columns.values)
         streams.append(aux)
         at += rows
     assert at == count

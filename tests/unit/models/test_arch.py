@@ -140,10 +140,13 @@ def test_widths_have_one_source(num_aux: int, hidden: int | None, use_aux: bool,
         assert idle.topk_logprobs.shape == idle.topk_index.shape == (requests, 4)
         assert idle.topk_logprobs.dtype in (torch.float32, torch.float64), "log-probabilities are not rounded to half"
         assert idle.bonus.shape == (requests,)
-    extend = EagleDraftExtendInput.create_idle_input(spec, dtype, cpu)
-    assert extend.hidden.shape == (0, taken)
-    assert extend.hidden.dtype == EagleDraftExtendInput.dtype_for(dtype) == dtype
-    assert extend.token_ids.shape == extend.positions.shape == extend.select.shape == (0,)
+    features = [torch.rand(6, 32).to(dtype) for _ in range(taken // 32)]
+    for source in ([], [4, 0, 4]):
+        hidden = EagleDraftExtendInput.hidden_of(spec, features, torch.tensor(source, dtype=torch.int64))
+        assert torch.equal(hidden, torch.cat(features, 1)[source]) and hidden.shape[1] == taken
+        assert hidden.dtype == EagleDraftExtendInput.dtype_for(dtype) == dtype
+    with pytest.raises(ValueError, match=f"are {taken + 32} wide together, and the draft takes {taken}"):
+        EagleDraftExtendInput.hidden_of(spec, [*features, features[0]], torch.tensor([1]))
 
 
 def test_without_a_draft_there_is_no_width() -> None:
@@ -156,6 +159,7 @@ def test_carriers_are_taken_and_put_by_row() -> None:
     rows = torch.tensor([3, 1])
     new = EagleDraftInput(torch.rand(2, 2).double(), torch.randint(9, (2, 2)), torch.rand(2, 32).double(), rows + 40)
     table.put(rows, new)
+    idle = EagleDraftInput.create_idle_input(spec, 2, torch.float64, torch.device("cpu"), 3)
     for name in ("topk_logprobs", "topk_index", "hidden", "bonus"):
         assert torch.equal(getattr(table.take(rows), name), getattr(new, name))
-        assert not getattr(table, name)[[0, 2, 4]].any()
+        assert torch.equal(getattr(table, name)[[0, 2, 4]], getattr(idle, name))

@@ -52,7 +52,7 @@ def distance(case: Case, folder: str, **overrides: object) -> float:
     positions, tokens, worst = torch.arange(len(following)), torch.tensor(following), 0.0
     for guess in [*GUESSED, None]:
         normed, recurrent = draft.forward(tokens, positions, rows, attend)
-        logits = draft.logits(normed)
+        logits = draft.logits(normed).values
         expected, after = oracle.run(following, hiddens)
         columns = draft.target_ids if expected.shape[1] != logits.shape[1] else slice(None)
         wanted = expected[positions][:, columns]
@@ -96,7 +96,7 @@ def test_a_token_map_ranks_the_targets_head() -> None:
     draft = loaded(write.eagle1(vocab=24), target_folder())
     plain = loaded(write.eagle1(), target_folder())
     rows = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(draft.logits(rows), plain.logits(rows)[:, draft.target_ids], atol=1e-12)
+    assert torch.allclose(draft.logits(rows).values, plain.logits(rows).values[:, draft.target_ids], atol=1e-12)
     assert draft.target_ids.shape == (24,)
 
 

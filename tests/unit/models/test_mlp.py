@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cluster.arch import Moe
 from cluster.models.exchange import NoExchange
 from cluster.models.experts import Experts, Gate
+from cluster.models.grouped_mm import grouped_mm
 from cluster.models.mlp import Mlp, gelu_tanh
 from tests.families import made
 from tests.loading import context, load_target
@@ -32,10 +35,25 @@ def experts_of(moe: Moe, biases: bool = False, shared: bool = False) -> Experts:
     )
 
 
+def expert(experts: Experts, i: int, rows: Tensor) -> Tensor:
+    """One expert, written from the definition: gated by the activation, or clamped as in gpt-oss."""
+    gate_up, down = rows @ experts.gate_up[i], experts.down[i]
+    if experts.gate_up_bias is not None:
+        gate_up = gate_up + experts.gate_up_bias[i]
+    gate, up = gate_up[:, :COLUMNS], gate_up[:, COLUMNS:]
+    if experts.gate.moe.clamp is None:
+        inner = gelu_tanh(gate.clone()) * up
+    else:
+        alpha, limit = experts.gate.moe.clamp
+        gate = gate.clamp(max=limit)
+        inner = gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+    return inner @ down + (0 if experts.down_bias is None else experts.down_bias[i])
+
+
 def dense_experts(experts: Experts, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Every expert on every row, with weight 0 where it was not chosen."""
     every = rows.new_zeros(rows.shape[0], experts.gate_up.shape[0]).scatter_(1, chosen, weights)
-    parts = [experts._expert(i, rows) * every[:, i, None] for i in range(every.shape[1])]
+    parts = [expert(experts, i, rows) * every[:, i, None] for i in range(every.shape[1])]
     return torch.stack(parts).sum(0)
 
 
@@ -59,6 +77,25 @@ def test_grouped_experts_equal_dense_ones(moe: Moe, rows: int) -> None:
     assert torch.allclose(grouped, dense, rtol=1e-12, atol=1e-12)
     alone = [experts.grouped(hidden[i : i + 1], weights[i : i + 1], chosen[i : i + 1]) for i in range(rows)]
     assert not alone or torch.allclose(torch.cat(alone), grouped, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_product_equals_torchs_own(dtype: torch.dtype) -> None:
+    """With experts that have no rows, at the ends and in the middle; torch has none for float64."""
+    torch.manual_seed(1)
+    rows, matrices = torch.randn(10, 16).to(dtype), torch.randn(6, 16, 24).to(dtype)
+    for counts in ([3, 0, 4, 0, 3, 0], [0, 0, 10, 0, 0, 0], [0, 1, 2, 3, 4, 0]):
+        ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+        assert torch.equal(grouped_mm(rows, matrices, ends), F.grouped_mm(rows, matrices, offs=ends))
+
+
+def test_experts_never_ask_the_host_how_many_rows_each_has() -> None:
+    """With tensors that have shapes and no values, anything that needs a value raises."""
+    moe = Moe(16, 3, COLUMNS, clamp=(1.7, 0.5))
+    with FakeTensorMode():
+        experts = experts_of(moe, biases=True)
+        hidden = random(7, H)
+        assert experts.grouped(hidden, *experts.gate(hidden)).shape == (7, H)
 
 
 def test_a_shared_expert_is_added_once() -> None:
@@ -99,7 +136,7 @@ def test_tied_embedding_and_head_are_handed_over() -> None:
     assert torch.equal(embed.weight, head.weight.t())
     hidden = random(2, target.arch.hidden)
     cap = target.arch.softcap or 1e9
-    assert torch.allclose(target.logits(hidden), cap * (hidden @ head.weight / cap).tanh())
+    assert torch.allclose(target.logits(hidden).values, cap * (hidden @ head.weight / cap).tanh())
 
 
 @pytest.mark.parametrize(("family", "case"), [("gemma3", "own layer types"), ("gpt_oss", "yarn")])
@@ -115,5 +152,5 @@ def test_half_precision_is_near_float64(family: str, case: str) -> None:
         target = load_target(folder, context(dtype, max_position=16))
         hidden, aux = target.forward(ids, ids, attend, (0, 4))
         assert {t.dtype for t in (hidden, *aux)} == {dtype}
-        logits.append(target.logits(hidden).double())
+        logits.append(target.logits(hidden).values.double())
     assert float((logits[0] - logits[1]).abs().max() / logits[0].abs().max()) < 0.1

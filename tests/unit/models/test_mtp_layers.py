@@ -38,7 +38,7 @@ def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
         draft = load_draft(folder, load_target(target, given), given)
         own = tuple(replace(one, geometry=local_heads(one.geometry, part)) for one in draft.spec.layers)
         normed, recurrent = draft.forward(tokens, torch.arange(len(TEXT)), hidden, Causal(own))
-        logits = draft.logits(normed)
+        logits = exchange.logits(draft.logits(normed))
         assert exchange.ops == [*draft.ops[0], *draft.ops[1]]
         return logits, recurrent
 

@@ -57,11 +57,11 @@ DRAFTS = {
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_both_kinds_of_files_pick_the_targets_rows(kind: str, tmp_path: Path) -> None:
     folder = DRAFTS[kind]()
-    everything = loaded(folder, None).logits(ROWS)
+    everything = loaded(folder, None).logits(ROWS).values
     for file in (as_json(tmp_path), as_tensor(tmp_path), as_tensor(tmp_path, ids=torch.tensor(HOT, dtype=torch.int32))):
         draft = loaded(folder, file)
         assert draft.target_ids.tolist() == sorted(HOT)
-        assert near(draft.logits(ROWS), everything[:, sorted(HOT)])
+        assert near(draft.logits(ROWS).values, everything[:, sorted(HOT)])
         assert draft.spec.draft_vocab_size == len(HOT)
 
 
@@ -70,7 +70,7 @@ def test_a_file_means_what_a_d2t_means(tmp_path: Path) -> None:
     inside = loaded(write.eagle1(vocab=24), None)
     beside = loaded(write.eagle1(), as_json(tmp_path, inside.target_ids.tolist()))
     assert torch.equal(inside.target_ids, beside.target_ids)
-    assert torch.equal(inside.logits(ROWS), beside.logits(ROWS))
+    assert torch.equal(inside.logits(ROWS).values, beside.logits(ROWS).values)
 
 
 def test_two_ranks_share_the_rows(tmp_path: Path) -> None:
@@ -78,12 +78,17 @@ def test_two_ranks_share_the_rows(tmp_path: Path) -> None:
 
     def rank(number: int) -> Tensor:
         part = Part(number, 2)
-        given = context(exchange=Summed(number, table, barrier), part=part)
-        return load_draft(folder, load_target(target_folder(), given), given, token_map=file).logits(ROWS)
+        exchange = Summed(number, table, barrier)
+        given = context(exchange=exchange, part=part)
+        draft = load_draft(folder, load_target(target_folder(), given), given, token_map=file)
+        each = -(-len(HOT) // 2)
+        own = sorted(HOT)[number * each : (number + 1) * each]
+        assert draft.own_ids.tolist() == own + [0] * (each - len(own))
+        return exchange.logits(draft.logits(ROWS))
 
     with ThreadPoolExecutor(2) as pool:
         for logits in pool.map(rank, range(2)):
-            assert near(logits, loaded(folder, file).logits(ROWS))
+            assert near(logits, loaded(folder, file).logits(ROWS).values)
 
 
 def settings(folder: Path, topk: int, ids: list[int]) -> EngineConfig:

@@ -85,7 +85,7 @@ def test_the_worked_tree() -> None:
     tokens = torch.tensor([[11, 12, 21, 22, 23, 24, 31, 32, 33, 34]])
     flat = [0.6, 0.3, 0.42, 0.12, 0.15, 0.12, 0.336, 0.042, 0.09, 0.045]
     assert c.scores[0].exp().tolist() == pytest.approx(flat, rel=4e-3)
-    tree = best_tree(Candidates(tokens, c.scores, c.parents, c.depths), torch.tensor([7]), 6)
+    tree = best_tree(Candidates(tokens, c.scores, c.parents, c.depths, c.deepest), torch.tensor([7]), 6)
     assert tree.tokens.tolist() == [[7, 11, 12, 21, 23, 31]]
     assert tree.parents.tolist() == [[0, 0, 0, 1, 2, 3]]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]

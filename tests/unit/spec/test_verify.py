@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from cluster.spec.tree import DraftTree, ancestors_of
-from cluster.spec.verify import accept, choose
-from tests.unit.forward.samplings import sampling_of
+from cluster.spec.verify import accept
 
 
 def random_tree(requests: int, nodes: int, steps: int, vocab: int, seed: int) -> DraftTree:
@@ -71,17 +70,3 @@ def test_a_right_token_under_a_wrong_parent_does_not_count() -> None:
     assert accepted.path.tolist() == [[0, 3, 0]]
     assert accepted.accept_len.tolist() == [2]
     assert accepted.tokens[0, :2].tolist() == [7, 6]
-
-
-def test_nodes_choose_with_the_noise_of_their_own_position() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(2, 4, 5, dtype=torch.float64)
-    noise = torch.randn(2, 4, 5, dtype=torch.float64) * 5
-    depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]])
-    got, _ = choose(logits, depths, sampling_of(2, temperature=0.5), noise)
-    for r in range(2):
-        for node in range(4):
-            expected = (logits[r, node] / 0.5 + noise[r, depths[r, node]]).argmax()
-            assert got[r, node] == expected
-    greedy, _ = choose(logits, depths, sampling_of(2, temperature=0.0), None)
-    assert torch.equal(greedy, logits.argmax(-1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch, PromptRows, Reach, SamplingBatch
+from cluster.batch import Batch, PromptRows, SamplingBatch
 from cluster.config import TreeShape
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget
@@ -96,15 +96,15 @@ def batch_of(decodes: int, prompt_rows: int) -> Batch:
     """R requests of 5 committed tokens and one prompt chunk that is final; (0, 0) is an idle rank."""
     finals = min(prompt_rows, 1)
     rows, prompt = torch.arange(decodes + finals), torch.arange(prompt_rows)
-    none = torch.zeros(decodes, 0, dtype=torch.int64)
+    last = prompt[prompt_rows - finals :]
     each = torch.ones(decodes + finals)
     return Batch(
-        decodes=decodes,
         rows=rows,
+        decode_rows=rows[:decodes],
         seq_lens=torch.full((decodes,), 5),
-        reach=Reach(none, torch.zeros(decodes, 1, 0), none),
+        window=torch.zeros(decodes, 0, dtype=torch.int64),
         sampling=SamplingBatch(each, each, each, each, each, rows, noisy=False, filtered=False),
-        prompt=PromptRows(prompt, prompt + 1, prompt, prompt, (), prompt[prompt_rows - finals :], prompt[:finals]),
+        prompt=PromptRows(prompt, prompt, prompt + 1, prompt, prompt, None, last, prompt[:finals]),
         logprobs=False,
     )
 
@@ -133,7 +133,7 @@ def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, tabl
     assert sum(feature.shape[1] for feature in features) == EagleDraftExtendInput.hidden_size_for(spec)
 
     accepted = accepted_by(decodes, batch.prompt.final_rows.shape[0])
-    given = extend_input(batch, accepted, list(features), SHAPE)
+    given = extend_input(batch, accepted, list(features), SHAPE, spec)
     assert given.hidden.shape == (count, EagleDraftExtendInput.hidden_size_for(spec))
     assert given.hidden.dtype == EagleDraftExtendInput.dtype_for(dtype)
 
@@ -142,7 +142,7 @@ def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, tabl
     normed, recurrent = draft.forward(given.token_ids, given.positions, fused, attend)
     assert recurrent.shape == normed.shape == (count, EagleDraftInput.hidden_size_for(spec))
     assert recurrent.dtype == normed.dtype == EagleDraftInput.dtype_for(dtype)
-    logits = draft.logits(normed.index_select(0, given.select))
+    logits = draft.logits(normed.index_select(0, given.select)).values
     assert logits.shape == (batch.rows.shape[0], draft.target_ids.shape[0])
 
     likely = logits.log_softmax(-1, dtype=PROPOSAL_DTYPE[dtype]).topk(SHAPE.topk, -1)
@@ -158,19 +158,21 @@ def check(shape: Shape, decodes: int, prompt_rows: int, draft: Eagle3Draft, tabl
 
 def check_idle(draft: Eagle3Draft, dtype: torch.dtype, shape: Shape) -> None:
     """Idle inputs have the widths of real ones, and the draft runs on them."""
-    none = EagleDraftExtendInput.create_idle_input(draft.spec, dtype, CPU)
-    assert (none.hidden.shape, none.hidden.dtype) == ((0, shape.taken), dtype)
-    assert draft.fuse_aux(none.hidden).shape == (0, shape.hidden)
+    nobody = torch.zeros(0, dtype=torch.int64)
+    none = EagleDraftExtendInput.hidden_of(draft.spec, [torch.zeros(5, shape.taken, dtype=dtype)], nobody)
+    assert (none.shape, none.dtype) == ((0, shape.taken), dtype)
+    assert draft.fuse_aux(none).shape == (0, shape.hidden)
     for requests in (0, 3):
         idle = EagleDraftInput.create_idle_input(draft.spec, SHAPE.topk, dtype, CPU, requests)
         assert (idle.hidden.shape, idle.hidden.dtype) == ((requests, shape.hidden), dtype)
         assert (idle.topk_logprobs.shape, idle.topk_logprobs.dtype) == ((requests, SHAPE.topk), PROPOSAL_DTYPE[dtype])
         assert (idle.topk_index.shape, idle.bonus.shape) == ((requests, SHAPE.topk), (requests,))
+        assert all(len(set(row)) == SHAPE.topk for row in idle.topk_index.tolist()), "one child of a token"
         normed, recurrent = draft.forward(idle.topk_index[:, 0], idle.bonus, idle.hidden, attend)
         assert normed.shape == recurrent.shape == idle.hidden.shape
         assert recurrent.dtype == idle.hidden.dtype
         assert torch.isfinite(recurrent).all()
-        assert draft.logits(normed).shape == (requests, shape.draft_vocab)
+        assert draft.logits(normed).values.shape == (requests, shape.draft_vocab)
 
 
 @pytest.mark.parametrize("num_aux", range(6))
@@ -224,4 +226,3 @@ def test_without_a_draft_nothing_is_wide() -> None:
     assert EagleDraftInput.hidden_size_for(None) == EagleDraftExtendInput.hidden_size_for(None) == 0
     idle = EagleDraftInput.create_idle_input(None, 1, torch.float32, CPU, requests=2)
     assert (idle.hidden.shape, idle.bonus.shape) == ((2, 0), (2,))
-    assert EagleDraftExtendInput.create_idle_input(None, torch.float32, CPU).hidden.shape == (0, 0)

@@ -1,0 +1,126 @@
+"""`aerie bench overlap`: what the host does for a step, and how much of it a device waits for.
+
+The device is simulated and takes a fixed time for each step, so that the figures do not depend on what a machine can
+compute. One rank, then two that agree over gloo on loopback; the host a step ahead (`overlap`, the default) or not. A
+device that takes no time shows what the host takes while its code and data are in the core's caches, which a core loses
+that sleeps between steps. Contenders take turns in every repeat; figures are medians over the repeats.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from cluster.bench.pair import Pair
+from cluster.bench.ranks import Case, Job, Life, RankProcesses, settings_of
+from cluster.bench.report import Say, machine, mean, median, medians, ratio, table
+
+WARM = 3  # steady steps that are left out
+GOAL_MS = 0.5
+PARTS = ("schedule", "agree", "commit")
+NO_TIME_MS = 1e-6
+GOALS = {1: 0.02, 2: 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A device of `step_ms`, `requests` per rank of `prompt_tokens`, each of `new_tokens`."""
+
+    requests: int = 32
+    step_ms: float = 5.0
+    prompt_tokens: int = 64
+    new_tokens: int = 600
+    repeats: int = 5
+
+
+QUICK = Size(requests=8, new_tokens=60, repeats=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """`host_ms`: from a step to the next, less the waits for the device and for peers (the rank that waits least);
+    `parts_ms`: of that, schedule, agree (without peers), assemble and commit, without metrics and the benchmark's loop.
+    `gap_share`: of that time, the part in which the device that waits most had nothing to do.
+    """
+
+    step_ms: float
+    host_ms: float
+    parts_ms: float
+    gap_share: float
+
+
+def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
+    """Run everything and return the figures, JSON-ready."""
+    names = [(1, True, NO_TIME_MS), *((world, ahead, size.step_ms) for world in (1, 2) for ahead in (True, False))]
+    cases = {name: _case(pair, size, *name) for name in names}
+    runs: dict[tuple[int, bool, float], list[Figures]] = {name: [] for name in cases}
+    with RankProcesses(2) as ranks:
+        for repeat in range(size.repeats):
+            say(f"overlap: repeat {repeat + 1} of {size.repeats}")
+            for name in list(cases)[:: -1 if repeat % 2 else 1]:
+                runs[name].append(figures(ranks.run(cases[name]), size))
+    rows = [
+        {
+            "ranks": world,
+            "overlap": ahead,
+            "device_ms": round(device_ms, 3),
+            "gap_goal": GOALS[world] if ahead and device_ms > 1 else None,
+            **medians(of),
+        }
+        for (world, ahead, device_ms), of in runs.items()
+    ]
+    return {"what": "overlap", "machine": machine(), "repeats": size.repeats, "host_goal_ms": GOAL_MS, "rows": rows} | {
+        key: value for key, value in asdict(size).items() if key != "repeats"
+    }
+
+
+def figures(lives: Sequence[Life], size: Size) -> Figures:
+    """The figures of a gang's steady steps, in which every rank decodes all its requests and runs no prompt."""
+    hosts, parts, gaps, steps = [], [], [], []
+    for life in lives:
+        steady = [s for s in life.steps if s.decodes == size.requests and not s.prompt_rows][WARM:]
+        took = [after.began - before.began for before, after in pairwise(steady)]
+        idle = [s.phases["agree"] for s in steady] if len(lives) > 1 else [0.0] * len(steady)
+        waits = life.device_waits[WARM:]
+        hosts.append(median([t - w - a for t, w, a in zip(took, waits, idle, strict=False)]))
+        own = [sum(s.phases[part] for part in PARTS) - a for s, a in zip(steady, idle, strict=True)]
+        parts.append(median(own) + median(life.device_sends[WARM:]))
+        gaps.append(ratio(mean(life.device_gaps[WARM:]), mean(took)))
+        steps.append(mean(took))
+    return Figures(1000 * mean(steps), 1000 * max(hosts), 1000 * max(parts), max(gaps))
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as a table."""
+    where = result["machine"]
+    rows = [
+        [
+            row["ranks"],
+            "on" if row["overlap"] else "off",
+            f"{row['device_ms']:g}",
+            f"{row['step_ms']:.2f}",
+            f"{row['host_ms']:.2f}",
+            f"{row['parts_ms']:.2f}",
+            f"{100 * row['gap_share']:.1f}%",
+            "" if row["gap_goal"] is None else f"{100 * row['gap_goal']:.0f}%",
+        ]
+        for row in result["rows"]
+    ]
+    head = (
+        f"overlap: a simulated device, {result['requests']} requests per rank, {result['repeats']} repeats; the "
+        f"parts of the host's time (schedule, agree, assemble, commit) take {result['host_goal_ms']} ms at most\n"
+        f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}"
+    )
+    names = ["ranks", "overlap", "device ms", "step ms", "host ms", "its parts", "device idle", "goal"]
+    return f"{head}\n{table(names, rows)}"
+
+
+def _case(pair: Pair, size: Size, world: int, ahead: bool, device_ms: float) -> Case:
+    prompts = pair.prompts(size.requests * world, size.prompt_tokens)
+    jobs = [
+        Job(f"{rank}/{number}", rank, prompts[rank * size.requests + number], size.new_tokens)
+        for rank in range(world)
+        for number in range(size.requests)
+    ]
+    settings = settings_of(pair, size.requests, world, overlap=ahead, disable_radix_cache=False)
+    return Case(settings, jobs, device_ms=device_ms)

@@ -1,0 +1,88 @@
+"""What of a rank's steps is captured: at which sizes, by what, and before the first request."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cluster.batch import Mode, Order
+from cluster.config import ConfigError, EngineConfig, TreeShape
+from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, sizes_up_to
+from cluster.engine.lockstep import Lockstep
+from cluster.engine.programs import Capture
+from cluster.status import CaptureInfo
+from cluster.tape import Tape
+
+MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED)
+LARGEST = 512  # rows of decoding requests, or of prompts, that a GPU's steps are padded to unless settings say more
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """`capture` makes a program of a step, `buckets` are the sizes for which."""
+
+    capture: Capture
+    buckets: Buckets
+
+
+def captures_of(config: EngineConfig, device: torch.device) -> Captures | None:
+    """How programs are captured, None: not at all. That is the default: a tape of operators is no faster than running
+    them, and attention by torch reads as far as the host's bound, which a graph would fix for good.
+
+    Raises:
+        ConfigError: the device has no attention that can be captured.
+    """
+    if config.capture != "on":
+        return None
+    if device.type == "cuda":
+        raise ConfigError("capture on needs an attention backend that a graph can hold, and torch's is none; set auto")
+    return Captures(Tape, buckets_of(config, device))
+
+
+def buckets_of(config: EngineConfig, device: torch.device) -> Buckets:
+    """Those of the settings; else few sizes on a GPU, which pads, and exact ones on a CPU, which pays for each row."""
+    if config.capture_sizes is not None:
+        return Buckets(config.capture_sizes)
+    return Buckets(sizes_up_to(max(LARGEST, config.max_running_requests)) if device.type == "cuda" else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Steps in which `requests` requests decode with trees of tier `num_steps`."""
+
+    requests: int
+    num_steps: int
+    mode: Mode
+
+
+def decoding_steps(config: EngineConfig, deepest: TreeShape, buckets: Buckets) -> Iterator[Decoding]:
+    """One for each program of decoding that loads can need which are alike in all groups, log-probabilities left out;
+    largest first, so that on a GPU the others fit in its memory.
+    """
+    for span in reversed(buckets.spans()):
+        if Sizes(span.stop - 1, 0, 0).rows(deepest.num_draft_tokens) > MOST_ROWS:
+            continue
+        numbers = range(span.start, min(span.stop, config.max_running_requests + 1))
+        tiers = {config.levels_at(number, deepest.num_steps) for number in numbers}
+        yield from (Decoding(span.stop - 1, tier, mode) for tier in sorted(tiers, reverse=True) for mode in MODES)
+
+
+def capture_decoding(lockstep: Lockstep, config: EngineConfig, buckets: Buckets) -> CaptureInfo:
+    """Capture them, with idle requests, before the first request; all ranks must call this."""
+    began, programs = time.perf_counter(), lockstep.programs
+    for step in decoding_steps(config, lockstep.shapes[-1], buckets):
+        order = Order(decodes=((programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
+        for _ in range(2):  # the first run makes what is made once, the second is captured
+            ran = lockstep.run(order if lockstep.mesh.leads else Order(), 0, step.num_steps)
+            if ran.output is not None:
+                lockstep.read(ran)
+        programs.keep()
+    lockstep.mesh.world.clock.split()
+    held = sum(program.captured.bytes for program in programs.captured.values())
+    return CaptureInfo(
+        sizes=buckets.sizes,
+        programs=len(programs.captured),
+        mb=round(held / 1e6, 3),
+        seconds=round(time.perf_counter() - began, 3),
+    )

@@ -1,0 +1,123 @@
+"""Runs steps: as they are, or by replaying the program of their key where the plan says so.
+
+A step's program reads its inputs where they lay when it was captured, and decides nothing on the host, so steps of one
+key (sizes of all groups, tier, mode) share one program. It is captured the second time that its key occurs: the first
+run makes what is made once and kept. `cluster/tape.py` says what a capture is.
+"""
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cluster.batch import Order
+from cluster.clock import Clock
+from cluster.config import TreeShape
+from cluster.dp_attention.exchange import Exchange
+from cluster.dp_attention.plan import Call, Key, StepPlan
+from cluster.engine.assembler import Assembler, Inputs
+from cluster.spec.result import Phases, StepOutput
+from cluster.spec.step import Step
+from cluster.tape import Captured
+from cluster.timing import timer_of
+
+Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
+KEPT = 16
+"""Programs besides those captured at start, the one unused for longest making room; and keys that occurred once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A captured step: the inputs that it reads, its calls of the exchange, and the collectives that these enter;
+    `number` stands for its key in checksums.
+    """
+
+    inputs: Inputs
+    captured: Captured[StepOutput]
+    calls: tuple[Call, ...]
+    entered: int
+    number: int
+
+
+class Programs:
+    """One rank's step, and the programs captured of it so far: the same keys on every rank, as plans decide them."""
+
+    def __init__(
+        self, assembler: Assembler, step: Step, exchange: Exchange, clock: Clock, capture: Capture | None
+    ) -> None:
+        """`capture` runs and captures a program; None: nothing is captured, and no plan says so. `clock` counts the
+        collectives.
+        """
+        self.assembler, self.step = assembler, step
+        self._exchange, self._clock, self._capture = exchange, clock, capture
+        self._timer = timer_of(step.carried.bonus.device)
+        self._started: dict[Key, Program] = {}
+        self._later: OrderedDict[Key, Program] = OrderedDict()
+        self._once: OrderedDict[Key, None] = OrderedDict()
+        self.checksum = 0
+        """One number for the keys that are captured, whatever their order."""
+
+    @property
+    def captured(self) -> dict[Key, Program]:
+        """The captured programs by key."""
+        return {**self._started, **self._later}
+
+    def keep(self) -> None:
+        """Keep all programs that are captured so far, whatever is captured later."""
+        self._started.update(self._later)
+        self._later.clear()
+
+    def forget(self, key: Key) -> None:
+        """Drop a program."""
+        program = self._later.pop(key, None) or self._started.pop(key)
+        self.checksum -= program.number
+
+    def add(self, key: Key, program: Program) -> None:
+        """Have a program replayed from now on."""
+        self._later[key] = program
+        self.checksum += program.number
+        if len(self._later) > KEPT:
+            self.forget(next(iter(self._later)))
+
+    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> StepOutput:
+        """Run a step of this plan; `order` is padded to it, `shape` are the trees of its tier.
+
+        Raises:
+            OutOfStepError: a captured program would make other calls of the exchange than the plan's script has.
+        """
+        inputs, key = self.assembler.send(order), plan.key
+        if self._capture is None or not plan.captured:
+            return self._run(inputs, shape)
+        if key in self._started:
+            return self._replayed(self._started[key], inputs)
+        if key in self._later:
+            self._later.move_to_end(key)
+            return self._replayed(self._later[key], inputs)
+        if key in self._once:
+            del self._once[key]
+            return self._captured(self._capture, key, inputs, shape)
+        self._once[key] = None
+        if len(self._once) > KEPT:
+            self._once.popitem(last=False)
+        return self._run(inputs, shape)
+
+    def _run(self, inputs: Inputs, shape: TreeShape) -> StepOutput:
+        return self.step.run(self.assembler.batch(inputs), shape)
+
+    def _captured(self, capture: Capture, key: Key, inputs: Inputs, shape: TreeShape) -> StepOutput:
+        own = replace(inputs, sent=replace(inputs.sent, words=inputs.sent.words.clone()))
+        calls, before = self._exchange.rest, self._clock.calls
+        captured = capture(lambda: self._run(own, shape))
+        number = zlib.crc32(repr(key).encode())
+        self.add(key, Program(own, captured, calls, self._clock.calls - before, number))
+        return captured.output.kept()
+
+    def _replayed(self, program: Program, inputs: Inputs) -> StepOutput:
+        self._exchange.replay(program.calls)
+        began, before = self._timer.now(), self._clock.calls
+        self.step.enter("replay")
+        program.inputs.sent.words.copy_(inputs.sent.words)
+        program.captured.replay()
+        self._clock.replayed(before + program.entered - self._clock.calls)  # a tape has entered them one by one
+        phases = Phases(self._timer, [began, self._timer.now()], ("replay",))
+        return replace(program.captured.output.kept(), phases=phases)

@@ -1,0 +1,103 @@
+"""What a step decided: one row of numbers on the device, read by the host in one copy.
+
+Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (S + 1) + F tokens.
+"""
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.forward.choose import Logprobs
+from cluster.spec.verify import Accepted
+from cluster.timing import Timer
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """When the device came to the step's phases, and to its end."""
+
+    timer: Timer
+    moments: list[Any]
+    names: tuple[str, ...] = ("draft", "target", "extend")
+
+    def seconds(self) -> dict[str, float]:
+        """What each took."""
+        spans = zip(self.names, pairwise(self.moments), strict=True)
+        return {name: self.timer.between(*span) for name, span in spans}
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A step's decisions on the host.
+
+    `tokens` are S + 1 for each request, of which `accept_len` were accepted; from number `finite` on the target's
+    logits were not finite. `first` are the tokens after finished prompts, `sound` says of each prompt row whether its
+    hidden and, after a finished prompt, the score of `first` are finite. `logprobs` are those of T tokens, where asked.
+    `drawn` is a checksum of how they were drawn, where ranks made one choice together and so cannot tell by its tokens.
+    """
+
+    tokens: list[list[int]]
+    accept_len: list[int]
+    finite: list[int]
+    first: list[int]
+    sound: list[bool]
+    logprobs: Logprobs | None
+    seconds: dict[str, float]
+    drawn: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The same on the device: `packed` int64 `[R (S + 3) + F + c]`, its first part `[R, S + 3]`; then `drawn`."""
+
+    packed: Tensor
+    requests: int
+    width: int
+    finals: int
+    rows: int
+    logprobs: Logprobs | None
+    phases: Phases
+
+    @staticmethod
+    def of(
+        accepted: Accepted,
+        scores: Tensor,
+        prompts: tuple[Tensor, Tensor],
+        drawn: Tensor,
+        logprobs: Logprobs | None,
+        phases: Phases,
+    ) -> "StepOutput":
+        """`scores` `[R, S + 1]` are those of the accepted tokens; `prompts` are `first` `[F]` and `sound` `[c]`."""
+        first, sound = prompts
+        finite = scores.isfinite().cumprod(1).sum(1, keepdim=True)
+        rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite], 1)
+        packed = torch.cat([rows.view(-1), first, sound, drawn])
+        sizes = rows.shape[0], accepted.tokens.shape[1], first.shape[0], sound.shape[0]
+        return StepOutput(packed, *sizes, logprobs, phases)
+
+    def kept(self) -> "StepOutput":
+        """The same in memory of its own, which no later replay overwrites."""
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = Logprobs(logprobs.chosen.clone(), logprobs.values.clone(), logprobs.ids.clone())
+        return replace(self, packed=self.packed.clone(), logprobs=logprobs)
+
+    def read(self) -> Decided:
+        """Wait for the device, and copy."""
+        numbers: list[int] = self.packed.tolist()
+        each, end = self.width + 2, self.requests * (self.width + 2)
+        rows = [numbers[start : start + each] for start in range(0, end, each)]
+        prompts, drawn = numbers[end : end + self.finals + self.rows], numbers[end + self.finals + self.rows :]
+        return Decided(
+            tokens=[row[: self.width] for row in rows],
+            accept_len=[row[-2] for row in rows],
+            finite=[row[-1] for row in rows],
+            first=prompts[: self.finals],
+            sound=[bool(whole) for whole in prompts[self.finals :]],
+            logprobs=self.logprobs,
+            seconds=self.phases.seconds(),
+            drawn=drawn,
+        )

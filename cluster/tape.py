@@ -1,0 +1,211 @@
+"""A tape: the calls of a program, recorded once and replayed on the buffers that they had then.
+
+It is to a CPU what a CUDA graph is to a GPU, and the graph's twin in tests: what is replayed reads and writes fixed
+memory, makes no decision, and asks the device for nothing. Whoever replays puts new inputs where the old ones lay.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+R = TypeVar("R")
+
+_recording: ContextVar["_Recorder | None"] = ContextVar("recording", default=None)
+
+
+class CaptureError(RuntimeError):
+    """A program that cannot be replayed; the message names the operator and what is wrong with it."""
+
+
+class Captured(Protocol[T_co]):
+    """A program that was run once and can be run again, without the host. `output` is what it returned: tensors that
+    every replay fills anew. `bytes` is the memory that it holds for itself.
+    """
+
+    @property
+    def output(self) -> T_co:
+        """What the program returned."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Memory of its buffers."""
+        ...
+
+    def replay(self) -> None:
+        """Run it again on what now lies in its inputs."""
+        ...
+
+
+def opaque(run: Callable[..., R], *given: Any) -> R:
+    """`run(*given)`, which a tape replays as one call: what happens inside, it decides anew each time. Its output is a
+    tensor, whose shape must not change, or none.
+    """
+    recorder = _recording.get()
+    if recorder is None:
+        return run(*given)
+    output: R = recorder.whole(run, given)
+    return output
+
+
+class Tape(Generic[T]):
+    """A program captured on a CPU."""
+
+    def __init__(self, program: Callable[[], T]) -> None:
+        """Run `program` and record it.
+
+        Raises:
+            CaptureError: it asks for a value, or takes one from the host.
+        """
+        recorder = _Recorder()
+        token = _recording.set(recorder)
+        try:
+            with torch.inference_mode(), recorder:
+                self.output: T = program()
+        finally:
+            _recording.reset(token)
+        self._calls, self.buffers = recorder.calls, recorder.own
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def replay(self) -> None:
+        """Make the recorded calls again, in order."""
+        with torch.inference_mode():
+            for call in self._calls:
+                call()
+
+
+ASKING = {
+    "aten::_local_scalar_dense": "a value",
+    "aten::item": "a value",
+    "aten::is_nonzero": "a value",
+    "aten::equal": "a value",
+    "aten::nonzero": "a count",
+    "aten::masked_select": "a count",
+    "aten::_unique2": "a count",
+    "aten::unique_consecutive": "a count",
+    "aten::bincount": "the largest value",
+}
+
+
+def asks(function: OpOverload, args: Any, kwargs: Any) -> str | None:
+    """What an operator has to know of the device's numbers before it can go on; None if nothing."""
+    name: str = function._schema.name
+    if name == "aten::index" and any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]):
+        return "a count"
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+        return "a sum" if any(isinstance(arg, Tensor) for arg in args[1:] or args) else None
+    return ASKING.get(name)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes each operator that computes something. `own` are the buffers that the program made, one per storage."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Callable[[], object]] = []
+        self.own: list[Tensor] = []
+        self._storages: set[int] = set()
+
+    def whole(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        """Run and note something that is to be one call."""
+        with _unrecorded():
+            output = run(*given)
+        if output is None:
+            self.calls.append(lambda: run(*given))
+            return output
+        self._made([output])
+        self.calls.append(lambda: output.copy_(run(*given)))
+        return output
+
+    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function._schema.name
+        if name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
+            raise CaptureError(f"{name}: a program takes no numbers from the host; they belong to its inputs")
+        if what := asks(function, args, kwargs):
+            raise CaptureError(f"{name}: a program must not ask for {what}")
+        result = function(*args, **kwargs)
+        outputs = [output for output in tree_leaves(result) if isinstance(output, Tensor)]
+        if function._schema.is_mutable:
+            self.calls.append(lambda: function(*args, **kwargs))
+            return result
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        fresh = [output for output in outputs if output.numel() and _storage(output) not in given]
+        if fresh:
+            self._made(fresh)
+            self.calls.append(_replayed(function, args, kwargs, outputs))
+        return result
+
+    def _made(self, outputs: list[Tensor]) -> None:
+        for output in outputs:
+            if _storage(output) not in self._storages:
+                self._storages.add(_storage(output))
+                self.own.append(output)
+
+
+@contextmanager
+def _unrecorded() -> Any:
+    token = _recording.set(None)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        _recording.reset(token)
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _replayed(function: OpOverload, args: Any, kwargs: Any, outputs: list[Tensor]) -> Callable[[], object]:
+    """A call that fills `outputs` anew: by the operator's variant for given outputs, or by a copy where it has none."""
+    into = _into(function)
+    if into is not None:
+        variant, names = into
+        allowed = {argument.name for argument in variant._schema.arguments}
+        given = {key: value for key, value in kwargs.items() if key in allowed}
+        return lambda: variant(*args, **given, **dict(zip(names, outputs, strict=True)))
+
+    def copied() -> None:
+        for output, again in zip(outputs, tree_leaves(function(*args, **kwargs)), strict=True):
+            output.copy_(again)
+
+    return copied
+
+
+OF_A_FACTORY = {"dtype", "layout", "device", "pin_memory"}
+
+
+def _into(function: OpOverload) -> tuple[OpOverload, list[str]] | None:
+    """The variant of an operator that writes into given outputs, and what it calls these; None if there is none."""
+    space, _, name = function._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, space), name)
+    overload = "out" if function._overloadname == "default" else f"{function._overloadname}_out"
+    if overload not in packet.overloads():
+        return None
+    variant = getattr(packet, overload)
+    written = [argument.name for argument in variant._schema.arguments if argument.is_out]
+
+    def taken(of: OpOverload, but: set[str]) -> list[tuple[str, str]]:
+        return [(one.name, str(one.type)) for one in of._schema.arguments if one.name not in but]
+
+    if taken(variant, set(written)) != taken(function, OF_A_FACTORY) or len(written) != len(function._schema.returns):
+        return None
+    return variant, written

@@ -1,0 +1,87 @@
+"""Time as a device spends it: by the host's clock where it computes at once, by events where it is only told to.
+
+A GPU runs behind the host. The host's clock would measure how long telling takes, and charge all the waiting to what
+reads a result first.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class Timer(Protocol):
+    """Notes moments of a device's work, and says how far apart two of them were."""
+
+    def now(self) -> Any:
+        """A moment: when the device comes to this point of its work."""
+        ...
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one moment to another; the device must have come to both."""
+        ...
+
+
+class HostTimer:
+    """Moments by the host's clock."""
+
+    def now(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def between(self, start: float, end: float) -> float:
+        """See `Timer.between`."""
+        return end - start
+
+
+class EventTimer:
+    """Moments as CUDA events on the current stream."""
+
+    def now(self) -> Any:
+        """An event behind all work that was queued so far."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """See `Timer.between`."""
+        seconds: float = start.elapsed_time(end) / 1e3
+        return seconds
+
+
+HOST = HostTimer()
+
+
+def timer_of(device: torch.device) -> Timer:
+    """The timer of a device."""
+    return EventTimer() if device.type == "cuda" else HOST
+
+
+@dataclass(slots=True)
+class Spans:
+    """Spans of a device's work; `take` them when it has done all of it."""
+
+    timer: Timer = HOST
+    _spans: list[tuple[Timer, Any, Any]] = field(default_factory=list)
+    _started: Any = None
+
+    def __enter__(self) -> None:
+        self._started = self.timer.now()
+
+    def __exit__(self, *_: object) -> None:
+        self.add(self.timer, self._started)
+
+    def add(self, timer: Timer, started: Any) -> None:
+        """A span that began at a moment of `timer` and ends now."""
+        self._spans.append((timer, started, timer.now()))
+
+    def split(self) -> "Spans":
+        """The spans so far, as another object; starts again from none."""
+        spans, self._spans = Spans(self.timer, self._spans), []
+        return spans
+
+    def take(self) -> float:
+        """The seconds of all spans so far; starts again from none."""
+        spans, self._spans = self._spans, []
+        return sum(timer.between(start, end) for timer, start, end in spans)

@@ -1,0 +1,14 @@
+"""The real engine whose host is a step ahead, as it is where a device runs behind it: results are read a step later."""
+
+from cluster.config import EngineConfig
+from cluster.engine import build_rank
+from cluster.engine.rank import Rank
+from cluster.mesh import Rendezvous, Store
+
+
+def build(
+    config: EngineConfig, rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None
+) -> Rank:
+    engine = build_rank(config, rank, rendezvous, store)
+    engine._lockstep.lag = 1
+    return engine

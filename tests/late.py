@@ -1,0 +1,90 @@
+"""A device that runs behind the host, on a CPU: a step runs only when its results are asked for, as late as it can.
+
+Whatever the host does between beginning a step and reading it has then been done to host state alone: a step that
+needed a length, a page or a row which the host meanwhile changed would give other tokens.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from cluster.batch import Order
+from cluster.config import TreeShape
+from cluster.dp_attention.plan import StepPlan
+from cluster.engine import Engine, build
+from cluster.engine.programs import Programs
+from cluster.engine.rank import Rank
+from cluster.spec.result import Decided
+
+R = TypeVar("R", bound=Rank)
+
+
+class LatePrograms:
+    """Steps that wait in a queue until one of them is read. `owners` are those of the step that runs now; `before` is
+    called with its order when the tables are as that says.
+    """
+
+    def __init__(self, programs: Programs, rank: Rank) -> None:
+        self.assembler, self.step, self._rank = programs.assembler, programs.step, rank
+        self._queue: deque[LateOutput] = deque()
+        self.owners: dict[int, str] = {}
+        self.before: Callable[[Order], None] | None = None
+        self.checksum = 0
+
+    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "LateOutput":
+        meant = running(self._rank)
+
+        def late() -> Decided:
+            self.owners.clear()
+            self.owners.update(meant)
+            inputs = self.assembler.send(order)
+            if self.before is not None:
+                with torch.inference_mode():
+                    self.before(order)
+            return self.step.run(self.assembler.batch(inputs), shape).read()
+
+        output = LateOutput(late, self._queue)
+        self._queue.append(output)
+        return output
+
+
+class LateOutput:
+    """What a step will have decided."""
+
+    def __init__(self, run: Callable[[], Decided], queue: "deque[LateOutput]") -> None:
+        self._run, self._queue = run, queue
+
+    def read(self) -> Decided:
+        assert self._queue.popleft() is self, "steps are read in the order in which they began"
+        return self._run()
+
+
+def running(rank: Rank) -> dict[int, str]:
+    """The requests that hold rows, by row, as the host has it now."""
+    if not isinstance(rank, Engine):
+        return {}
+    return {s.lease.row: s.request.request_id for s in rank._p.scheduler.running if s.lease is not None}
+
+
+def owners(engine: Engine) -> dict[int, str]:
+    """The requests that hold rows, by row, for the step that runs now."""
+    programs = engine._p.lockstep.programs
+    return programs.owners if isinstance(programs, LatePrograms) else running(engine)
+
+
+def delay(rank: R) -> R:
+    """Have the host of this rank, which is alone, be a step ahead of a device that runs as late as it can."""
+    lockstep: Any = rank._lockstep
+    assert lockstep.mesh.world.size == 1, "collectives of ranks that wait for each other cannot be put off"
+    lockstep.programs = LatePrograms(lockstep.programs, rank)
+    lockstep.lag = 1
+    return rank
+
+
+def delay_all(patch: pytest.MonkeyPatch) -> None:
+    """Have every engine built from now on run like this."""
+    true = build.assemble
+    patch.setattr(build, "assemble", lambda *given: delay(true(*given)))

@@ -1,0 +1,33 @@
+"""A gang that replays captured steps gives the tokens of one rank that captures nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.parity.harness import VOCAB, tiny_pair
+from tests.ranks.compare import check
+from tests.ranks.gang import Case, Ranks
+from tests.ranks.test_parity import config
+from tests.ranks.workload import workload
+
+Gangs = Callable[[int], Ranks]
+EXACT: dict[str, Any] = {"capture": "on"}
+SIZED: dict[str, Any] = {"capture": "on", "capture_sizes": [1, 2, 4, 8, 32]}
+PADDED = {"dp_padding": "padded"}
+SETTINGS = {
+    "exact": EXACT,
+    "exact, padded": EXACT | PADDED,
+    "sized": SIZED,
+    "sized, padded": SIZED | PADDED | {"vocab_parallel": "world", "speculative_batch_tiers": {1: 2}},
+}
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_gang_that_replays_equals_one_rank(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any]) -> None:
+    actions = workload(7 + tp + dp, dp, 20, vocab=VOCAB, horizon=12, aborts=0.1)
+    tally = check(ranks(tp), Case(config(*tiny_pair(), tp_size=tp, attn_dp_size=dp, **settings), actions))
+    print(tally)
+    assert not tally.mismatches and tally.compared > 14, tally
+    assert tally.replayed > (10 if "capture_sizes" in settings else 0), tally

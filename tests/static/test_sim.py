@@ -1,0 +1,94 @@
+"""The step runs where nothing can be asked: every target family, draft, tier and sampling mode."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorDeviceMismatchError,
+)
+
+from cluster.batch import Batch, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.config import TreeShape, tiers
+from cluster.engine import Engine, build_engine
+from cluster.spec.result import StepOutput
+from cluster.spec.step import Step
+from tests.parity.harness import config_of
+from tests.parity.pairs import Pair, algorithm_of, all_pairs, diagonal, draft_of
+from tests.static.sim import NAME, simulated
+
+MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED, Mode.NOISY | Mode.LOGPROBS)
+PROMPTS = {
+    "decoding": (),
+    "prompts": (PromptChunk(3, 0, 2, True, (5, 6)), PromptChunk(4, 4, 11, False, tuple(range(2, 10)))),
+}
+CHANGES = {
+    "lens": ((0, 7), (1, 9)),
+    "samplings": (Sampling(0, 0.8, 5, 0.9, 0.0, 3),),
+    "writes": (PageWrite(2, -1, 0), PageWrite(0, 0, 3), PageWrite(1, 0, 4)),
+    "copies": (PageCopy(3, 5, 2),),
+}
+DECODES = ((0, 7), (1, 9), (2, 0))
+
+
+def engine_of(pair: Pair, topk: int) -> Engine:
+    spec = pair.spec()
+    config = config_of(pair.target, draft_of(pair.draft), topk, 3, speculative_algorithm=algorithm_of(spec))
+    return build_engine(config)
+
+
+def check(pair: Pair, topk: int, every: int = 1, first: int = 0) -> int:
+    """Run the step of each tier, mode and kind of work, or of every so many of these."""
+    engine, ran = engine_of(pair, topk), 0
+    programs, shapes = engine._p.lockstep.programs, tiers(engine._p.shape)
+    with simulated(engine):
+        for shape, mode, chunks in list(product(shapes, MODES, PROMPTS.values()))[first % every :: every]:
+            order = Order(decodes=DECODES, chunks=chunks, **CHANGES, mode=mode)
+            output = programs._run(programs.assembler.send(order), shape)
+            finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
+            assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
+            assert output.packed.device == torch.device(NAME, 0)
+            ran += 1
+    return ran
+
+
+@pytest.mark.parametrize("number", range(len(diagonal())))
+def test_a_pair(number: int) -> None:
+    """Each draft once and each family at least once, tiers and modes by turns."""
+    assert check(diagonal()[number], (1, 3)[number % 2], every=11, first=number) >= 2
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (lambda rows: int(rows[0]), DataDependentOutputException),
+        (lambda rows: rows[rows > 1], DynamicOutputShapeException),
+        (lambda rows: rows + torch.arange(2), FakeTensorDeviceMismatchError),
+    ],
+)
+def test_what_asks_or_comes_from_elsewhere_is_caught(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[torch.Tensor], object], error: type[Exception]
+) -> None:
+    engine = engine_of(diagonal()[1], 1)
+    true = Step.run
+
+    def asking(self: Step, batch: Batch, shape: TreeShape) -> StepOutput:
+        ask(batch.rows[:2])
+        return true(self, batch, shape)
+
+    monkeypatch.setattr(Step, "run", asking)
+    with simulated(engine), pytest.raises(error):
+        programs = engine._p.lockstep.programs
+        programs._run(programs.assembler.send(Order(decodes=DECODES)), engine._p.shape)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(8))
+def test_all_pairs_tiers_and_modes(part: int) -> None:
+    for pair in all_pairs()[part::8]:
+        for topk in (1, 3):
+            assert check(pair, topk) == 4 * len(MODES) * len(PROMPTS), pair

@@ -1,0 +1,76 @@
+"""Where requests' cells lie: as slots, padded so that nobody reads others' memory, or in runs where a CPU may look."""
+
+import pytest
+import torch
+
+from cluster.attention import cells
+from cluster.attention.cells import Cells, Span, spans_of
+from tests.tables import table_of
+
+TABLE = (torch.randperm(39, generator=torch.Generator().manual_seed(3)) + 1)[:20].view(2, 10)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_slots_at_the_end_of_the_table_and_beyond_a_requests_own(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short chunk at the end of its row, padded to a longer one's rows: both read what they write themselves."""
+    if not looks:
+        monkeypatch.setattr(cells, "look", lambda *_: None)
+    written = torch.tensor([1, 6])
+    both = Cells(table_of(TABLE), torch.tensor([0, 1]), torch.tensor([9, 0]), 9 if looks else 12, 6, written)
+    slots = both.slots(6)
+    assert both.longest == (9 if looks else 10)
+    window = slots[:, both.longest :]
+    assert window[0].tolist() == [int(TABLE[0, 9])] * 6
+    assert torch.equal(window[1].long(), TABLE[1, :6])
+    assert slots[0, :9].tolist() == TABLE[0, :9].tolist()
+    assert (slots[1, : both.longest] == TABLE[1, 0]).all(), "beyond its own count a request reads what it writes itself"
+    seen = both.bias(torch.float64)[:, 0] == 0
+    assert seen[:, both.longest :].all() and seen[0, :9].all()
+    assert not seen[1, : both.longest].any() and not seen[0, 9 : both.longest].any()
+    assert both.labels(False)[:, :9].tolist() == [list(range(9)), [-1] * 9]
+
+
+def test_labels_of_requests_that_are_read_one_by_one_end_together() -> None:
+    both = Cells(table_of(TABLE), torch.tensor([0, 1]), torch.tensor([4, 2]), 4, 3)
+    assert both.labels(True).tolist() == [[0, 1, 2, 3], [-1, -1, 0, 1]]
+
+
+def test_one_request_is_read_alone_and_many_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, lens = torch.tensor([0, 1]), torch.tensor([7, 3])
+    assert Cells(table_of(TABLE), rows[:1], lens[:1], 7, 2).apart(2, 8)
+    both = Cells(table_of(TABLE), rows, lens, 7, 2)
+    monkeypatch.setattr(cells, "LARGE", 2 * 9 * 8)
+    assert both.apart(2, 8) and not both.apart(1, 8) and not both.apart(2, 7)
+    monkeypatch.setattr(cells, "look", lambda *_: None)
+    assert not Cells(table_of(TABLE), rows, lens, 7, 2).apart(2, 1 << 30), "a GPU never looks"
+
+
+@pytest.mark.parametrize(
+    ("pages", "least", "spans"),
+    [
+        ([3, 4, 5], None, [Span(0, 12, 12)]),
+        ([7], None, [Span(0, 4, 28)]),
+        ([3, 4, 6], None, [Span(0, 12, None)]),
+        ([3, 4, 6], 8, [Span(0, 8, 12), Span(8, 12, None)]),
+        ([9, 3, 4, 6, 8, 1, 2, 3], 8, [Span(0, 4, None), Span(4, 12, 12), Span(12, 20, None), Span(20, 32, 4)]),
+        ([5, 4, 3], 8, [Span(0, 12, None)]),
+        ([0, 0], 8, [Span(0, 8, None)]),
+        ([2, 3, 5, 6], 8, [Span(0, 8, 8), Span(8, 16, 20)]),
+        ([2, 3, 5, 6], 9, [Span(0, 16, None)]),
+    ],
+)
+def test_runs_and_what_is_between_them(pages: list[int], least: int | None, spans: list[Span]) -> None:
+    assert list(spans_of(pages, 4, least)) == spans
+
+
+def test_the_last_piece_ends_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of one token: 1 to 6 in a run, then 9, then 7 and 8."""
+    monkeypatch.setattr(cells, "LONG", 0)
+    monkeypatch.setattr(cells, "RUN", 4)
+    table = table_of(torch.tensor([[1, 2, 3, 4, 5, 6, 9, 7, 8]]))
+    one = Cells(table, torch.tensor([0]), torch.tensor([4]), 4, 5)
+    assert one.pieces(0, 2, 1, True) == [(slice(1, 7), 6)]
+    (run, six), (rest, two) = one.pieces(0, 4, 1, True)
+    assert (run, six, rest.tolist(), two) == (slice(1, 7), 6, [9, 7], 2)
+    ((copied, length),) = one.pieces(0, 4, 1, False)
+    assert (copied.tolist(), length) == ([1, 2, 3, 4, 5, 6, 9, 7], 8)

@@ -1,0 +1,56 @@
+import time
+
+import pytest
+
+from cluster.bench.cases import overlap
+from cluster.bench.cases.overlap import Size, figures
+from cluster.bench.ranks import Life, StepRecord
+from cluster.bench.runs import params_of
+from cluster.bench.simulated_device import simulate
+from cluster.engine import build_engine
+from cluster.request import Request
+from tests.parity.harness import config_of, tiny_pair
+
+
+def record(began: float, agree: float = 0.0, decodes: int = 4, prompt_rows: int = 0) -> StepRecord:
+    phases = {"schedule": 0.0002, "agree": agree, "commit": 0.0001, "draft": 0.0}
+    return StepRecord(began, 0.0, 0.0, phases, decodes, prompt_rows, 0, 0)
+
+
+def test_what_the_host_does_is_what_is_left_of_a_step() -> None:
+    """Steps of 6 ms, of which the host waits 3.5 for the device and 1 for its peer, and the device 0.3 for the host."""
+    life = Life([record(0.0, prompt_rows=9), *(record(0.006 * n, 0.001) for n in range(1, 12))])
+    life.device_waits, life.device_gaps, life.device_sends = [0.0035] * 11, [0.0003] * 11, [0.0004] * 11
+    found = figures([life, life], Size(requests=4))
+    assert (found.step_ms, found.host_ms, found.parts_ms, found.gap_share) == pytest.approx((6.0, 1.5, 0.7, 0.05))
+    alone = figures([life], Size(requests=4))
+    assert (alone.host_ms, alone.parts_ms) == pytest.approx((2.5, 1.7)), "a rank alone waits for no peer"
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_simulated_device_works_while_the_host_does_something_else(ahead: bool) -> None:
+    """Every step keeps the host waiting where it is not ahead; where it is, the device gets no step too late."""
+    engine = build_engine(config_of(*tiny_pair(), max_running_requests=2))
+    device = simulate(engine, 0.02, 2, ahead)
+    for name in "ab":
+        engine.submit(Request(name, (1, 2, 3), params_of(30)))
+    began = time.perf_counter()
+    tokens = 0
+    while engine.has_work:
+        tokens += sum(len(output.token_ids) for output in engine.step().outputs)
+    assert tokens == 60
+    assert time.perf_counter() - began >= 0.02 * len(device.gaps)
+    assert len(device.waited) >= 9 and all(waited <= 0.02 for waited in device.waited)
+    assert ahead == (len(device.gaps) > 10), "requests ended while one more step was under way"
+
+
+def test_the_table_names_the_goals() -> None:
+    rows = [
+        {"overlap": True, "gap_goal": 0.05, "step_ms": 5.1, "gap_share": 0.02},
+        {"overlap": False, "gap_goal": None, "step_ms": 6.1, "gap_share": 0.2},
+    ]
+    rows = [{"ranks": 2, "device_ms": 5.0, "host_ms": 0.4, "parts_ms": 0.3, **row} for row in rows]
+    where = {"cpu": "a CPU", "cores": 2, "load_average": [0.0]}
+    given = {"step_ms": 5.0, "requests": 32, "repeats": 5, "host_goal_ms": 0.5, "machine": where, "rows": rows}
+    text = overlap.show(given)
+    assert "on" in text and "2.0%" in text and "5%" in text and "20.0%" in text
