@@ -174,7 +174,7 @@ class Exchange:
         return sum(call.rows[: self._mesh.dp_rank]) if self.wide else 0
 
     def _next_words(self) -> str:
-        return f"{self._call.op} of rows {list(self._call.rows)}"
+        return _words(self._call)
 
     def _off(self, what: str) -> OutOfStepError:
         rank, phase = self._mesh.rank, self._call.phase
@@ -184,11 +184,11 @@ class Exchange:
         """Run one collective over `axis`, and check that it was entered exactly once."""
         if axis.size == 1:
             return collective()
-        result: T = opaque(self._entered, collective, self._next_words())
+        result: T = opaque(self._entered, collective, self._call)
         return result
 
-    def _entered(self, collective: Callable[[], T], words: str) -> T:
-        """The result of a collective, which a tape enters in every replay; `words` say what it is for."""
+    def _entered(self, collective: Callable[[], T], call: Call) -> T:
+        """The result of the collective of `call`, which a tape enters in every replay."""
         clock = self._mesh.world.clock
         entered = clock.calls + 1
         try:
@@ -198,7 +198,7 @@ class Exchange:
         except RuntimeError as error:
             raise self._mesh.explain(error) from error
         if clock.calls != entered:
-            raise self._off(f"did not enter the collective of {words} exactly once")
+            raise self._off(f"did not enter the collective of {_words(call)} exactly once")
         return result
 
     def _counts(self, call: Call) -> list[int]:
@@ -240,3 +240,7 @@ class Exchange:
         attn, planned = self._mesh.attn, self._own(call)
         counts = [planned * (i + 1) // attn.size - planned * i // attn.size for i in range(attn.size)]
         return self._run(attn, lambda: attn.gather(mine, counts))
+
+
+def _words(call: Call) -> str:
+    return f"{call.op} of rows {list(call.rows)}"

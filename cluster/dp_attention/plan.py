@@ -150,7 +150,8 @@ class PlanRule:
         if self.padding == "auto":
             padded = all_rows - sum(rows) <= self.waste * all_rows
         if self.buckets is not None:
-            fitted = [self.buckets.fitted(real if padded else (own,)) for own in real]
+            fit = self.buckets.fitted
+            fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)
             if len(within) == len(real):
                 return within, True

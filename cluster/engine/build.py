@@ -14,7 +14,7 @@ from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler
 from cluster.engine.calibrate import measure_pace
-from cluster.engine.captures import capture_decoding, captures_of
+from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.lockstep import Lockstep
@@ -140,10 +140,10 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
         ConfigError: the draft does not reproduce the sample in its folder.
     """
     mesh, memory, resolved = prepared.mesh, prepared.memory, prepared.resolved
-    lockstep = _lockstep(prepared, draft)
+    captures = captures_of(resolved.config, prepared.device)
+    lockstep = _lockstep(prepared, draft, captures)
     _check_sample(prepared, lockstep)
     pace = _pace(prepared, lockstep)
-    captures = captures_of(resolved.config, prepared.device)
     captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
     memory.watch.take()
     name = Path(resolved.config.model_path).name or "model"
@@ -169,7 +169,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     )
 
 
-def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
+def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lockstep:
     """This rank's side of the gang's steps: the step, its coordinator and exchange, and the tables that it reads."""
     mesh, device, models, memory = prepared.mesh, prepared.device, prepared.models, prepared.memory
     config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
@@ -180,7 +180,6 @@ def _lockstep(prepared: Prepared, draft: Draft) -> Lockstep:
     attentions = [runner.attention for runner in runners]
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
-    captures = captures_of(config, device)
     buckets = None if captures is None else captures.buckets
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0, buckets)
     return Lockstep(

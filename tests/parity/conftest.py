@@ -12,7 +12,7 @@ from tests.parity.poison import poisoned  # noqa: F401
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def overlapped() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("OVERLAP") == "1":
