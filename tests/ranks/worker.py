@@ -18,6 +18,7 @@ from torch import Tensor
 from cluster.batch import Batch
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, Rank, build_rank
+from cluster.engine.scheduler import Schedule
 from cluster.mesh import Axis, GangError, Rendezvous, Store, open_store
 from cluster.request import Request, SamplingParams
 from cluster.spec.tree import DraftTree
@@ -183,21 +184,27 @@ def _nap(engine: Rank, rings: bool) -> Nap:
 
 
 def _watch_trees(engine: Engine, trees: dict[str, int]) -> None:
-    """Keep a checksum of all trees that were drafted for each request."""
-    drafter = engine._p.lockstep.step._draft
-    true = drafter.draft
+    """Keep a checksum of all trees that counted for each request: not of a step begun before its end was known."""
+    drafter, drafted = engine._p.lockstep.step._draft, deque[dict[int, bytes]]()
+    true, true_commit = drafter.draft, engine._commit
 
     def draft(batch: Batch, *given: Any) -> DraftTree:
         tree = true(batch, *given)
-        running = engine._p.scheduler.running
-        names = {one.lease.row: one.request.request_id for one in running if one.lease is not None}
-        for i, row in enumerate(batch.rows[: batch.decodes].tolist()):
-            if row in names:  # idle rows are nobody's
-                words = str([tree.tokens[i].tolist(), tree.parents[i].tolist()])
-                trees[names[row]] = zlib.crc32(words.encode(), trees.get(names[row], 0))
+        nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        rows = batch.rows[: batch.decodes].tolist()
+        drafted.append({row: str(list(each)).encode() for row, each in zip(rows, nodes, strict=True)})
         return tree
 
+    def commit(schedule: Schedule, *given: Any) -> Any:
+        words = drafted.popleft() if drafted else {}  # a replay drafts unseen
+        for sequence, lease in schedule.decodes:
+            if sequence.lease is lease and lease.row in words:
+                name = sequence.request.request_id
+                trees[name] = zlib.crc32(words[lease.row], trees.get(name, 0))
+        return true_commit(schedule, *given)
+
     drafter.draft = draft  # type: ignore[method-assign]
+    engine._commit = commit  # type: ignore[method-assign]
 
 
 def _watch_retraction(engine: Engine, names: list[str]) -> None:
