@@ -30,4 +30,4 @@ def test_a_gang_that_replays_equals_one_rank(ranks: Gangs, tp: int, dp: int, set
     tally = check(ranks(tp), Case(config(*tiny_pair(), tp_size=tp, attn_dp_size=dp, **settings), actions))
     print(tally)
     assert not tally.mismatches and tally.compared > 14, tally
-    assert tally.replayed > (10 if "capture_sizes" in settings else 0), tally
+    assert tally.replayed > (5 if "capture_sizes" in settings else 0), tally
