@@ -184,7 +184,11 @@ def _nap(engine: Rank, rings: bool) -> Nap:
 
 
 def _watch_trees(engine: Engine, trees: dict[str, int]) -> None:
-    """Keep a checksum of all trees that counted for each request: not of a step begun before its end was known."""
+    """Keep a checksum of all trees that counted for each request: not of a step begun before its end was known. What
+    is captured drafts unseen, so nothing is kept then.
+    """
+    if engine._p.lockstep.programs._capture is not None:
+        return
     drafter, drafted = engine._p.lockstep.step._draft, deque[dict[int, bytes]]()
     true, true_commit = drafter.draft, engine._commit
 
@@ -196,9 +200,9 @@ def _watch_trees(engine: Engine, trees: dict[str, int]) -> None:
         return tree
 
     def commit(schedule: Schedule, *given: Any) -> Any:
-        words = drafted.popleft() if drafted else {}  # a replay drafts unseen
+        words = drafted.popleft()
         for sequence, lease in schedule.decodes:
-            if sequence.lease is lease and lease.row in words:
+            if sequence.lease is lease:
                 name = sequence.request.request_id
                 trees[name] = zlib.crc32(words[lease.row], trees.get(name, 0))
         return true_commit(schedule, *given)
