@@ -4,9 +4,10 @@
     python benchmarks/side_by_side.py /tmp/before . --out benchmarks/results/before.json
 
 Each checkout has a process with an engine of the demo pair. Both decode the same requests, a few steps at a time in
-turns, so that a machine which slows down slows both; every other turn they change places. A ratio is taken within a
-turn; shown are the median over the turns and the quartiles. Above 1 the second checkout is faster. Both must give the
-same tokens.
+turns, so that a machine which slows down slows both; every other turn they change places. With one thread they share
+a core, because those of a shared machine differ. Where memory happens to lie makes a process a few percent faster or
+slower as long as it lives, so each case is run by several pairs of processes. A ratio is taken within a turn; shown are
+the median over all turns and the quartiles. Above 1 the second checkout is faster. Both must give the same tokens.
 """
 
 import argparse
@@ -23,14 +24,15 @@ from typing import Any
 TREES = {"plain": (0, 1, 0), "chain of 3": (3, 1, 0), "tree of 12": (3, 4, 12)}
 BATCHES, TEMPERATURES = (1, 8, 32), (0.0, 1.0)
 LONG = {"requests": 8, "prompt_tokens": 8064}
-SECONDS = 0.15  # of decoding in a turn, about
+SECONDS = 0.03  # of decoding in a turn, about
 
 
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description="How fast two checkouts decode, in turns.")
     parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT", help="before, after")
-    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=8, help="of processes, one after the other")
+    parser.add_argument("--turns", type=int, default=25, help="of each pair in each case")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
     parser.add_argument("--long", action="store_true", help=f"{LONG['requests']} contexts of 8,192 tokens instead")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -67,19 +69,31 @@ class Contender:
         self._process.wait()
 
 
-def compared(pair: list[Contender], batch: int, temperature: float, turns: int) -> dict[str, Any]:
-    """One case: ratios of wall time and of CPU time."""
+class Case:
+    """Ratios of wall time and of CPU time of one case, each of one turn, and how many steps these took."""
+
+    def __init__(self) -> None:
+        self.walls: list[float] = []
+        self.cpus: list[float] = []
+        self.steps = 0
+
+    def row(self) -> dict[str, Any]:
+        """What is shown of it."""
+        low, middle, high = statistics.quantiles(self.walls, n=4)
+        return {"speed": middle, "quartiles": [low, high], "cpu": statistics.median(self.cpus), "steps": self.steps}
+
+
+def compare(case: Case, pair: list[Contender], batch: int, temperature: float, turns: int) -> None:
+    """Some turns of one case."""
     once = [one.ask(begin=batch, temperature=temperature) for one in pair]
     steps = max(2, round(SECONDS / max(each["seconds"] for each in once)))
-    walls, cpus = [], []
+    case.steps += steps * turns
     for turn in range(turns):
         took = {at: pair[at].ask(steps=steps) for at in ((0, 1) if turn % 2 else (1, 0))}
-        walls.append(took[0]["seconds"] / took[1]["seconds"])
-        cpus.append(took[0]["cpu"] / took[1]["cpu"])
+        case.walls.append(took[0]["seconds"] / took[1]["seconds"])
+        case.cpus.append(took[0]["cpu"] / took[1]["cpu"])
     tokens = [one.ask(end=True)["tokens"] for one in pair]
     assert tokens[0] == tokens[1], "other tokens"
-    low, middle, high = statistics.quantiles(walls, n=4)
-    return {"speed": middle, "quartiles": [low, high], "cpu": statistics.median(cpus), "steps": steps * turns}
 
 
 def main() -> None:
@@ -87,18 +101,28 @@ def main() -> None:
     args = arguments()
     rows = []
     for tree in TREES:
-        pair = [Contender(checkout, tree, args.threads, args.long) for checkout in args.checkouts]
         batches = (LONG["requests"],) if args.long else BATCHES
-        for temperature, batch in product(TEMPERATURES[: 1 if args.long else 2], batches):
-            row = {"tree": tree, "batch": batch, "temperature": temperature}
-            rows.append(row | compared(pair, batch, temperature, args.turns))
+        cases = {key: Case() for key in product(TEMPERATURES[: 1 if args.long else 2], batches)}
+        for _ in range(args.pairs):
+            pair = [Contender(checkout, tree, args.threads, args.long) for checkout in args.checkouts]
+            for (temperature, batch), case in cases.items():
+                compare(case, pair, batch, temperature, args.turns)
+            for one in pair:
+                one.end()
+        for (temperature, batch), case in cases.items():
+            rows.append({"tree": tree, "batch": batch, "temperature": temperature} | case.row())
             print(json.dumps(rows[-1]), flush=True)
-        for one in pair:
-            one.end()
     total = statistics.geometric_mean([row["speed"] for row in rows])
     print(f"geometric mean {total:.3f}, least {min(row['speed'] for row in rows):.3f}, load {os.getloadavg()}")
     if args.out is not None:
-        result = {"what": "side by side", "long": args.long, "turns": args.turns, "mean": total, "rows": rows}
+        result = {
+            "what": "side by side",
+            "long": args.long,
+            "pairs": args.pairs,
+            "turns": args.turns,
+            "mean": total,
+            "rows": rows,
+        }
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -111,6 +135,8 @@ def work(given: dict[str, Any]) -> None:
     from cluster.request import Request, SamplingParams
 
     torch.set_num_threads(given["threads"])
+    if given["threads"] == 1:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     pair, most = Pair(num_threads=given["threads"]), LONG["requests"] if given["long"] else max(BATCHES)
     config = pair.config(Shape(*given["tree"]), most)
     length = LONG["prompt_tokens"] if given["long"] else 64

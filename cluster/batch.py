@@ -147,6 +147,8 @@ class SamplingBatch:
 
     def narrow(self, start: int, stop: int) -> "SamplingBatch":
         """The parameters of requests `start` to `stop - 1`."""
+        if stop - start == self.seeds.shape[0]:
+            return self
         columns = (self.inverse_temperature, self.noise_scale, self.top_k, self.top_p, self.min_p, self.seeds)
         inverse, scale, top_k, top_p, min_p, seeds = (column[start:stop] for column in columns)
         return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, self.noisy, self.filtered)

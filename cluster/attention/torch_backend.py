@@ -47,8 +47,8 @@ class TorchAttention:
         `scale` None is d ** -0.5. A pool whose cells have one part holds latents; the first `value_dim` numbers of each
         are its values.
         """
-        self._pool, self._gather, self._heads = pool, gather, heads
         layers, _, *cell = pool.kv.shape
+        self._memory, self._gather, self._heads = [pool.kv[at] for at in range(layers)], gather, heads
         self._kv_heads, self._head_dim = cell[-2:]
         self._windows = tuple(sliding_windows) or (None,) * layers
         self._scale = self._head_dim**-0.5 if scale is None else scale
@@ -79,7 +79,7 @@ class TorchAttention:
     def _attended(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         assert self._write is not None
         q, kv = kept_out(q, kv)
-        self._pool.kv[layer].index_copy_(0, self._write, kv)
+        self._memory[layer].index_copy_(0, self._write, kv)
         parts = [self._attend(layer, q, part, sinks) for part in self._parts]
         if not parts:
             return q.new_zeros(q.shape[0], self._heads * self._value_dim)
@@ -103,10 +103,11 @@ class TorchAttention:
 
     def _cells(self, layer: int, piece: Piece, requests: int) -> tuple[Tensor, Tensor]:
         """Keys `[R, nkv, L, d]` and values `[R, nkv, L, dv]`."""
-        memory, read = self._pool.kv[layer], piece.read
+        memory, read = self._memory[layer], piece.read
         found = memory[read] if isinstance(read, slice) else memory.index_select(0, read)
         cells = found.view(requests, piece.length, *memory.shape[1:]).permute(2, 0, 3, 1, 4)
-        return cells[0], cells[-1][..., : self._value_dim]
+        values = cells[-1]
+        return cells[0], values if self._value_dim == self._head_dim else values[..., : self._value_dim]
 
 
 def for_heads(part: Part, bias: Tensor | None, repeat: int) -> Tensor | None:
@@ -115,7 +116,7 @@ def for_heads(part: Part, bias: Tensor | None, repeat: int) -> Tensor | None:
         return None
     if (more := sum(piece.length for piece in part.pieces) - bias.shape[2]) != 0:
         bias = F.pad(bias, (more, 0))  # cuts what is too long
-    return (bias if part.q_rows == 1 else bias.repeat(1, repeat, 1))[:, None]
+    return (bias if part.q_rows == 1 or repeat == 1 else torch.cat([bias] * repeat, 1))[:, None]
 
 
 def sink_column(sinks: Tensor, q: Tensor) -> Tensor:

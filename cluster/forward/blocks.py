@@ -1,6 +1,6 @@
 """Rows in blocks, so that what is made for them on the way stays small."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 
@@ -8,9 +8,10 @@ BLOCK = 1 << 22  # numbers that are worked on at once, as far as one request's r
 CACHED = 1 << 17  # the same on a CPU: about as many as its caches hold with what is made of them
 
 
-def blocks(count: int, each: int, device: torch.device) -> Iterator[slice]:
+def blocks(count: int, each: int, device: torch.device) -> Iterable[slice]:
     """Cuts of `count` requests or rows, with `each` numbers, into blocks; one empty block if there are none."""
     size = min(BLOCK, CACHED) if device.type == "cpu" else BLOCK
     step = max(1, size // max(1, each))
-    for start in range(0, max(1, count), step):
-        yield slice(start, min(count, start + step))
+    if count <= step:
+        return (slice(0, count),)
+    return [slice(start, min(count, start + step)) for start in range(0, count, step)]

@@ -119,12 +119,16 @@ class Noise:
 
     def pick(self, which: Tensor) -> "Noise":
         """That at one position of each request, `which` `[B]`."""
-        kept = None if self.kept is None else self.values(which[:, None])
-        return Noise(self.keys.gather(1, which[:, None]), self.hashes, self.dtype, kept)
+        keys, kept = self.keys.gather(1, which[:, None]), self.kept
+        if kept is not None:
+            kept = kept.gather(1, which[:, None, None].expand(-1, -1, kept.shape[2]))
+        return Noise(keys, self.hashes, self.dtype, kept)
 
     def over(self, ids: Tensor, hashes: Tensor) -> "Noise":
         """That of the tokens `ids` `[Vd]` alone; `hashes` `[Vd]` are theirs."""
-        return Noise(self.keys, hashes, self.dtype, None if self.kept is None else self.kept[..., ids])
+        if self.kept is None:
+            return Noise(self.keys, hashes, self.dtype)
+        return Noise(self.keys, hashes, self.dtype, self.kept.gather(2, ids.expand(*self.kept.shape[:2], -1)))
 
     def values(self, which: Tensor | None = None) -> Tensor:
         """The noise `[B, m, V]`; with `which` `[B, n]`, that at these positions of each request, `[B, n, V]`."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -19,8 +18,8 @@ def project(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of `[.., H]`, computed in the weight's dtype, which may be wider than that of the rows."""
     if weight.dtype != rows.dtype:
-        return F.rms_norm(rows.to(weight.dtype), weight.shape, weight, eps).to(rows.dtype)
-    return F.rms_norm(rows, weight.shape, weight, eps)
+        return torch.rms_norm(rows.to(weight.dtype), weight.shape, weight, eps).to(rows.dtype)
+    return torch.rms_norm(rows, weight.shape, weight, eps)
 
 
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

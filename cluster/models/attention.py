@@ -58,10 +58,11 @@ class SelfAttention:
             packed[:, : self.heads] = norm(packed[:, : self.heads], self.q_norm, self.eps)
             packed[:, self.heads : rotated] = norm(packed[:, self.heads : rotated], self.k_norm, self.eps)
         angles.rotate_(packed[:, :rotated])
-        q, kv = packed[:, : self.heads], packed[:, self.heads : end].view(count, 2, self.kv_heads, self.head_dim)
+        q, kv, gate = packed.split_with_sizes([self.heads, 2 * self.kv_heads, blocks - end], 1)
+        kv = kv.view(count, 2, self.kv_heads, self.head_dim)
         seen = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:
-            seen = seen * packed[:, end:].flatten(1).sigmoid()
+            seen = seen * gate.flatten(1).sigmoid()
         return exchange.reduce(project(seen, self.out, self.out_bias))
 
 

@@ -46,8 +46,8 @@ class Angles(NamedTuple):
 
     def rotate_(self, heads: Tensor) -> None:
         """Rotate the first d of `heads` `[T, n, >= d]` in place."""
-        d = self.cos.shape[-1]
-        heads = heads[..., :d]
+        if (d := self.cos.shape[-1]) < heads.shape[-1]:
+            heads = heads[..., :d]
         rolled = heads.roll(d // 2, -1)
         heads.mul_(self.cos).addcmul_(rolled, self.sin)
 

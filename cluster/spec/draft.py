@@ -97,7 +97,7 @@ class EagleDraft:
         given = extend_input(batch, accepted, features, shape, self._runner.model.spec)
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, extend_seen(batch, shape))
-        gave = normed[given.select], recurrent[given.select]
+        gave = normed.index_select(0, given.select), recurrent.index_select(0, given.select)
         return carry(self._runner, self._ranking, batch.sampling, accepted, gave, noise)
 
 

@@ -3,7 +3,6 @@
 Legend: B requests, n rows of each, K topk, V vocabulary, Vd draft vocabulary, H draft width.
 """
 
-from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -46,10 +45,10 @@ class CoupledRanking:
     def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
         if draw.noise is not None:
-            draw = replace(draw, noise=draw.noise.over(self._own_ids, self._hashes))
+            draw = Draw(draw.each, draw.sampling, draw.noise.over(self._own_ids, self._hashes), draw.which)
         likely, chosen = likeliest(columns, draw, self._topk)
         shape = draw.requests, draw.each, self._topk
-        return likely.view(shape), self._target_ids[chosen].view(shape)
+        return likely.view(shape), self._target_ids.take(chosen).view(shape)
 
 
 def carry(

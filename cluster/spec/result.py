@@ -72,7 +72,7 @@ class StepOutput:
     ) -> "StepOutput":
         """`scores` `[R, S + 1]` are those of the accepted tokens; `prompts` are `first` `[F]` and `sound` `[c]`."""
         first, sound = prompts
-        finite = scores.isfinite().cumprod(1).sum(1, keepdim=True)
+        finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
         rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite], 1)
         packed = torch.cat([rows.view(-1), first, sound, drawn])
         sizes = rows.shape[0], accepted.tokens.shape[1], first.shape[0], sound.shape[0]

@@ -97,8 +97,8 @@ class Step:
         """That at the position after each bonus, for the proposals that requests carry to the next step."""
         if noise is None or not self._drafts:
             return None
-        finals = accepted.bonus.shape[0] - accepted.accept_len.shape[0]
-        return noise.pick(torch.cat([accepted.accept_len, accepted.accept_len.new_ones(finals)]))
+        which, finals = accepted.accept_len, accepted.bonus.shape[0] - accepted.accept_len.shape[0]
+        return noise.pick(which if finals == 0 else torch.cat([which, which.new_ones(finals)]))
 
     @property
     def _drafts(self) -> bool:
@@ -113,6 +113,8 @@ class Step:
         positions = torch.cat([(batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions])
         seen = Seen(write, batch.tree(bits, n), prompt.text)
         hidden, aux = self._target.forward(tokens, positions, seen)
+        if not prompt.token_ids.shape[0]:
+            return hidden, aux, self._target.logits(hidden)
         heads = torch.cat([torch.arange(r * n, device=write.device), prompt.final_rows + r * n])
         return hidden, aux, self._target.logits(hidden.index_select(0, heads))
 

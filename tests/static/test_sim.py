@@ -92,6 +92,6 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
 @pytest.mark.parametrize("part", range(16))
 @pytest.mark.parametrize("quarter", range(4))
 def test_all_pairs_tiers_and_modes(quarter: int, part: int) -> None:
-    """Each quarter has every tier and mode of every pair; the four have each as chain and tree, with prompts and not."""
+    """Each quarter has all tiers and modes of each pair; the four have each as chain and tree, with prompts and not."""
     for pair in all_pairs()[part::16]:
         assert check(pair, pair.turn + quarter) == 4 * len(MODES), pair
