@@ -61,7 +61,8 @@ bench: $(VENV)/.stamp
 # What depends on floating point runs once more, first, without this CPU's vector instructions: no test may hold only
 # on the machine it was written on. What starts processes of its own (Ray, ranks) runs last and one at a time.
 FLOATING := tests/unit/attention tests/unit/forward tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
-    tests/dialects/test_probe.py tests/dialects/test_strict_drafts.py tests/dialects/test_strict_targets.py
+    tests/dialects/test_probe.py tests/dialects/test_strict_drafts.py tests/dialects/test_strict_targets.py \
+    tests/dialects/test_widths.py
 PROCESSES := tests/actors tests/api tests/ranks
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow"
 
@@ -82,8 +83,7 @@ parity: $(VENV)/.stamp-dev
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(SIDE_BY_SIDE) tests/test_layers.py tests/unit
+	$(BIN)/mypy & types=$$!; $(SIDE_BY_SIDE) tests/test_layers.py tests/unit; wait $$types
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
