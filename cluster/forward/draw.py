@@ -32,7 +32,7 @@ class Draw:
         return self.sampling.seeds.shape[0]
 
     def of(self, block: slice) -> "Draw":
-        """That of some requests."""
+        """That of some requests, which often are all of them."""
         if self.noise is None or block.stop - block.start == self.requests:
             return self
         which = None if self.which is None else self.which[block]

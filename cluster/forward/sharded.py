@@ -61,7 +61,7 @@ class Sharded:
         """`inverse` `[T', 1]` are the inverse temperatures."""
         self.vocab, self._values, self._shards, self._inverse = columns.vocab, columns.values, shards, inverse
         count, each = self._values.shape
-        self._blocks = list(blocks(count, AT_ONCE * each, self._values.device))
+        self._blocks = blocks(count, AT_ONCE * each, self._values.device)
         self._columns = shards.size * each  # those beyond the vocabulary are the least of all
 
     def highest(self) -> Tensor:

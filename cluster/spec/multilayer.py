@@ -100,7 +100,7 @@ class MultiLayerDraft:
             self._gave[i].index_copy_(0, seen.write, outputs[-1][1] if self._chained else source)
             source = self._gave[i].index_select(0, before).masked_fill_((given.positions == 0)[:, None], 0)
         normed, recurrent = outputs[0]
-        gave = normed[given.select], recurrent[given.select]
+        gave = normed.index_select(0, given.select), recurrent.index_select(0, given.select)
         return carry(self._runners[0], self._ranking, batch.sampling, accepted, gave, noise)
 
 
