@@ -12,12 +12,13 @@ from torch import Tensor
 
 class Mode(IntFlag):
     """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
-    filter, `LOGPROBS` the target's log-probabilities are asked for.
+    filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans.
     """
 
     NOISY = 1
     FILTERED = 2
     LOGPROBS = 4
+    ADJUSTED = 8
 
 
 class PromptChunk(NamedTuple):
@@ -44,6 +45,26 @@ class Sampling(NamedTuple):
     seed: int
 
 
+class Adjusting(NamedTuple):
+    """How the logits of the request in table row `row` are adjusted; see `Adjustments`.
+
+    It has `tokens` so far, of which the first `prompt_len` are its prompt, and needs `missing` more before one of the
+    tokens `late` may come.
+    """
+
+    row: int
+    presence: float
+    frequency: float
+    repetition: float
+    missing: int
+    prompt_len: int
+    tokens: tuple[int, ...]
+    late: tuple[int, ...]
+    bias: tuple[tuple[int, float], ...]
+    allowed: tuple[int, ...] | None
+    bad_words: tuple[tuple[int, ...], ...]
+
+
 class PageWrite(NamedTuple):
     """Page `page` became entry `entry` of table row `row`; entry -1: the row was cleared."""
 
@@ -64,7 +85,8 @@ class Order(NamedTuple):
     """What a rank is to run in one step: `decodes` are (table row, most tokens committed), `chunks` in order of length.
 
     How many tokens of a row are committed is the device's to know; the host knows a bound. Before the step, `lens`
-    (table row, tokens committed), `samplings` and `writes` are applied to the tables, then `copies` to the pools.
+    (table row, tokens committed), `samplings`, `adjustings` (a row that is not in them has none) and `writes` are
+    applied to the tables, then `copies` to the pools.
     `mode` is what its own requests need; a step runs in the mode of its plan. Padding to a plan adds `idle_finals`
     ends of prompts, all at the first prompt row, which then is idle, and has room for `chunk_places` chunks.
     """
@@ -73,6 +95,7 @@ class Order(NamedTuple):
     chunks: tuple[PromptChunk, ...] = ()
     lens: tuple[tuple[int, int], ...] = ()
     samplings: tuple[Sampling, ...] = ()
+    adjustings: tuple[Adjusting, ...] = ()
     writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     mode: Mode = Mode(0)
@@ -181,7 +204,7 @@ class Batch:
     `rows` `[B]` index the request tables: the R decoding requests, `decode_rows` `[R]`, then the F whose prompt
     finishes; `sampling` is theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position
     seq_len) not among them; `window` `[R, W]` are the pool slots after them. `logprobs` asks for the target's
-    log-probabilities.
+    log-probabilities; `adjusted`: some request of the step has adjustments.
     """
 
     rows: Tensor
@@ -191,6 +214,7 @@ class Batch:
     sampling: SamplingBatch
     prompt: PromptRows
     logprobs: bool
+    adjusted: bool
 
     @property
     def decodes(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
+from cluster.forward.adjust import AdjustTable
 from cluster.forward.runner import AttentionBackend
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
@@ -34,6 +35,7 @@ class Assembler:
         self,
         table: PageTable,
         sampling: SamplingTable,
+        adjusting: AdjustTable,
         window: int,
         slots: Ordered[SlotMemory],
         attentions: Ordered[AttentionBackend],
@@ -41,7 +43,8 @@ class Assembler:
         """`window` are the slots that a request may write in a step, `slots` is all memory that has slots; `attentions`
         learn the bounds of every step.
         """
-        self._table, self._sampling, self._slots, self._attentions = table, sampling, slots, attentions
+        self._table, self._sampling, self._adjusting = table, sampling, adjusting
+        self._slots, self._attentions = slots, attentions
         self._device = table.device_pages.device
         self._ahead = torch.arange(window, device=self._device)
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -55,6 +58,8 @@ class Assembler:
     def send(self, order: Order) -> Inputs:
         """Bring the tables and the pools up to date, and send what the step needs."""
         staging = Staging(self._device)
+        if Mode.ADJUSTED in order.mode:
+            self._adjusting.make()
         finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
         staging.add("rows", [row for row, _ in order.decodes] + finals)
         if order.chunks:
@@ -67,6 +72,7 @@ class Assembler:
             staging.add("copies", cells_of(order.copies, self._table.page_size))
             _stage_writes(order.writes, staging)
             self._sampling.stage(order.samplings, staging)
+            self._adjusting.stage(order, staging)
         sent = staging.sent()
         if changes:
             sent, rest = sent.cut(inputs)
@@ -82,6 +88,7 @@ class Assembler:
             self._table.apply(changes["cleared"], changes["written"].view(3, -1))
         if order.samplings:
             self._sampling.put(changes)
+            self._adjusting.put(order, changes)
         if order.lens:
             self._table.commit(changes["set"], changes["lens"])
         if order.copies:
@@ -102,6 +109,7 @@ class Assembler:
             sampling=self._sampling.take(rows, Mode.NOISY in inputs.mode, Mode.FILTERED in inputs.mode),
             prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
             logprobs=Mode.LOGPROBS in inputs.mode,
+            adjusted=Mode.ADJUSTED in inputs.mode,
         )
 
     def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:

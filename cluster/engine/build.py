@@ -24,6 +24,7 @@ from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
+from cluster.forward.adjust import AdjustTable
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.pool import SlotMemory
@@ -181,14 +182,15 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
+    table, adjusting = memory.cache.table, AdjustTable(rows, prepared.resolved.target.vocab_size, dtype, device)
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0, buckets)
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, slots, attentions),
-            Step(memory.target_runner, draft, carried, memory.cache.table, mesh.enter),
+            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape.window, slots, attentions),
+            Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,

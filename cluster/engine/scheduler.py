@@ -77,6 +77,7 @@ class Schedule:
             decodes=tuple((lease.row, min(s.reach, s.longest)) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
+            adjustings=tuple(s.adjusting() for s in self.admitted if s.request.params.adjustments is not None),
             writes=writes,
             copies=self.copies,
             mode=mode_of(sequence.request.params for sequence in drawing),
@@ -316,4 +317,6 @@ def mode_of(drawing: Iterable[SamplingParams]) -> Mode:
                 mode |= Mode.FILTERED.value
         if params.logprobs is not None:
             mode |= Mode.LOGPROBS.value
+        if params.adjustments is not None:
+            mode |= Mode.ADJUSTED.value
     return Mode(mode)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cluster.batch import Sampling
+from cluster.batch import Adjusting, Sampling
 from cluster.engine.finish import FinishCheck
 from cluster.kv.cache import Lease
 from cluster.request import Request, SpeculationCounts
@@ -48,6 +48,24 @@ class Sequence:
         p = self.request.params
         assert p.seed is not None, "every request is given a seed when it is submitted"
         return Sampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, p.seed)
+
+    def adjusting(self) -> Adjusting:
+        """How its logits are to be adjusted, for the tables."""
+        a = self.request.params.adjustments
+        assert a is not None, "only adjusted requests are asked"
+        return Adjusting(
+            row=self.row,
+            presence=a.presence_penalty,
+            frequency=a.frequency_penalty,
+            repetition=a.repetition_penalty,
+            missing=max(0, a.min_tokens - (len(self.tokens) - self.prompt_len)),
+            prompt_len=self.prompt_len,
+            tokens=tuple(self.tokens),
+            late=tuple(sorted(self.finish.ends)) if a.min_tokens else (),
+            bias=a.bias,
+            allowed=a.allowed_token_ids,
+            bad_words=a.bad_words_token_ids,
+        )
 
     @property
     def room(self) -> int:

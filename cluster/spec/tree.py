@@ -29,6 +29,13 @@ class DraftTree:
     depths: Tensor
     ancestors: Tensor
 
+    def paths(self, deepest: int) -> Tensor:
+        """The tokens from the root, itself left out, to each node, `[R, N, deepest]`; -1 beyond the node."""
+        r, n = self.tokens.shape
+        place = torch.where(self.ancestors, self.depths[:, None], 0)  # the root's, which is cut off
+        paths = self.tokens.new_full((r, n, deepest + 1), -1)
+        return paths.scatter_(2, place, self.tokens[:, None].expand(r, n, n))[..., 1:]
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
