@@ -123,6 +123,9 @@ def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, EngineServi
         {"seed": 6, "stop_token_ids": [*range(40, 60)]},
         {"seed": 7, "prompt": ["aé", "日本"], "n": 2, "ignore_eos": True},
         {"temperature": 0, "prompt": [0xE2, 0x82], "logprobs": 2},
+        {"seed": 8, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "n": 2},
+        {"temperature": 0, "logit_bias": {"101": 3.5, "32": -100}, "bad_words": ["a", "ee"], "min_tokens": 30},
+        {"seed": 9, "allowed_token_ids": [97, 98, 99, 100], "stop": ["ab", "ca"], "min_tokens": 20},
     ],
 )
 def test_one_text_however_it_is_made(services: tuple[EngineService, EngineService], fields: dict[str, Any]) -> None:
@@ -150,6 +153,22 @@ def test_one_text_however_it_is_made(services: tuple[EngineService, EngineServic
         histogram = spoken["acceptance_histogram"]
         assert sum(histogram) == spoken["num_spec_steps"]
         assert sum(j * count for j, count in enumerate(histogram)) == spoken["num_accepted_draft_tokens"]
+
+
+def test_adjusted_text_is_what_was_asked_for(services: tuple[EngineService, EngineService]) -> None:
+    client = Client(make_app(services[0]))
+
+    def text(**fields: Any) -> str:
+        body = {"prompt": "once", "max_tokens": 60, "seed": 1, "ignore_eos": True, **fields}
+        said: str = client.complete(**body).json()["choices"][0]["text"]
+        return said
+
+    assert set(text(allowed_token_ids=[97, 98, 99])) == {"a", "b", "c"}
+    assert "a" in text(logit_bias={"97": 100}, max_tokens=1)
+    assert "ac" in text(allowed_token_ids=[97, 98, 99])
+    assert "ac" not in text(allowed_token_ids=[97, 98, 99], bad_words=["ac"])
+    assert len(text(allowed_token_ids=[97, 98, 99], stop=["a", "b", "c"])) == 0
+    assert len(text(allowed_token_ids=[97, 98, 99], stop=["a", "b", "c"], min_tokens=7)) == 7
 
 
 def test_visitors_that_leave_free_every_page(services: tuple[EngineService, EngineService]) -> None:

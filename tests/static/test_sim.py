@@ -20,7 +20,14 @@ from tests.parity.harness import config_of
 from tests.parity.pairs import Pair, algorithm_of, all_pairs, diagonal, draft_of
 from tests.static.sim import NAME, simulated
 
-MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED, Mode.NOISY | Mode.LOGPROBS)
+MODES = (
+    Mode(0),
+    Mode.NOISY,
+    Mode.NOISY | Mode.FILTERED,
+    Mode.NOISY | Mode.LOGPROBS,
+    Mode.ADJUSTED,
+    Mode.NOISY | Mode.FILTERED | Mode.ADJUSTED,
+)
 PROMPTS = (PromptChunk(3, 0, 2, True, (5, 6)), PromptChunk(4, 4, 11, False, tuple(range(2, 10))))
 CHANGES = {
     "lens": ((0, 7), (1, 9)),

@@ -16,6 +16,7 @@ MAX_NAME = 64  # characters of a name that is compared with the known ones: the 
 
 SPELLINGS: dict[str, str] = {
     "rid": "request_id",
+    "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
     "data_parallel_rank": "routed_dp_rank",
 }
@@ -45,15 +46,9 @@ _EMPTY: tuple[Any, ...] = ("", [], {})
 # Not honoured, with the values (besides null) that ask for nothing and so pass.
 REFUSED: dict[str, tuple[Any, ...]] = {
     # Penalties and other changes to the distribution.
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "repeat_penalty": (1,),
     "length_penalty": (1,),
     "no_repeat_ngram_size": (0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "bad_words_token_ids": ([],),
     "logits_processors": ([],),
     "custom_logit_processor": (),
@@ -73,8 +68,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "num_beams": (1,),
     "early_stopping": (False,),
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
     "max_new_tokens": (),
     "stop_regex": _EMPTY,
     "stop_token": (),
@@ -164,6 +157,8 @@ REMEDIES: dict[str, str] = {
     "return_prompt_token_ids": "use return_token_ids",
     "input_ids": "send token ids as `prompt` to /v1/completions",
     "best_of": "use n",
+    "repeat_penalty": "use repetition_penalty",
+    "bad_words_token_ids": "use bad_words",
     "prompt": "this endpoint takes messages; use /v1/completions",
     "messages": "this endpoint takes a prompt; use /v1/chat/completions",
     "top_logprobs": "this endpoint takes the number as logprobs",

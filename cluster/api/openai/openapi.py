@@ -83,6 +83,9 @@ def schemas(limits: Limits) -> dict[str, Any]:
         _inner(of["stop"], "string").update(_stop(limits))
         of["stop_token_ids"].update(maxItems=limits.stop_token_ids)
         of["stop_token_ids"]["items"]["minimum"] = 0
+        of["logit_bias"].update(maxProperties=MAX_KEYS, propertyNames={"pattern": "^[0-9]{1,9}$"})
+        of["bad_words"].update(maxItems=limits.bad_words, items={**_stop(limits), "pattern": r"\S"})
+        _inner(of["allowed_token_ids"], "array")["items"]["minimum"] = 0
         for field in (*REFUSED, *REMEDIES):
             values = [*REFUSED.get(field, ()), None]
             of.setdefault(field, {"enum": values, "description": "Not supported: only these values are accepted"})

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
+from cluster.api.openai.adjusting import AdjustingFields
 from cluster.api.openai.content import ChatMessage, Strict, Text, check_messages, list_of_prompts, list_of_stops
 from cluster.api.openai.errors import ApiError, shown
 from cluster.api.openai.service import Limits, ModelInfo
@@ -42,7 +43,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class GenerationFields(Strict):
+class GenerationFields(AdjustingFields):
     """What both endpoints share."""
 
     model: str | None = None
@@ -78,6 +79,7 @@ class GenerationFields(Strict):
             ApiError: 404 for another model, 400 for a value beyond a limit or fields that contradict each other.
         """
         check_model(model, self.model)
+        self.check_adjustments(model.vocab_size, limits)
         tops = self.top_logprobs_wanted()
         field = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
         long_stop = max((len(stop) for stop in self.stop), default=0)
@@ -111,10 +113,11 @@ class GenerationFields(Strict):
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> SamplingParams:
         """Sampling settings for one prompt; `prompt` is the field to blame when it leaves no room by itself. Without
-        `max_tokens` the output may have `default_tokens`, or as many as fit.
+        `max_tokens` the output may have `default_tokens`, or as many as fit. Adjustments are left to the caller.
 
         Raises:
-            ApiError: 400 when prompt and output do not fit into the context, or the KV cache, together.
+            ApiError: 400 when prompt and output do not fit into the context, or the KV cache, together, or the output
+                cannot have `min_tokens`.
         """
         room = model.room - prompt_tokens
         asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -131,6 +134,9 @@ class GenerationFields(Strict):
                 param=param,
                 code="context_length_exceeded",
             )
+        if self.min_tokens > wanted:
+            message = f"min_tokens: must be at most max_tokens ({wanted}), got {self.min_tokens}"
+            raise ApiError(message, param="min_tokens", code="invalid_value")
         return SamplingParams(
             temperature=0.0 if self.temperature < GREEDY_BELOW else self.temperature,
             top_k=0 if self.top_k < 0 or self.top_k >= model.vocab_size else self.top_k,

@@ -49,6 +49,7 @@ class Limits:
     stops: int = 8
     stop_characters: int = 256
     stop_token_ids: int = 64
+    bad_words: int = 64
     logprobs: int = 20
     default_completion_tokens: int = (
         16  # max_tokens of /v1/completions when it is left out, as OpenAI has it; for chat: what fits

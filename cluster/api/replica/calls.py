@@ -110,8 +110,9 @@ async def _understand(
     """
     model = service.model
     tokenizer = service.tokenizer
-    if fields.stop and tokenizer is None:
-        raise _needs_tokenizer("stop")
+    for field in ("stop", "bad_words"):
+        if getattr(fields, field) and tokenizer is None:
+            raise _needs_tokenizer(field)
     if isinstance(fields, ChatRequest):
         prompts = [await _chat_ids(service, fields, length, fields.add_special_tokens, model.room)]
         blamed, default_tokens, prefix = ["messages"], model.room, "chatcmpl-"
@@ -126,6 +127,7 @@ async def _understand(
 
     def make_choices() -> list[Choice]:
         choices: list[Choice] = []
+        adjustments = fields.adjustments(None if tokenizer is None else tokenizer.text)
         for at, ids in enumerate(prompts):
             if not ids:
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
@@ -133,8 +135,9 @@ async def _understand(
             for i in range(fields.n):
                 text = None
                 if tokenizer is not None:
-                    text = StoppedText(tokenizer.text, ids, params.stop, fields.include_stop_str_in_output)
-                own = replace(params, seed=fields.seed_of(i))
+                    included, least = fields.include_stop_str_in_output, fields.min_tokens
+                    text = StoppedText(tokenizer.text, ids, params.stop, included, least)
+                own = replace(params, seed=fields.seed_of(i), adjustments=adjustments)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, routed_dp_rank=fields.routed_dp_rank)
                 choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output))
