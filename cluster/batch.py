@@ -12,13 +12,20 @@ from torch import Tensor
 
 class Mode(IntFlag):
     """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
-    filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans.
+    filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans,
+    `CONSTRAINED` one has a grammar.
     """
 
     NOISY = 1
     FILTERED = 2
     LOGPROBS = 4
     ADJUSTED = 8
+    CONSTRAINED = 16
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change before tokens are drawn."""
+        return bool(self & (Mode.ADJUSTED | Mode.CONSTRAINED))
 
 
 class PromptChunk(NamedTuple):
@@ -65,6 +72,14 @@ class Adjusting(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
 
 
+class Constraint(NamedTuple):
+    """The request in table row `row` follows a compiled `grammar`; `tokens` were generated so far."""
+
+    row: int
+    grammar: str
+    tokens: tuple[int, ...]
+
+
 class PageWrite(NamedTuple):
     """Page `page` became entry `entry` of table row `row`; entry -1: the row was cleared."""
 
@@ -85,8 +100,8 @@ class Order(NamedTuple):
     """What a rank is to run in one step: `decodes` are (table row, most tokens committed), `chunks` in order of length.
 
     How many tokens of a row are committed is the device's to know; the host knows a bound. Before the step, `lens`
-    (table row, tokens committed), `samplings`, `adjustings` (a row that is not in them has none) and `writes` are
-    applied to the tables, then `copies` to the pools.
+    (table row, tokens committed), `samplings`, `adjustings`, `constraints` (a row in `samplings` alone has none)
+    and `writes` are applied to the tables, then `copies` to the pools.
     `mode` is what its own requests need; a step runs in the mode of its plan. Padding to a plan adds `idle_finals`
     ends of prompts, all at the first prompt row, which then is idle, and has room for `chunk_places` chunks.
     """
@@ -96,6 +111,7 @@ class Order(NamedTuple):
     lens: tuple[tuple[int, int], ...] = ()
     samplings: tuple[Sampling, ...] = ()
     adjustings: tuple[Adjusting, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
     writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     mode: Mode = Mode(0)
@@ -203,8 +219,7 @@ class Batch:
 
     `rows` `[B]` index the request tables: the R decoding requests, `decode_rows` `[R]`, then the F whose prompt
     finishes; `sampling` is theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position
-    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `logprobs` asks for the target's
-    log-probabilities; `adjusted`: some request of the step has adjustments.
+    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `mode` is what the step does.
     """
 
     rows: Tensor
@@ -213,8 +228,7 @@ class Batch:
     window: Tensor
     sampling: SamplingBatch
     prompt: PromptRows
-    logprobs: bool
-    adjusted: bool
+    mode: Mode
 
     @property
     def decodes(self) -> int:

@@ -62,7 +62,8 @@ class SamplingParams:
     `temperature` 0, or below `GREEDY_BELOW`, is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch a filter off;
     the filters apply to the tempered distribution in the order top_k, top_p, min_p. `logprobs` is None for none, else
     how many top alternatives to report beside each chosen token (0 to 20); they are log-softmax of the target's raw
-    logits. `adjustments` is None for a request that has none.
+    logits. `adjustments` is None for a request that has none. `grammar` is a compiled grammar (`cluster.grammar`) that
+    the output follows.
     """
 
     temperature: float = 1.0
@@ -76,6 +77,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     adjustments: Adjustments | None = None
+    grammar: str | None = None
 
     @property
     def greedy(self) -> bool:

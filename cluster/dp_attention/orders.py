@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import torch
 
-from cluster.batch import Adjusting, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Adjusting, Constraint, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.mesh import Axis
 from cluster.staging import bits_of, float_of
+
+WORD = 8  # bytes of text in an integer
 
 
 def pack(order: Order) -> list[int]:
@@ -31,6 +33,9 @@ def pack(order: Order) -> list[int]:
     words.append(len(order.adjustings))
     for each in order.adjustings:
         words += _adjusting_words(each)
+    words.append(len(order.constraints))
+    for constraint in order.constraints:
+        words += _constraint_words(constraint)
     words.append(len(order.writes))
     for write in order.writes:
         words += write
@@ -53,6 +58,7 @@ def unpack(words: list[int]) -> Order:
             for _ in range(next(w))
         ),
         adjustings=tuple(_adjusting(w) for _ in range(next(w))),
+        constraints=tuple(_constraint(w) for _ in range(next(w))),
         writes=tuple(PageWrite(next(w), next(w), next(w)) for _ in range(next(w))),
         copies=tuple(PageCopy(next(w), next(w), next(w)) for _ in range(next(w))),
     )
@@ -102,6 +108,20 @@ def _adjusting(w: Iterator[int]) -> Adjusting:
         allowed=allowed if restricted else None,
         bad_words=bad_words,
     )
+
+
+def _constraint_words(constraint: Constraint) -> Iterator[int]:
+    text = constraint.grammar.encode()
+    yield from (constraint.row, len(text))
+    yield from array("q", text + bytes(-len(text) % WORD))
+    yield len(constraint.tokens)
+    yield from constraint.tokens
+
+
+def _constraint(w: Iterator[int]) -> Constraint:
+    row, length = next(w), next(w)
+    text = array("q", (next(w) for _ in range(-(-length // WORD)))).tobytes()[:length].decode()
+    return Constraint(row, text, tuple(next(w) for _ in range(next(w))))
 
 
 def _chunk(w: Iterator[int]) -> PromptChunk:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
-from cluster.forward.adjust import AdjustTable
+from cluster.forward.adjust import AdjustTables
 from cluster.forward.runner import AttentionBackend
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
@@ -35,7 +35,7 @@ class Assembler:
         self,
         table: PageTable,
         sampling: SamplingTable,
-        adjusting: AdjustTable,
+        adjusting: AdjustTables,
         window: int,
         slots: Ordered[SlotMemory],
         attentions: Ordered[AttentionBackend],
@@ -59,7 +59,7 @@ class Assembler:
         """Bring the tables and the pools up to date, and send what the step needs."""
         staging = Staging(self._device)
         if Mode.ADJUSTED in order.mode:
-            self._adjusting.make()
+            self._adjusting.adjustments.make()
         finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
         staging.add("rows", [row for row, _ in order.decodes] + finals)
         if order.chunks:
@@ -108,8 +108,7 @@ class Assembler:
             window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + self._ahead),
             sampling=self._sampling.take(rows, Mode.NOISY in inputs.mode, Mode.FILTERED in inputs.mode),
             prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
-            logprobs=Mode.LOGPROBS in inputs.mode,
-            adjusted=Mode.ADJUSTED in inputs.mode,
+            mode=inputs.mode,
         )
 
     def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:

@@ -17,6 +17,7 @@ from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
+from cluster.engine.grammars import LateMatchers
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, load_models
@@ -24,7 +25,9 @@ from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
-from cluster.forward.adjust import AdjustTable
+from cluster.forward.adjust import AdjustTables
+from cluster.forward.adjustments import AdjustmentTable
+from cluster.forward.grammars import GrammarTable
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.pool import SlotMemory
@@ -182,7 +185,10 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
-    table, adjusting = memory.cache.table, AdjustTable(rows, prepared.resolved.target.vocab_size, dtype, device)
+    table, target = memory.cache.table, prepared.resolved.target
+    vocab = target.vocab_size
+    matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
+    adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), GrammarTable(vocab, matchers))
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0, buckets)
     return Lockstep(
         mesh=mesh,

@@ -78,6 +78,7 @@ class Schedule:
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
             adjustings=tuple(s.adjusting() for s in self.admitted if s.request.params.adjustments is not None),
+            constraints=tuple(s.constraint() for s in self.admitted if s.request.params.grammar is not None),
             writes=writes,
             copies=self.copies,
             mode=mode_of(sequence.request.params for sequence in drawing),
@@ -319,4 +320,6 @@ def mode_of(drawing: Iterable[SamplingParams]) -> Mode:
             mode |= Mode.LOGPROBS.value
         if params.adjustments is not None:
             mode |= Mode.ADJUSTED.value
+        if params.grammar is not None:
+            mode |= Mode.CONSTRAINED.value
     return Mode(mode)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cluster.batch import Adjusting, Sampling
+from cluster.batch import Adjusting, Constraint, Sampling
 from cluster.engine.finish import FinishCheck
 from cluster.kv.cache import Lease
 from cluster.request import Request, SpeculationCounts
@@ -66,6 +66,12 @@ class Sequence:
             allowed=a.allowed_token_ids,
             bad_words=a.bad_words_token_ids,
         )
+
+    def constraint(self) -> Constraint:
+        """The grammar that it follows, for the tables."""
+        grammar = self.request.params.grammar
+        assert grammar is not None, "only constrained requests are asked"
+        return Constraint(self.row, grammar, tuple(self.tokens[self.prompt_len :]))
 
     @property
     def room(self) -> int:

@@ -43,7 +43,7 @@ class ShardedHead(NamedTuple):
 
         Where logits are adjusted all of them are told: what adjusts a row is known to its own group alone.
         """
-        if Mode.ADJUSTED in mode:
+        if mode.adjusts:
             return [("compare", self.columns)]
         calls = []
         if self.wide and Mode.NOISY in mode:

@@ -33,14 +33,15 @@ def grow(carried: EagleDraftInput, drawing: Drawing, shape: TreeShape, ranking: 
     At the end, the root and the N - 1 best candidates of all levels make the tree.
     """
     grown = Growth(carried.topk_index, carried.topk_logprobs)
-    tokens, parent, path = carried.topk_index, None, carried.topk_index[..., None]
+    tokens, parent = carried.topk_index, None
+    path = None if drawing.adjust is None else tokens[..., None]
     for level in range(1, shape.num_steps):
         columns = levels.run(level, tokens, parent)
         likely, proposed = ranking.propose(columns, drawing.at(level, shape.topk, path))
         grown.add(proposed, likely)
         if level < shape.num_steps - 1:
             tokens, parent = grown.best()
-            if drawing.adjust is not None:
+            if path is not None:
                 path = torch.cat([after(path, parent), tokens[..., None]], 2)
     return grown.tree(carried.bonus, shape.num_draft_tokens)
 

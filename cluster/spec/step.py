@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cluster.attention.bits import line_bits, packed
-from cluster.batch import Batch, PromptRows, Seen
+from cluster.batch import Batch, Mode, PromptRows, Seen
 from cluster.config import TreeShape
-from cluster.forward.adjust import AdjustTable
+from cluster.forward.adjust import AdjustTables
 from cluster.forward.choose import choose, logprobs
 from cluster.forward.draw import Draw, Drawing, checksum
 from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
@@ -36,7 +36,7 @@ class Step:
         draft: Draft,
         carried: EagleDraftInput,
         table: PageTable,
-        adjusting: AdjustTable,
+        adjusting: AdjustTables,
         enter: Callable[[str], None],
     ) -> None:
         """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
@@ -58,7 +58,7 @@ class Step:
 
         self.enter("target")
         hidden, aux, columns = self._forward(batch, tree, shape.topk == 1)
-        which, paths = None if shape.topk == 1 else tree.depths, tree.paths(s) if batch.adjusted else None
+        which, paths = None if shape.topk == 1 else tree.depths, tree.paths(s) if own.adjust else None
         draws = own.along(n, s + 1, which, paths), final.at(0)
         chosen, won = choose(columns, draws)
         first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
@@ -69,14 +69,14 @@ class Step:
         moments.append(self._timer.now())
 
         self.enter("extend")
-        if batch.adjusted:
-            self._adjusting.commit(batch.decode_rows, accepted.tokens, accepted.accept_len)
-            self._adjusting.commit(batch.rows[r:], first[:, None], torch.ones_like(first))
+        if own.adjust is not None and final.adjust is not None:
+            own.adjust.commit(accepted.tokens, accepted.accept_len)
+            final.adjust.commit(first[:, None], torch.ones_like(first))
         carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(drawing, accepted), shape)
         self.carried.put(batch.rows, carried)
         self._table.commit(batch.rows, torch.cat([batch.seq_lens + accepted.accept_len, batch.prompt.final_lens]))
         asked = None
-        if batch.logprobs:
+        if Mode.LOGPROBS in batch.mode:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
             rows = torch.cat([nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device)])
             asked = logprobs(columns, rows, torch.cat([accepted.tokens.view(-1), first]))
@@ -88,15 +88,15 @@ class Step:
         """How the B requests draw: with the noise at seq_len + 1 to seq_len + S + 2, and at as many positions from the
         end of each finished prompt on; one less where nothing is drafted.
         """
-        adjust = self._adjusting.of(batch.rows) if batch.adjusted else None
-        return Drawing(batch.sampling, self._noise(batch, num_steps) if batch.sampling.noisy else None, adjust)
+        noise = self._noise(batch, num_steps) if batch.sampling.noisy else None
+        return Drawing(batch.sampling, noise, self._adjusting.of(batch.rows, batch.mode))
 
     def _noise(self, batch: Batch, num_steps: int) -> Noise:
         first = torch.cat([batch.seq_lens + 1, batch.prompt.final_lens])
         ahead = torch.arange(num_steps + 1 + self._drafts, device=first.device)
         keys = noise_keys(batch.sampling.seeds, first[:, None] + ahead)
         vocab, dtype = self._target.model.arch.vocab_size, self.carried.hidden.dtype
-        ids = range(vocab) if batch.adjusted else self._ids  # what is adjusted is all columns
+        ids = range(vocab) if batch.mode.adjusts else self._ids  # what is adjusted is all columns
         hashes = vocabulary_hashes(len(ids), first.device, ids.start)
         if len(ids) < vocab:  # a draft's shard may have other tokens
             return Noise(keys, hashes, dtype)

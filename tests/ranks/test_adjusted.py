@@ -1,4 +1,4 @@
-"""Penalties, biases and bans on several ranks: each row is adjusted by its own group, wherever its columns are."""
+"""Adjusted and constrained requests on several ranks: their own group works on each row, wherever its columns are."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from tests.parity.harness import VOCAB, tiny_pair
 from tests.ranks.compare import Tally, check
 from tests.ranks.gang import Case
 from tests.ranks.test_parity import Gangs, config
-from tests.ranks.workload import ADJUSTED, workload
+from tests.ranks.workload import ADJUSTED, CONSTRAINED, workload
 from tests.tiny import draft_folder
 
 MESHES = ((2, 1), (2, 2), (4, 2))
@@ -21,7 +21,8 @@ def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: tuple[str, str], **set
         draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))  # type: ignore[arg-type]
     tp, dp = mesh
     given = {"vocab_parallel": shards[0], "speculative_draft_parallel": shards[1]}
-    actions = workload(tp + dp, dp, 20, vocab=VOCAB, horizon=10, aborts=0.1, besides=ADJUSTED)
+    besides = (*ADJUSTED, *CONSTRAINED)
+    actions = workload(tp + dp, dp, 20, vocab=VOCAB, horizon=10, aborts=0.1, besides=besides)
     return check(ranks(tp), Case(config(target, draft, tp_size=tp, attn_dp_size=dp, **given, **settings), actions))
 
 

@@ -22,6 +22,7 @@ from cluster.engine.scheduler import Schedule
 from cluster.mesh import Axis, GangError, Rendezvous, Store, open_store
 from cluster.request import Adjustments, Request, SamplingParams
 from cluster.spec.tree import DraftTree
+from tests.parity.automata import walked
 from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
 
@@ -108,7 +109,7 @@ def say(what: dict[str, Any]) -> None:
 def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None) -> Life:
     """Build the rank, do what the case says step by step, and leave together with the peers."""
     config = EngineConfig.from_kwargs(case["config"] | case["own"].get(str(rank), {}))
-    engine = build_rank(config, rank, rendezvous, store if rank == 0 else None)
+    engine = walked(build_rank(config, rank, rendezvous, store if rank == 0 else None))
     if os.environ.get("OVERLAP") == "1":
         engine._lockstep.lag = 1
     logs = Logs(engine)

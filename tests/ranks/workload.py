@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from tests.parity.automata import automaton
 from tests.ranks.gang import Action
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -19,6 +20,11 @@ ADJUSTED: tuple[dict[str, Any], ...] = (
     {},
 )
 """What a request may have besides; every fourth has nothing."""
+CONSTRAINED: tuple[dict[str, Any], ...] = (
+    *({"grammar": automaton(seed)} for seed in range(4)),
+    {"grammar": automaton(5), **ADJUSTED[2]},
+    {},
+)
 
 
 def workload(

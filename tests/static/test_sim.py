@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorDeviceMismatchError,
 )
 
-from cluster.batch import Batch, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Adjusting, Batch, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.config import TreeShape, tiers
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
@@ -35,6 +35,7 @@ CHANGES = {
     "writes": (PageWrite(2, -1, 0), PageWrite(0, 0, 3), PageWrite(1, 0, 4)),
     "copies": (PageCopy(3, 5, 2),),
 }
+ADJUSTING = Adjusting(0, 0.5, 0.5, 1.2, 3, 2, (3, 4, 5), (1,), ((2, 1.0),), (1, 2, 3), ((3, 4), (2,)))
 DECODES = ((0, 7), (1, 9), (2, 0))
 
 
@@ -55,7 +56,8 @@ def check(pair: Pair, turn: int, every: int = 1) -> int:
             if (number + turn) % every:
                 continue
             chunks = PROMPTS if (number + number // len(MODES) + turn // 2) % 2 else ()
-            order = Order(decodes=DECODES, chunks=chunks, **CHANGES, mode=mode)
+            adjustings = (ADJUSTING,) if Mode.ADJUSTED in mode else ()
+            order = Order(decodes=DECODES, chunks=chunks, adjustings=adjustings, **CHANGES, mode=mode)
             output = programs._run(programs.assembler.send(order), shape)
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)

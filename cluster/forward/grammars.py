@@ -1,0 +1,79 @@
+"""The grammars of running requests: which tokens may come after each node of a tree.
+
+A grammar is matched on the host, so a step with such a request waits for its device: for the tokens of each level of
+the draft, of the tree, and for those accepted. All ranks of a group match the same tokens and bar the same.
+Legend: R requests, n rows of each, V token ids, D tokens of a path.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.batch import Order
+from cluster.forward.adjustments import BANNED
+from cluster.forward.noise import at_least_float32
+
+BARRED = 2 * BANNED
+"""Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""
+WORD = 32  # tokens in a word of a mask
+
+
+class Matcher(Protocol):
+    """One request's place in its grammar."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """These tokens have come."""
+        ...
+
+    def fill(self, path: Sequence[int], mask: Tensor) -> None:
+        """Write into int32 `mask` `[words]`, as bits, which tokens may come after this path; none of it has come yet.
+        After a path that the grammar does not have, anything.
+        """
+        ...
+
+
+class GrammarTable:
+    """The matchers of running requests, by row."""
+
+    def __init__(self, vocab: int, make: Callable[[str], Matcher]) -> None:
+        """`make` gives the matcher of a compiled grammar at its beginning."""
+        self._vocab, self._make = vocab, make
+        self._matchers: dict[int, Matcher] = {}
+
+    def put(self, order: Order) -> None:
+        """Requests are admitted: those with a constraint get their matcher, rows of others lose theirs."""
+        for each in order.samplings:
+            self._matchers.pop(each.row, None)
+        for constraint in order.constraints:
+            matcher = self._make(constraint.grammar)
+            matcher.accept(constraint.tokens)
+            self._matchers[constraint.row] = matcher
+
+    def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
+        """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`."""
+        for row, run, count in zip(rows.tolist(), tokens.tolist(), lens.tolist(), strict=True):
+            if row in self._matchers:
+                self._matchers[row].accept(run[:count])
+
+    def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
+        """Logits `[R, n, V]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not accepted yet (-1
+        beyond them), with what may not come barred, in float32 at least. `ids` as in `Adjust.apply`.
+        """
+        wide = logits.to(at_least_float32(logits.dtype))
+        which = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._matchers]
+        if not which:
+            return wide
+        masks = torch.zeros(len(which), path.shape[1], -(-self._vocab // WORD), dtype=torch.int32)
+        for (i, row), of_row in zip(which, masks, strict=True):
+            matcher = self._matchers[row]
+            for line, mask in zip(path[i].tolist(), of_row, strict=True):
+                matcher.fill([token for token in line if token >= 0], mask)
+        masks = masks.to(logits.device)
+        places = torch.arange(WORD, dtype=torch.int32, device=logits.device)
+        barred = (masks[..., None] >> places).bitwise_and_(1).flatten(2)[..., : self._vocab] == 0
+        if ids is not None:
+            barred = barred.index_select(2, ids)
+        requests = torch.tensor([i for i, _ in which], device=logits.device)
+        return wide.index_add(0, requests, barred * torch.full((), BARRED, dtype=wide.dtype, device=wide.device))

@@ -1,0 +1,96 @@
+"""Constrained requests over trees: always in the grammar, and what plain decoding gives under the same masks."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
+from cluster.request import Adjustments, Request
+from tests.parity.automata import automaton, follows, walked
+from tests.parity.harness import SAMPLING, Run, config_of, prompts, request, run, scarce, speculative, tiny_pair
+
+SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
+WORDS = ((5,), (7, 3))
+BANS = Adjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
+
+
+def asked(sampling: str) -> list[Request]:
+    """Eight constrained ones, every other one adjusted besides, and two that are free."""
+    made = []
+    for i in range(10):
+        grammar = None if i in (2, 7) else automaton(i)
+        adjustments = BANS if i % 2 else None
+        params = {"seed": 40 + i, "max_tokens": 20, "grammar": grammar, "adjustments": adjustments}
+        made.append(request(f"{i}", prompts()[i % 8], SAMPLING[sampling], **params))
+    return made
+
+
+def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
+    target, draft = tiny_pair()
+    return config_of(target, draft, topk, num_steps, **settings) if topk else config_of(target, **settings)
+
+
+@cache
+def plain(sampling: str) -> Run:
+    engine, whole = walked(build_engine(config(0, 0, disable_radix_cache=True))), Run()
+    for one in asked(sampling):
+        alone = run(engine, [one])
+        whole.tokens |= alone.tokens
+        whole.last |= alone.last
+    return whole
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_every_text_follows_its_grammar(sampling: str) -> None:
+    unbound = [replace(one, params=replace(one.params, grammar=None)) for one in asked(sampling)]
+    free = run(build_engine(config(0, 0)), unbound)
+    broken = 0
+    for one in asked(sampling):
+        if one.params.grammar is not None:
+            assert follows(one.params.grammar, plain(sampling).tokens[one.request_id])
+            broken += not follows(one.params.grammar, free.tokens[one.request_id])
+    assert broken > 5, "without their grammars they would not"
+    assert {"stop", "length"} == {last.finish_reason for last in plain(sampling).last.values()}
+
+
+@pytest.mark.parametrize("kind", ["model", "corrected"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
+def test_trees_give_what_plain_decoding_gives(topk: int, num_steps: int, sampling: str, kind: str) -> None:
+    said = plain(sampling).tokens
+    truth = {one.request_id: [*one.prompt_token_ids, *said[one.request_id]] for one in asked(sampling)}
+    engine = walked(speculative(config(topk, num_steps), kind, truth))
+    result = run(engine, asked(sampling))
+    assert result.ended == plain(sampling).ended
+    assert result.accept_length > 1.3
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])
+def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
+    scanty = scarce(config(topk, num_steps, chunked_prefill_size=7), asked("0.8"))
+    result = run(walked(build_engine(scanty)), asked("0.8"))
+    assert result.retracted > 0
+    assert result.ended == plain("0.8").ended
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
+def test_a_stream_is_resumed_in_the_middle_of_its_grammar(topk: int, num_steps: int) -> None:
+    engine = walked(build_engine(config(topk, num_steps)))
+    resumed = []
+    for one in asked("0.8"):
+        tokens = plain("0.8").tokens[one.request_id]
+        for sent in range(1, len(tokens), 3):
+            prompt = (*one.prompt_token_ids, *tokens[:sent])
+            name = f"{one.request_id}/{sent}"
+            resumed.append(replace(one, request_id=name, prompt_token_ids=prompt, resumed_tokens=sent))
+    result = run(engine, resumed)
+    for one in resumed:
+        name = one.request_id.split("/")[0]
+        assert result.tokens[one.request_id] == plain("0.8").tokens[name][one.resumed_tokens :]
+
+
+def test_a_row_is_free_for_the_next_request() -> None:
+    engine = walked(build_engine(config(0, 0, max_running_requests=1)))
+    assert run(engine, asked("greedy")).ended == plain("greedy").ended
