@@ -24,7 +24,7 @@ FOREIGN: Mapping[str, str] = {
     "accelerator_config": "use accelerator_type and placement_group_config",
     "ingress_cls_config": "the ingress is Aerie's own",
 }
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+")  # as a browser sends it: lower case, nothing behind the port
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z*]+")  # as a browser sends it: lower case, nothing behind the port
 DEPLOYMENT_OPTIONS = (
     "num_replicas",
     "max_ongoing_requests",
@@ -208,7 +208,9 @@ class AppSettings(ServingSettings):
     def _origins(cls, origins: list[str]) -> list[str]:
         for origin in origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ConfigError(f"allowed_origins: {origin!r} must be SCHEME://HOST or SCHEME://HOST:PORT, or *")
+                raise ConfigError(
+                    f"allowed_origins: {origin!r} must be SCHEME://HOST or SCHEME://HOST:PORT in lower case, or *"
+                )
         return origins
 
     @model_validator(mode="after")
