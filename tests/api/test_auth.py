@@ -69,7 +69,7 @@ def spellings(path: str) -> Iterator[str]:
     yield path[:2].upper() + path[2:]
     yield "/%" + f"{ord(path[1]):02x}" + path[2:]
     yield path + "%2F"
-    yield path.replace("/", "%2f")
+    yield "/" + path[1:].replace("/", "%2f")
     yield "/." + path
     yield "/x/.." + path
     yield path + "/../health"
