@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from cluster.actors.placement import device_of, layout_of, rank_order
-from cluster.api.launch import flags, serve
-from cluster.api.launch.keys import create
+from cluster.api.launch import flags
 from cluster.api.launch.overlay import lay_over
 from cluster.api.launch.plan import LOCAL_DEPLOYMENT, make_plan
 from cluster.api.settings import DEPLOYMENT_OPTIONS, parse, resolve_engine_paths, resolve_path
@@ -173,12 +172,6 @@ def served(*words: str):
     return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
 
 
-def main_of_serve(words):
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return serve.run(parser.parse_args(words))
-
-
 def test_a_folder_is_enough(tmp_path, monkeypatch):
     target, draft = target_folder(), draft_folder(target_folder())
     plan = served(target)
@@ -309,36 +302,6 @@ def test_a_wrong_override_is_refused_by_name(override, said):
     with pytest.raises(ConfigError) as refused:
         make_plan(None, [override])
     assert said in str(refused.value)
-
-
-def test_beyond_loopback_there_are_keys_or_the_word(tmp_path, monkeypatch):
-    monkeypatch.delenv("AERIE_API_KEY", raising=False)
-    target, outside = target_folder(), "http_host=0.0.0.0"
-    assert make_plan(None, [outside, "allow_unauthenticated=true"]).keys is None
-    file = tmp_path / "keys"
-    create(file, "ann", "use")
-    monkeypatch.chdir(tmp_path)
-    assert str(served(target, "--api-keys-file", "keys", "--host", "0.0.0.0").keys) == "ann (use)"
-    assert served(target, "--api-keys-file", "keys").settings.api_keys_file == str(file), "on loopback as well"
-    with pytest.raises(ConfigError, match="api_keys_file '/no/keys' cannot be read"):
-        served(target, "--api-keys-file", "/no/keys")
-    monkeypatch.setenv("AERIE_API_KEY", "sk-a-key-of-the-environment")
-    assert str(make_plan(None, [outside]).keys) == "AERIE_API_KEY (use)"
-
-
-@pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key", "--api-ke"])
-def test_a_key_on_the_command_line_is_refused_and_not_repeated(flag, capsys):
-    with pytest.raises(SystemExit):
-        served(target_folder(), flag, "sk-a-secret")
-    said = capsys.readouterr().err
-    assert "sk-a-secret" not in said
-    assert "AERIE_API_KEY" in said or "ambiguous" in said
-
-
-def test_a_running_cluster_does_not_get_keys_of_this_environment(monkeypatch):
-    monkeypatch.setenv("AERIE_API_KEY", "sk-a-key-of-the-environment")
-    with pytest.raises(ConfigError, match="only where they are set before `ray start`"):
-        main_of_serve(["--address", "auto"])
 
 
 def test_a_local_ray_has_room_for_the_first_replicas():
