@@ -14,6 +14,7 @@ from cluster import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("cluster.tools.generate", "generate text with the engine alone, without Ray"),
     "serve": ("cluster.api.launch.serve", "serve a model over REST on a local or running Ray cluster"),
+    "keys": ("cluster.api.launch.keys", "make, list and remove the API keys of a server"),
     "inspect": ("cluster.tools.inspect", "say what a checkpoint is and whether it can be served, from its headers"),
     "export-draft": ("cluster.tools.export_draft", "write an EAGLE-3 draft in another tool's format"),
     "probe-draft": ("cluster.tools.probe_draft", "measure which interpretation of a draft is accepted most"),

@@ -107,7 +107,8 @@ class Request:
 
     `resumed_tokens` counts tokens at the end of `prompt_token_ids` that a client has already been sent: they are part
     of the output (stop strings, max_tokens and seeds treat them as generated) but are not sent again.
-    `routed_dp_rank` pins the request to one data-parallel rank; None leaves the choice to the router.
+    `routed_dp_rank` pins the request to one data-parallel rank; None leaves the choice to the router. Only requests of
+    the same `cache_salt` share computed prefixes; 0 is that of requests without one.
     """
 
     request_id: str
@@ -115,6 +116,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     resumed_tokens: int = 0
     routed_dp_rank: int | None = None
+    cache_salt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.context import _get_global_client
 
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
 from cluster.actors.shared_answer import Shared
+from cluster.api.keys import Keys, check_reach
 from cluster.api.proxy import stands_before_serve
 from cluster.api.refusals import TellsProxy
 from cluster.api.replica.drain import Drain, when_leaving
@@ -85,6 +87,7 @@ class Replica(GangOwner):
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang and, meanwhile, load the REST routes; returns when requests can be served."""
         _begin_process(settings)
+        self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config))
         try:
@@ -102,7 +105,7 @@ class Replica(GangOwner):
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
-        app = self._make_app(self._service, drain=self._drain)
+        app = self._make_app(self._service, drain=self._drain, **self._rest_options)
         replicas = self._replicas if stands_before_serve() else None
         return TellsProxy(app, serve.get_replica_context().replica_tag, replicas, self._refused_before)
 
@@ -184,6 +187,7 @@ class IngressReplica:
     async def __init__(self, settings: AppSettings, engine: Any) -> None:  # type: ignore[misc]
         """Load the REST routes, and wait for an engine replica; returns when requests can be served."""
         _begin_process(settings)
+        self._rest_options = await asyncio.to_thread(_rest_options, settings)
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
         calls = HandleCalls(engine)
@@ -201,7 +205,7 @@ class IngressReplica:
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
-        return self._make_app(self._service, drain=self._drain)
+        return self._make_app(self._service, drain=self._drain, **self._rest_options)
 
     async def drain(self) -> int:
         """Refuse new calls from now on; returns how many are open."""
@@ -222,6 +226,19 @@ def _begin_process(settings: AppSettings) -> None:
     """Set up this replica's log, and close its gRPC server to other networks."""
     configure(settings.log(serve.get_replica_context().app_name))
     _bind_to_node_only()
+
+
+def _rest_options(settings: AppSettings) -> dict[str, Any]:
+    """Who may ask: the API keys of this replica, and the origins of pages.
+
+    Raises:
+        ConfigError: the keys cannot be used; or there are none, and other machines reach Serve's proxy.
+    """
+    keys = Keys.load(settings.api_keys_file)
+    if keys is None and not settings.allow_unauthenticated:
+        client: Any = _get_global_client()
+        check_reach(client.http_config.host, keys, allowed=False)
+    return {"keys": keys, "origins": settings.allowed_origins}
 
 
 def _bind_to_node_only() -> None:

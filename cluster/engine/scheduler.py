@@ -269,7 +269,8 @@ class Scheduler:
                 passed += 1
                 continue
             fresh = sequence.cached_tokens is None
-            if not room.fits(partial(self._cache.most_cached, sequence.tokens)) or not self._admit(sequence, spare):
+            begins = partial(self._cache.most_cached, sequence.tokens, sequence.request.cache_salt)
+            if not room.fits(begins) or not self._admit(sequence, spare):
                 break
             del self.waiting[passed]
             spare += self._growth(sequence)
@@ -281,7 +282,7 @@ class Scheduler:
 
     def _next(self, sequence: Sequence) -> Next | None:
         """The pages that this request is going to compute next, as many as are worth waiting for."""
-        return self._cache.next(sequence.tokens, self._ahead, sequence.lease)
+        return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
 
     def _growth(self, sequence: Sequence) -> int:
         """The most pages that a running request may take before its next step: the step that now begins commits at most
@@ -300,7 +301,7 @@ class Scheduler:
         """
         known = len(sequence.tokens)
         window = self._cache.pages_for(known + self._window) - self._cache.pages_for(known)
-        lease = self._cache.open(sequence.tokens, known, spare + window)
+        lease = self._cache.open(sequence.tokens, known, spare + window, sequence.request.cache_salt)
         if lease is None:
             return False
         sequence.join(lease)

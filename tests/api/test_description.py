@@ -65,9 +65,10 @@ def test_every_status_is_there(document: dict[str, Any]) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         assert {"200", "400", "404", "408", "413", "415", "503"} <= set(paths[path]["post"]["responses"])
     assert "404" in paths["/v1/models/{model_id}"]["get"]["responses"]
-    for operations in paths.values():
+    for path, operations in paths.items():
         for operation in operations.values():
             assert "422" not in operation["responses"]
+            assert ({"401", "403"} <= {*operation["responses"]}) == (path not in ("/health", "/ready"))
     assert "text/event-stream" in paths["/v1/completions"]["post"]["responses"]["200"]["content"]
     assert "content" not in paths["/health"]["get"]["responses"]["200"]
     assert "503" in paths["/ready"]["get"]["responses"]

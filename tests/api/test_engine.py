@@ -6,12 +6,14 @@ The target is random and its tokens are bytes, so nearly every token ends within
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands, GangStatus, Overloaded
+from cluster.api.keys import Key, Keys, digest_of
 from cluster.api.openai.service import ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica.ingress import make_app
@@ -169,6 +171,37 @@ def test_adjusted_text_is_what_was_asked_for(services: tuple[EngineService, Engi
     assert "ac" not in text(allowed_token_ids=[97, 98, 99], bad_words=["ac"])
     assert len(text(allowed_token_ids=[97, 98, 99], stop=["a", "b", "c"])) == 0
     assert len(text(allowed_token_ids=[97, 98, 99], stop=["a", "b", "c"], min_tokens=7)) == 7
+
+
+def test_no_key_can_tell_what_another_key_has_sent(services: tuple[EngineService, EngineService]) -> None:
+    """Neither afterwards nor while it runs: cached_tokens is 0, and no request waits for a prompt of another key."""
+    names = ("ann", "bob")
+    keys = Keys(None, [Key(name, "use", digest_of(name.encode())) for name in names])
+    guarded, plain = make_app(services[0], keys=keys), Client(make_app(services[0]))
+
+    def cached(client: Client, prompt: str, name: str = "", **fields: Any) -> int:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, **fields}
+        answer = client.post("/v1/completions", body, headers={"x-api-key": name})
+        found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    secret = "the password of the vault is " + "42" * 40
+    assert cached(plain, secret) == 0 and cached(plain, secret) > 90
+    client = Client(guarded)
+    for name in names:
+        assert cached(client, secret, name) == 0, "not what was sent without a key, nor with another"
+        assert cached(client, secret, name) > 90, "but what it sent itself"
+        assert cached(client, secret, name, cache_salt="of one user") == 0
+        assert cached(client, secret, name, cache_salt="of one user") > 90
+    assert cached(plain, secret, cache_salt="of one user") == 0
+
+    together = "meeting: " + "x" * 100
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(cached, client, together, names[at % 2]) for at in range(6)]
+        found = [sorted(one.result() for one in asked[at::2]) for at in range(2)]
+    for own in found:
+        assert own[0] == 0, "its first found nothing"
+    services[0].check_pages()
 
 
 def test_visitors_that_leave_free_every_page(services: tuple[EngineService, EngineService]) -> None:

@@ -139,7 +139,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "bootstrap_port": (),
     "bootstrap_room": (),
     "kv_transfer_params": ({},),
-    "cache_salt": (),
     "extra_key": (),
     "session_params": ({},),
     "sampling_params": ({},),

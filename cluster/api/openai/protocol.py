@@ -67,6 +67,7 @@ class GenerationFields(AdjustingFields):
     return_tokens_as_token_ids: bool = False
     routed_dp_rank: int | None = Field(default=None, ge=0)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives beside each token's log-probability; None for no log-probabilities."""

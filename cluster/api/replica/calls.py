@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from cluster.api.keys import cache_salt
 from cluster.api.openai.body import Intake
 from cluster.api.openai.choices import Choice, Delta, run
 from cluster.api.openai.errors import ApiError, overloaded, shown
@@ -21,6 +22,7 @@ from cluster.api.openai.responses import ChatShape, CompletionShape, Extras, Sha
 from cluster.api.openai.service import Limits, Service
 from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
 from cluster.api.replica import access
+from cluster.api.replica.guard import key_of
 from cluster.request import Request
 from cluster.text import StoppedText
 
@@ -47,7 +49,8 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
             raise overloaded(why, whoever=True)
         async with intake.json(request) as (body, length):
             fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
-            call = await _understand(service, limits, fields, warnings, length)
+            salt = cache_salt(key_of(request.scope), fields.cache_salt)
+            call = await _understand(service, limits, fields, warnings, length, salt)
     except ApiError as error:
         service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
         raise
@@ -100,10 +103,15 @@ def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, 
 
 
 async def _understand(
-    service: Service, limits: Limits, fields: CompletionRequest | ChatRequest, warnings: list[str], length: int
+    service: Service,
+    limits: Limits,
+    fields: CompletionRequest | ChatRequest,
+    warnings: list[str],
+    length: int,
+    salt: int,
 ) -> Call:
-    """Turn the prompts of a request into tokens, and give every sequence its settings and seed. Where the body is long
-    (`length` bytes), the work is done off the event loop.
+    """Turn the prompts of a request into tokens, and give every sequence its settings, its seed and its cache's `salt`.
+    Where the body is long (`length` bytes), the work is done off the event loop.
 
     Raises:
         ApiError: the request cannot be served; the field at fault is named.
@@ -139,7 +147,7 @@ async def _understand(
                     text = StoppedText(tokenizer.text, ids, params.stop, included, least)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments)
                 index = len(choices)
-                sequence = Request(f"{sequence_id}-{index}", ids, own, routed_dp_rank=fields.routed_dp_rank)
+                sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
                 choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output))
         return choices
 
