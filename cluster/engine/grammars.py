@@ -1,25 +1,24 @@
-"""Matchers of compiled grammars. What reads them is imported with the first constrained request: it takes seconds."""
+"""Matchers of compiled grammars over the tokens of one model, whose bytes are read when the first one is needed."""
 
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 from cluster.forward.grammars import Matcher
-
-if TYPE_CHECKING:
-    from cluster.grammar.matching import Matchers
+from cluster.grammar.matching import Matchers
+from cluster.grammar.vocabulary import Vocabulary
+from cluster.text import TextTokenizer
 
 
 class LateMatchers:
-    """Makes matchers over the tokens of one model."""
+    """Makes matchers; nothing is read or imported before the first one, which takes seconds."""
 
-    def __init__(self, tokenizer_path: str, vocab: int, ends: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer_path: str, vocab_size: int, ends: tuple[int, ...]) -> None:
         """`tokenizer_path` is the folder of the tokenizer, `ends` are the tokens that end a text."""
-        self._given = tokenizer_path, vocab, ends
-        self._matchers: Matchers | None = None
+        self._path, self._vocab_size, self._ends = tokenizer_path, vocab_size, ends
 
     def __call__(self, grammar: str) -> Matcher:
         """The matcher of a compiled grammar, at its beginning."""
-        if self._matchers is None:
-            from cluster.grammar.matching import Matchers
+        return self._matchers.matcher(grammar)
 
-            self._matchers = Matchers(*self._given)
-        return self._matchers.of(grammar)
+    @cached_property
+    def _matchers(self) -> Matchers:
+        return Matchers(Vocabulary.of(TextTokenizer.load(self._path), self._vocab_size, self._ends))

@@ -8,7 +8,9 @@ Legend: R requests, n rows of each, V token ids, D tokens of a path.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.batch import Order
@@ -27,9 +29,9 @@ class Matcher(Protocol):
         """These tokens have come."""
         ...
 
-    def fill(self, path: Sequence[int], mask: Tensor) -> None:
-        """Write into int32 `mask` `[words]`, as bits, which tokens may come after this path; none of it has come yet.
-        After a path that the grammar does not have, anything.
+    def fill(self, path: Sequence[int], out: NDArray[np.int32]) -> None:
+        """Write into `out` `[words]`, as bits, which tokens may come after this path; none of it has come yet. After a
+        path that the grammar does not have it may be anything.
         """
         ...
 
@@ -65,12 +67,12 @@ class GrammarTable:
         which = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._matchers]
         if not which:
             return wide
-        masks = torch.zeros(len(which), path.shape[1], -(-self._vocab // WORD), dtype=torch.int32)
-        for (i, row), of_row in zip(which, masks, strict=True):
-            matcher = self._matchers[row]
-            for line, mask in zip(path[i].tolist(), of_row, strict=True):
-                matcher.fill([token for token in line if token >= 0], mask)
-        masks = masks.to(logits.device)
+        lines = path.tolist()
+        filled = np.zeros((len(which), path.shape[1], -(-self._vocab // WORD)), np.int32)
+        for (i, row), own in zip(which, filled, strict=True):
+            for line, out in zip(lines[i], own, strict=True):
+                self._matchers[row].fill([token for token in line if token >= 0], out)
+        masks = torch.from_numpy(filled).to(logits.device)
         places = torch.arange(WORD, dtype=torch.int32, device=logits.device)
         barred = (masks[..., None] >> places).bitwise_and_(1).flatten(2)[..., : self._vocab] == 0
         if ids is not None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from cluster.engine.rank import Rank
 from tests.parity.harness import VOCAB
@@ -50,12 +51,12 @@ class Walker:
         self._state = self._after(tokens)
         assert self._state > -2, "a token came that the grammar does not have"
 
-    def fill(self, path: Sequence[int], mask: Tensor) -> None:
+    def fill(self, path: Sequence[int], out: NDArray[np.int32]) -> None:
         state = self._after(path)
         allowed = [EOS] if state < 0 else [int(token) for token in self._states[state]]
-        mask.zero_()
+        out.fill(0)
         for token in allowed:
-            mask[token // 32] |= 1 << (token % 32)
+            out[token // 32] |= 1 << (token % 32)
 
     def _after(self, tokens: Sequence[int]) -> int:
         """-1 after the end, -2 after what is not in the grammar."""
