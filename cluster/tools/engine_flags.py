@@ -1,0 +1,40 @@
+"""The flags of commands that run an engine of their own, and the engine that they ask for."""
+
+import argparse
+
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.build import build_engine
+from cluster.engine.engine import Engine
+
+TREE = (
+    ("num_steps", "speculative_num_steps", "depth of the tree"),
+    ("topk", "speculative_eagle_topk", "children per node"),
+    ("num_draft_tokens", "speculative_num_draft_tokens", "nodes of the tree, root included"),
+)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument(
+        "--draft", metavar="DIR", help="folder of a draft, EAGLE, EAGLE-3 or MTP layers; without it, plain decoding"
+    )
+    for flag, _, text in TREE:
+        parser.add_argument(f"--{flag.replace('_', '-')}", type=int, help=text)
+    parser.add_argument("--no-speculation", action="store_true", help="ignore --draft")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16", "float16"])
+    parser.add_argument("--page-size", type=int, default=16)
+
+
+def engine_of(args: argparse.Namespace, model: str) -> Engine:
+    """The engine for the target in folder `model`.
+
+    Raises:
+        ConfigError: a setting cannot be honoured.
+    """
+    settings: dict[str, object] = {"model_path": model, "dtype": args.dtype, "page_size": args.page_size}
+    if args.draft and not args.no_speculation:
+        settings["speculative_draft_model_path"] = args.draft
+        settings |= {name: given for flag, name, _ in TREE if (given := getattr(args, flag)) is not None}
+    elif not args.draft and any(getattr(args, flag) for flag, _, _ in TREE):
+        raise ConfigError("--num-steps, --topk and --num-draft-tokens need --draft")
+    return build_engine(EngineConfig.from_kwargs(settings))
