@@ -16,6 +16,7 @@ from cluster import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("cluster.tools.generate", "generate text with the engine alone, without Ray"),
+    "chat": ("cluster.tools.chat", "talk to a model, here or behind a server, and see what each step accepted"),
     "serve": ("cluster.api.launch.serve", "serve a model over REST on a local or running Ray cluster"),
     "inspect": ("cluster.tools.inspect", "say what a checkpoint is and whether it can be served, from its headers"),
     "export-draft": ("cluster.tools.export_draft", "write an EAGLE-3 draft in another tool's format"),

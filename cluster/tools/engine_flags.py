@@ -21,8 +21,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, _, text in TREE:
         parser.add_argument(f"--{flag.replace('_', '-')}", type=int, help=text)
     parser.add_argument("--no-speculation", action="store_true", help="ignore --draft")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16", "float16"])
-    parser.add_argument("--page-size", type=int, default=16)
+    dtypes = ["auto", "float64", "float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=dtypes, help="(default: auto, the checkpoint's on a GPU, float32 on a CPU)")
+    parser.add_argument("--page-size", type=int)
+
+
+def engine_flags_given(args: argparse.Namespace) -> list[str]:
+    """Those of the flags that are on the command line."""
+    names = ("draft", *(flag for flag, _, _ in TREE), "no_speculation", "dtype", "page_size")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
 
 
 def engine_of(args: argparse.Namespace, model: str) -> Engine:
@@ -31,7 +38,8 @@ def engine_of(args: argparse.Namespace, model: str) -> Engine:
     Raises:
         ConfigError: a setting cannot be honoured.
     """
-    settings: dict[str, object] = {"model_path": model, "dtype": args.dtype, "page_size": args.page_size}
+    plain = {"dtype": args.dtype, "page_size": args.page_size}
+    settings: dict[str, object] = {"model_path": model} | {k: v for k, v in plain.items() if v is not None}
     if args.draft and not args.no_speculation:
         settings["speculative_draft_model_path"] = args.draft
         settings |= {name: given for flag, name, _ in TREE if (given := getattr(args, flag)) is not None}

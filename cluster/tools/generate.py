@@ -4,13 +4,14 @@ import argparse
 import json
 import sys
 import time
+from itertools import chain
 
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.request import Request, RequestOutput, SamplingParams
 from cluster.text import StoppedText
 from cluster.tools.engine_flags import add_engine_arguments, engine_of
-from cluster.tools.outputs import outputs
+from cluster.tools.steps import steps
 from cluster.tools.terminal import Screen
 
 MAX_TOKENS = 128
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     words = None if engine.tokenizer is None else StoppedText(engine.tokenizer, prompt, params.stop)
     screen, said, ids, last = Screen(), "", list[int](), RequestOutput("generate", ())
     started, before = time.perf_counter(), engine.status().steps
-    for output in outputs(engine, [Request("generate", tuple(prompt), params)]):
+    for output in chain.from_iterable(steps(engine, [Request("generate", tuple(prompt), params)])):
         piece = _numbers(output, bool(ids)) if words is None else _words(output, words)
         said += piece
         ids += output.token_ids

@@ -17,7 +17,7 @@ from pathlib import Path
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.request import Request, SamplingParams
-from cluster.tools.outputs import outputs
+from cluster.tools.steps import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = str(ROOT / "models/demo/target"), str(ROOT / "models/demo/draft")
@@ -65,10 +65,8 @@ def accept_lens(
         Request(f"r{i}", prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=NEW, ignore_eos=True))
         for i, prompt in enumerate(prompts())
     ]
-    texts: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for output in outputs(engine, requests):
-        texts[output.request_id] += output.token_ids
-    return lens, list(texts.values())
+    texts = complete(engine, requests)  # fills lens
+    return lens, texts
 
 
 def mean(lens: list[int]) -> float:
