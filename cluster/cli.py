@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("cluster.tools.generate", "generate text with the engine alone, without Ray"),
     "chat": ("cluster.tools.chat", "talk to a model, here or behind a server, and see what each step accepted"),
     "serve": ("cluster.api.launch.serve", "serve a model over REST on a local or running Ray cluster"),
+    "status": ("cluster.tools.status", "watch a server: its ranks, speed, speculation, queue and restarts"),
     "inspect": ("cluster.tools.inspect", "say what a checkpoint is and whether it can be served, from its headers"),
     "export-draft": ("cluster.tools.export_draft", "write an EAGLE-3 draft in another tool's format"),
     "probe-draft": ("cluster.tools.probe_draft", "measure which interpretation of a draft is accepted most"),

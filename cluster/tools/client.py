@@ -29,7 +29,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, url: str | None) -> No
 class Client:
     """One server. Each call has a connection of its own."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, page_timeout_s: float = PAGE_TIMEOUT_S) -> None:
         """`url` may end in /v1, as OpenAI's clients have it; without `api_key` it is that of the environment, if any.
 
         Raises:
@@ -42,7 +42,7 @@ class Client:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(f"--url must be as http://127.0.0.1:8000, got {url!r}")
-        self.url = url
+        self.url, self._page_timeout_s = url, page_timeout_s
         self._make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._place = (parts.hostname, port)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
@@ -55,7 +55,7 @@ class Client:
         Raises:
             NoAnswerError: there is none, or it is an error.
         """
-        connection = self._make(*self._place, timeout=PAGE_TIMEOUT_S)
+        connection = self._make(*self._place, timeout=self._page_timeout_s)
         try:
             return self._answer(connection, "GET", path).read().decode()
         except (OSError, HTTPException, ValueError) as error:
@@ -83,7 +83,7 @@ class Client:
         Raises:
             NoAnswerError: there is no stream, it ends early, or one of its events is an error.
         """
-        connection = self._make(*self._place, timeout=PAGE_TIMEOUT_S)
+        connection = self._make(*self._place, timeout=self._page_timeout_s)
         try:
             connection.connect()
             connection.sock.settimeout(STREAM_TIMEOUT_S)
