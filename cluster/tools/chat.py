@@ -136,8 +136,9 @@ def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) ->
     try:
         with closing(answers.answer(talk.body(question))) as runs:
             for run in runs:
-                screen.write(run.text, COLOURS[len(answer.runs) % 2])
-                answer.add(run)
+                colour = COLOURS[len(answer.runs) % 2]
+                answer.add(run)  # before it is shown: Ctrl-C may come in between
+                screen.write(run.text, colour)
     except KeyboardInterrupt:
         if not answer.runs:
             screen.line("")

@@ -43,11 +43,17 @@ class PtyCommand:
     def press(self, keys: str) -> None:
         os.write(self._keys, keys.encode())
 
-    def until(self, pattern: str) -> str:
-        """What is shown after the last match and up to the next one of `pattern`."""
+    def until(self, pattern: str, again: str = "") -> str:
+        """What is shown after the last match and up to the next one of `pattern`. The keys `again` are pressed every
+        second: a signal that comes just before readline waits is noticed with the next key.
+        """
         until = time.monotonic() + WITHIN_S
         while (found := re.search(pattern, self.shown[self._seen :])) is None:
-            assert time.monotonic() < until and self._read(), f"no {pattern!r} in {self.shown[self._seen :]!r}"
+            if not select.select([self._keys], [], [], 1.0)[0]:
+                assert time.monotonic() < until, f"no {pattern!r} in {self.shown[self._seen :]!r}"
+                self.press(again)
+                continue
+            assert self._read(), f"it ended without {pattern!r} in {self.shown[self._seen :]!r}"
         shown = self.shown[self._seen : self._seen + found.end()]
         self._seen += found.end()
         return shown

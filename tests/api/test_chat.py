@@ -96,8 +96,10 @@ def test_ctrl_c_stops_an_answer_and_not_the_engine(capsys: pytest.CaptureFixture
         tokens = re.search(r"\[(\d+) tokens,.*, stopped\]", chat.until(r"stopped\]"))
         assert tokens is not None and int(tokens[1]) < 4000
         chat.until(PROMPT)
-        chat.press(f"half a line{CTRL_C}")
-        chat.until(PROMPT)
+        chat.press("half a line")
+        chat.until("half a line")
+        chat.press(CTRL_C)
+        chat.until(PROMPT, again=CTRL_C)
         chat.press("/reset\n/set max_tokens 40\n/set ignore_eos\nimport os\n")
         shown = chat.until(SUMMARY)
         assert "".join(re.findall(RUN, shown, re.DOTALL)) == said
