@@ -1,19 +1,21 @@
 """`aerie chat`: a conversation in the terminal, with a server or with an engine of this process.
 
-Each step's accepted run has another colour than the one before it, so that speculation can be seen.
+Each step's accepted run has another colour than the one before it, so that speculation can be seen. With a server
+nothing of torch is imported.
 """
 
 import argparse
+import importlib
 import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 from cluster.config import ConfigError
-from cluster.tools.answers import Answers, EngineAnswers, Run, ServerAnswers
+from cluster.tools.answers import Answers, Run, ServerAnswers
 from cluster.tools.client import Client, NoAnswerError, add_server_arguments
 from cluster.tools.conversation import Conversation
-from cluster.tools.engine_flags import add_engine_arguments, engine_flags_given, engine_of
+from cluster.tools.engine_flags import add_engine_arguments, engine_flags_given
 from cluster.tools.terminal import Colour, Screen
 
 PROMPT = "> "
@@ -77,7 +79,8 @@ def _answers(args: argparse.Namespace) -> Answers:
         return ServerAnswers(Client(args.url, args.api_key), args.model)
     if args.model is not None or args.api_key is not None:
         raise ConfigError("--model and --api-key go with --url")
-    return EngineAnswers(engine_of(args, args.dir))
+    answers: Answers = importlib.import_module("cluster.tools.engine_answers").engine_answers(args)
+    return answers
 
 
 def _line(typed: bool, screen: Screen) -> str | None:

@@ -1,10 +1,8 @@
-"""The flags of commands that run an engine of their own, and the engine that they ask for."""
+"""The flags of commands that run an engine of their own, as settings; without torch."""
 
 import argparse
 
-from cluster.config import ConfigError, EngineConfig
-from cluster.engine.build import build_engine
-from cluster.engine.engine import Engine
+from cluster.config import ConfigError
 
 TREE = (
     ("num_steps", "speculative_num_steps", "depth of the tree"),
@@ -32,11 +30,11 @@ def engine_flags_given(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
 
 
-def engine_of(args: argparse.Namespace, model: str) -> Engine:
-    """The engine for the target in folder `model`.
+def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
+    """The engine's settings for the target in folder `model`, as `EngineConfig.from_kwargs` takes them.
 
     Raises:
-        ConfigError: a setting cannot be honoured.
+        ConfigError: flags that do not go together.
     """
     plain = {"dtype": args.dtype, "page_size": args.page_size}
     settings: dict[str, object] = {"model_path": model} | {k: v for k, v in plain.items() if v is not None}
@@ -45,4 +43,4 @@ def engine_of(args: argparse.Namespace, model: str) -> Engine:
         settings |= {name: given for flag, name, _ in TREE if (given := getattr(args, flag)) is not None}
     elif not args.draft and any(getattr(args, flag) for flag, _, _ in TREE):
         raise ConfigError("--num-steps, --topk and --num-draft-tokens need --draft")
-    return build_engine(EngineConfig.from_kwargs(settings))
+    return settings

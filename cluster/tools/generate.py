@@ -10,8 +10,8 @@ from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.request import Request, RequestOutput, SamplingParams
 from cluster.text import StoppedText
-from cluster.tools.engine_flags import add_engine_arguments, engine_of
-from cluster.tools.steps import steps
+from cluster.tools.engine_flags import add_engine_arguments
+from cluster.tools.local_engine import engine_of, steps
 from cluster.tools.terminal import Screen
 
 MAX_TOKENS = 128

@@ -14,8 +14,8 @@ from cluster.arch.draft.sample import FILE
 from cluster.config import DRAFT_FACTS, ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.request import Request, SamplingParams
+from cluster.tools.local_engine import complete
 from cluster.tools.sample_draft import settings_of
-from cluster.tools.steps import complete
 
 PROMPTS = (
     "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n",

@@ -1,9 +1,22 @@
-"""Requests through an engine of this process, step by step."""
+"""An engine of this process, and requests through it step by step."""
 
+import argparse
 from collections.abc import Generator, Sequence
 
+from cluster.config import EngineConfig
+from cluster.engine.build import build_engine
 from cluster.engine.engine import Engine
 from cluster.request import Request, RequestOutput
+from cluster.tools.engine_flags import engine_settings
+
+
+def engine_of(args: argparse.Namespace, model: str) -> Engine:
+    """The engine that the flags ask for, with the target in folder `model`.
+
+    Raises:
+        ConfigError: a setting cannot be honoured.
+    """
+    return build_engine(EngineConfig.from_kwargs(engine_settings(args, model)))
 
 
 def steps(engine: Engine, requests: Sequence[Request]) -> Generator[tuple[RequestOutput, ...], None, None]:
