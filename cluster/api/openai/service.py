@@ -67,13 +67,8 @@ class Limits:
         return cls(body_bytes=body, held_bytes=BODIES_HELD * body, messages=max(LEAST_MESSAGES, context_length // 4))
 
 
-class Service(Protocol):
-    """Everything the routes use; looked up on every call, so parts may become available after the app is made."""
-
-    @property
-    def engine(self) -> EngineClient:
-        """The gang, or the client of several."""
-        ...
+class Served(Protocol):
+    """What a request is read against."""
 
     @property
     def model(self) -> ModelInfo:
@@ -83,6 +78,15 @@ class Service(Protocol):
     @property
     def tokenizer(self) -> ChatTokenizer | None:
         """None when the model's folder has no tokenizer: then prompts are token ids."""
+        ...
+
+
+class Service(Served, Protocol):
+    """Everything the routes use; looked up on every call, so parts may become available after the app is made."""
+
+    @property
+    def engine(self) -> EngineClient:
+        """The gang, or the client of several."""
         ...
 
     @property

@@ -19,7 +19,7 @@ from cluster.api.openai.fields import warning_headers
 from cluster.api.openai.offload import off_loop
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
 from cluster.api.openai.responses import ChatShape, CompletionShape, Extras, Shape
-from cluster.api.openai.service import Limits, Service
+from cluster.api.openai.service import Limits, Served, Service
 from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
 from cluster.api.replica import access
 from cluster.api.replica.guard import key_of
@@ -50,7 +50,7 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
         async with intake.json(request) as (body, length):
             fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
             salt = cache_salt(key_of(request.scope), fields.cache_salt)
-            call = await _understand(service, limits, fields, warnings, length, salt)
+            call = await understand(service, limits, fields, warnings, length, salt)
     except ApiError as error:
         service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
         raise
@@ -91,7 +91,7 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
+def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
     """The request in a JSON body, within the limits, and warnings about unknown fields.
 
     Raises:
@@ -102,13 +102,13 @@ def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, 
     return fields, warnings
 
 
-async def _understand(
-    service: Service,
+async def understand(
+    service: Served,
     limits: Limits,
     fields: CompletionRequest | ChatRequest,
     warnings: list[str],
     length: int,
-    salt: int,
+    salt: int = 0,
 ) -> Call:
     """Turn the prompts of a request into tokens, and give every sequence its settings, its seed and its cache's `salt`.
     Where the body is long (`length` bytes), the work is done off the event loop.
@@ -166,7 +166,7 @@ async def _understand(
 
 
 async def _chat_ids(
-    service: Service,
+    service: Served,
     fields: ChatRequest | TokenizeRequest,
     length: int,
     special: bool,
@@ -219,9 +219,7 @@ def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
         raise ApiError(message, param=param, code="invalid_value")
 
 
-async def _prompt_ids(
-    service: Service, limits: Limits, fields: CompletionRequest, length: int
-) -> list[tuple[int, ...]]:
+async def _prompt_ids(service: Served, limits: Limits, fields: CompletionRequest, length: int) -> list[tuple[int, ...]]:
     prompts = fields.prompt
     if len(prompts) * fields.n > limits.sequences:
         raise ApiError(
