@@ -90,6 +90,11 @@ class StepPlan(NamedTuple):
         """A checksum that the next step's header carries."""
         return zlib.crc32(repr(tuple(self)).encode())
 
+    def tree(self, shapes: Sequence[TreeShape]) -> TreeShape:
+        """The trees of the step, of those by tier; with a grammar somewhere they have room for what it forces."""
+        shape = shapes[self.num_steps]
+        return shape.forcing() if Mode.CONSTRAINED in self.mode else shape
+
     @property
     def key(self) -> Key:
         """What decides every shape and every choice of a step's program."""
@@ -214,7 +219,7 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
 
     if draft is not None:
         best = proposed(shape.topk, draft.columns)
-        for level in range(1, shape.num_steps):
+        for level in range(1, shape.drafted.num_steps):
             forward("draft", draft, levels if draft.runners == 1 else tuple(n * level for n in levels))
             choice("draft", draft, levels, best)
     tree_rows = tuple(n * shape.num_draft_tokens for n in r)

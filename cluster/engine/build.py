@@ -132,7 +132,9 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepa
     _same_everywhere(resolved, mesh)
     _threads(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
-    deepest = context_length + 2 * resolved.shape.num_steps + 3  # a step that began before its request's end was known
+    deepest = (
+        context_length + 2 * resolved.shape.forcing().num_steps + 3
+    )  # a step that began before its request's end was known
     models = load_models(resolved, mesh, device, deepest)
     return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
 
@@ -151,7 +153,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
     memory.watch.take()
     name = Path(resolved.config.model_path).name or "model"
-    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.num_steps)
+    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
     info = _info(prepared, pace, captured)
     logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
     if not mesh.leads:

@@ -107,7 +107,7 @@ class Engine(Rank):
                 self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
                 return
         request = self._seeds.fill(request)
-        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (p.shape.num_steps + 1))
+        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (p.shape.forcing().num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)
 
@@ -136,7 +136,7 @@ class Engine(Rank):
         self._prefilling = sum(rows > 0 for g, rows in enumerate(ran.plan.prompt_rows) if g != own_group)
         if ran.output is not None:
             p.cache.table.sent()
-            schedule.begin(ran.shape.num_steps + 1)
+            schedule.begin(ran.shape)
         seconds = {"schedule": scheduled - began, "agree": ran.agreed}
         landed = self._begin(Flight(schedule, ran, began, seconds, p.watch.split()))
         outputs, self._over = self._over, []
@@ -196,7 +196,7 @@ class Engine(Rank):
                 continue
             count = given.accept_len[i]
             sound = min(count, given.finite[i])
-            sequence.accepted_run(count, width)
+            sequence.accepted_run(count, shape)
             output = self._extend(sequence, given.tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk
-from cluster.config import EngineConfig, tree_shape
+from cluster.config import EngineConfig, TreeShape, tree_shape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
@@ -84,10 +84,10 @@ class Schedule:
             mode=mode_of(sequence.request.params for sequence in drawing),
         )
 
-    def begin(self, most: int) -> None:
-        """The step is under way, and commits `most` tokens of a tree at most."""
+    def begin(self, shape: TreeShape) -> None:
+        """The step is under way, with trees of this shape."""
         for sequence, _ in self.decodes:
-            sequence.begin_tree(most)
+            sequence.begin_tree(shape)
         for chunk in self.chunks:
             chunk.sequence.begin_prompt(chunk.stop, chunk.final)
 
@@ -145,7 +145,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._cache, self._window = cache, window
-        self._most_committed = tree_shape(config).num_steps + 1
+        self._shape = tree_shape(config).forcing()
         self._ahead = cache.pages_for(WORTH_WAITING)
         self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
@@ -292,7 +292,7 @@ class Scheduler:
         if sequence.prefilling:
             most = len(sequence.tokens)
         else:
-            most = min(sequence.reach + self._most_committed, sequence.longest)
+            most = min(sequence.reach + sequence.most_of(self._shape), sequence.longest)
         return max(0, self._cache.pages_for(most + self._window) - sequence.lease.pages)
 
     def _admit(self, sequence: Sequence, spare: int) -> bool:

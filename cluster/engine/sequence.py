@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from cluster.batch import Adjusting, Constraint, Sampling
+from cluster.config import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.kv.cache import Lease
 from cluster.request import Request, SpeculationCounts
@@ -109,15 +110,19 @@ class Sequence:
         self.committed, self.known = stop, final
         self.unread -= final
 
-    def begin_tree(self, most: int) -> None:
-        """A step is under way that commits `most` tokens at most."""
-        self.reach += most
+    def most_of(self, shape: TreeShape) -> int:
+        """The most tokens that a tree of this shape commits."""
+        return (shape.drafted if self.request.params.grammar is None else shape).num_steps + 1
+
+    def begin_tree(self, shape: TreeShape) -> None:
+        """A step with a tree of this shape is under way."""
+        self.reach += self.most_of(shape)
         self.unread += 1
 
-    def accepted_run(self, count: int, most: int) -> None:
+    def accepted_run(self, count: int, shape: TreeShape) -> None:
         """The results of that step have been read: `count` tokens, the accepted path and what it follows."""
         self.committed += count
-        self.reach -= most - count
+        self.reach -= self.most_of(shape) - count
         self.unread -= 1
 
     def extend(self, tokens: list[int]) -> None:

@@ -35,6 +35,10 @@ class Matcher(Protocol):
         """
         ...
 
+    def forced(self, path: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that most likely follow this path, because the grammar leaves no choice of the text."""
+        ...
+
 
 class GrammarTable:
     """The matchers of running requests, by row."""
@@ -58,6 +62,11 @@ class GrammarTable:
         for row, run, count in zip(rows.tolist(), tokens.tolist(), lens.tolist(), strict=True):
             if row in self._matchers:
                 self._matchers[row].accept(run[:count])
+
+    def forced(self, row: int, path: Sequence[int], most: int) -> list[int]:
+        """Tokens that the grammar of the request in `row` forces after a path; none if it has no grammar."""
+        matcher = self._matchers.get(row)
+        return [] if matcher is None else matcher.forced(path, most)
 
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         """Logits `[R, n, V]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not accepted yet (-1

@@ -20,6 +20,7 @@ from cluster.kv.page_table import PageTable
 from cluster.models.vocab import Columns
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
+from cluster.spec.forced import forced_into
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Phases, StepOutput
 from cluster.spec.tree import DraftTree
@@ -53,18 +54,21 @@ class Step:
         self.enter("draft")
         drawing = self._drawing(batch, s)
         own, final = drawing.narrow(0, r), drawing.narrow(r, batch.rows.shape[0])
-        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), own, shape)
+        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), own, shape.drafted)
+        if shape.forced and own.adjust is not None:
+            tree = forced_into(tree, shape, own.adjust)
         moments.append(self._timer.now())
 
         self.enter("target")
-        hidden, aux, columns = self._forward(batch, tree, shape.topk == 1)
-        which, paths = None if shape.topk == 1 else tree.depths, tree.paths(s) if own.adjust else None
+        line = shape.topk == 1 and not shape.forced
+        hidden, aux, columns = self._forward(batch, tree, line)
+        which, paths = None if line else tree.depths, tree.paths(s) if own.adjust else None
         draws = own.along(n, s + 1, which, paths), final.at(0)
         chosen, won = choose(columns, draws)
         first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
         accepted = accept(tree, chosen[: r * n].view(r, n), first, s)
         won = won[: r * n].view(r, n).gather(1, accepted.path)
-        if shape.topk > 1:
+        if not line:
             compact(self._target.pool, batch.window, accepted.path)
         moments.append(self._timer.now())
 

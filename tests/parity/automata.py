@@ -58,6 +58,14 @@ class Walker:
         for token in allowed:
             out[token // 32] |= 1 << (token % 32)
 
+    def forced(self, path: Sequence[int], most: int) -> list[int]:
+        found: list[int] = []
+        state = self._after(path)
+        while state >= 0 and len(found) < most and len(self._states[state]) == 1:
+            ((token, state),) = self._states[state].items()
+            found.append(int(token))
+        return found
+
     def _after(self, tokens: Sequence[int]) -> int:
         """-1 after the end, -2 after what is not in the grammar."""
         state = self._state

@@ -1,5 +1,6 @@
 """Constrained requests over trees: always in the grammar, and what plain decoding gives under the same masks."""
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -8,7 +9,7 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.request import Adjustments, Request
-from tests.parity.automata import automaton, follows, walked
+from tests.parity.automata import EOS, automaton, follows, walked
 from tests.parity.harness import SAMPLING, Run, config_of, prompts, request, run, scarce, speculative, tiny_pair
 
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
@@ -94,3 +95,20 @@ def test_a_stream_is_resumed_in_the_middle_of_its_grammar(topk: int, num_steps: 
 def test_a_row_is_free_for_the_next_request() -> None:
     engine = walked(build_engine(config(0, 0, max_running_requests=1)))
     assert run(engine, asked("greedy")).ended == plain("greedy").ended
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
+def test_what_is_forced_goes_beyond_what_is_drafted(topk: int, num_steps: int) -> None:
+    """A text of 30 forced tokens with a choice after every tenth: each step commits as many as a tree has levels."""
+    lines = [{str(2 + i % 20): i + 1} if i % 10 else {"5": i + 1, "6": i + 1} for i in range(40)]
+    grammar = json.dumps([*lines, {str(EOS): -1}])
+    forced = request("forced", prompts()[3], SAMPLING["0.8"], seed=8, max_tokens=36, grammar=grammar)
+    free = request("free", prompts()[3], SAMPLING["0.8"], seed=8, max_tokens=36, ignore_eos=True)
+    alone = run(walked(build_engine(config(0, 0))), [forced, free])
+    result = run(walked(build_engine(config(topk, num_steps))), [forced, free])
+    assert result.ended == alone.ended
+    counts = {name: last.speculation for name, last in result.last.items()}
+    assert counts["forced"] is not None and counts["free"] is not None
+    assert counts["forced"].accept_length > 5
+    assert max(j for j, count in enumerate(counts["forced"].accepted) if count) > num_steps
+    assert not any(counts["free"].accepted[num_steps + 1 :])
