@@ -121,11 +121,12 @@ class Order(NamedTuple):
 
 class HostBounds(NamedTuple):
     """What the host knows of a step before it runs: no request has more than `longest` tokens committed, and prompt
-    chunks, in order of length, have rows `(start, stop - 1)`.
+    chunks, in order of length, have rows `(start, stop - 1)`; windows have `forced` more slots than others.
     """
 
     longest: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
+    forced: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,8 +303,7 @@ class TreeShape(BaseModel):
     @property
     def window(self) -> int:
         """W: KV slots beyond the committed ones that a step may write, per request."""
-        most, drafted = self.forcing(), self.drafted
-        return max(most.num_draft_tokens, self.topk * (drafted.num_steps - 1), most.num_steps + 1)
+        return max(self.num_draft_tokens, self.topk * (self.drafted.num_steps - 1), self.num_steps + 1)
 
 
 def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:

@@ -197,7 +197,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape.window, slots, attentions),
+            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, attentions),
             Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter),
             models.exchange,
             mesh.world.clock,

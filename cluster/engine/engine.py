@@ -81,7 +81,8 @@ class Engine(Rank):
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} exceeds the context length of "
                 f"{p.context_length} tokens; shorten the prompt or lower max_tokens"
             )
-        if p.cache.pages_for(prompt + params.max_tokens + p.shape.window) > p.cache.total:
+        shape = p.shape if params.grammar is None else p.shape.forcing()
+        if p.cache.pages_for(prompt + params.max_tokens + shape.window) > p.cache.total:
             raise ValueError(
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} does not fit the KV cache of "
                 f"{p.cache.total * p.cache.page_size} tokens; lower max_tokens or give the KV cache more memory"
@@ -107,7 +108,8 @@ class Engine(Rank):
                 self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
                 return
         request = self._seeds.fill(request)
-        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (p.shape.forcing().num_steps + 1))
+        shape = p.shape if params.grammar is None else p.shape.forcing()
+        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (shape.num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)
 

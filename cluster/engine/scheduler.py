@@ -239,11 +239,15 @@ class Scheduler:
         retracted = 0
         while True:
             decodes = self._decoding()
-            reaches = [min(s.reach, s.longest) + self._window for s, _ in decodes]
+            reaches = [min(s.reach, s.longest) + self._window_of(s) for s, _ in decodes]
             if self._cache.grow([lease for _, lease in decodes], reaches):
                 return decodes, retracted
             self._retract(self.running[-1])
             retracted += 1
+
+    def _window_of(self, sequence: Sequence) -> int:
+        """The slots that a step may write for a request; those with a grammar may have forced nodes."""
+        return self._window + (0 if sequence.request.params.grammar is None else self._shape.forced)
 
     def _retract(self, sequence: Sequence) -> None:
         self.release(sequence)
@@ -264,7 +268,7 @@ class Scheduler:
             sequence = self.waiting[passed]
             wanted = self._next(sequence) if coming else None
             if wanted is not None and wanted in coming:
-                whole = self._cache.pages_for(len(sequence.tokens) + self._window)
+                whole = self._cache.pages_for(len(sequence.tokens) + self._window_of(sequence))
                 spare += max(0, whole - wanted.entry - self._ahead)
                 passed += 1
                 continue
@@ -293,14 +297,14 @@ class Scheduler:
             most = len(sequence.tokens)
         else:
             most = min(sequence.reach + sequence.most_of(self._shape), sequence.longest)
-        return max(0, self._cache.pages_for(most + self._window) - sequence.lease.pages)
+        return max(0, self._cache.pages_for(most + self._window_of(sequence)) - sequence.lease.pages)
 
     def _admit(self, sequence: Sequence, spare: int) -> bool:
         """Open a lease that leaves `spare` pages free, and those for its own first window, so that admission does not
         cause retraction.
         """
         known = len(sequence.tokens)
-        window = self._cache.pages_for(known + self._window) - self._cache.pages_for(known)
+        window = self._cache.pages_for(known + self._window_of(sequence)) - self._cache.pages_for(known)
         lease = self._cache.open(sequence.tokens, known, spare + window, sequence.request.cache_salt)
         if lease is None:
             return False

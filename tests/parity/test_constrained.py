@@ -70,7 +70,7 @@ def test_trees_give_what_plain_decoding_gives(topk: int, num_steps: int, samplin
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])
 def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
-    scanty = scarce(config(topk, num_steps, chunked_prefill_size=7), asked("0.8"))
+    scanty = scarce(config(topk, num_steps, chunked_prefill_size=7), asked("0.8"), more=3)
     result = run(walked(build_engine(scanty)), asked("0.8"))
     assert result.retracted > 0
     assert result.ended == plain("0.8").ended

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from cluster.config import EngineConfig
+from cluster.config import EngineConfig, TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
@@ -38,9 +38,10 @@ def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
 
 def advance(plan: Schedule, accept: int = 1) -> None:
     """What a step does to the sequences."""
-    plan.begin(accept)
+    shape = TreeShape(num_steps=accept - 1, topk=1, num_draft_tokens=accept)
+    plan.begin(shape)
     for one, _ in plan.decodes:
-        one.accepted_run(accept, accept)
+        one.accepted_run(accept, shape)
         one.tokens += [7] * accept
     for chunk in plan.chunks:
         chunk.sequence.prefilled(chunk.stop, chunk.final)
