@@ -289,6 +289,7 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         device=str(prepared.device),
         context_length=prepared.context_length,
         vocab_size=resolved.target.vocab_size,
+        eos_token_ids=tuple(resolved.target.eos_token_ids),
         attention_backend="torch",
         steps_ahead=_lag(config, prepared.device),
         captured=captured,

@@ -16,9 +16,8 @@ def forced_into(tree: DraftTree, shape: TreeShape, adjust: Adjust) -> DraftTree:
     if adjust.grammars is None:
         return tree
     rows, tokens, parents, depths = (each.tolist() for each in (adjust.rows, tree.tokens, tree.parents, tree.depths))
-    for row, *lists in zip(rows, tokens, parents, depths, strict=True):
-        _force(adjust.grammars, row, *lists, shape.forced)
-        own, above, depth = lists
+    for row, own, above, depth in zip(rows, tokens, parents, depths, strict=True):
+        _force(adjust.grammars, row, own, above, depth, shape.forced)
         empty = shape.num_draft_tokens - len(own)
         above += range(len(own), shape.num_draft_tokens)
         own += [0] * empty

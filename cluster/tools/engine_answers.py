@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.api.openai.errors import ApiError
+from cluster.api.openai.grammars import Grammars
 from cluster.api.openai.protocol import ChatRequest
 from cluster.api.openai.service import Limits, ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
@@ -28,6 +29,7 @@ class Folder:
 
     model: ModelInfo
     tokenizer: ChatTokenizer
+    grammars: Grammars
 
 
 class EngineAnswers:
@@ -50,8 +52,8 @@ class EngineAnswers:
                 "that of the model it is made from, or continue text with aerie generate"
             )
         self._engine = engine
-        model = ModelInfo(path, info.context_length, info.vocab_size, 0, info.max_request_tokens)
-        self._folder = Folder(model, tokenizer)
+        model = ModelInfo(path, info.context_length, info.vocab_size, 0, info.max_request_tokens, info.eos_token_ids)
+        self._folder = Folder(model, tokenizer, Grammars(tokenizer, model))
         self._limits = Limits.of(model.context_length)
         drafts = "without a draft" if info.draft is None else f"{info.draft.algorithm} draft"
         self.name = f"{path}, {drafts}, {info.dtype} on {info.device}"

@@ -14,6 +14,7 @@ import pytest
 from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands, GangStatus, Overloaded
 from cluster.api.keys import Key, Keys, digest_of
+from cluster.api.openai.grammars import Grammars
 from cluster.api.openai.service import ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica.ingress import make_app
@@ -91,7 +92,8 @@ class EngineService:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(tokenizer_folder)
         self.engine = ThreadedEngine(EngineLoop(engine))
         self.engine.loop.start()
-        self.model = ModelInfo(MODEL, info.context_length, info.vocab_size, created=0)
+        self.model = ModelInfo(MODEL, info.context_length, info.vocab_size, 0, None, info.eos_token_ids)
+        self.grammars = Grammars(self.tokenizer, self.model)
         self.metrics = ServingMetrics(model_name=MODEL)
 
     async def metrics_page(self) -> bytes:

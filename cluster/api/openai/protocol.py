@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.openai.adjusting import AdjustingFields
+from cluster.api.openai.constraints import FIELDS, NAMES, Constraint, constraint_of
 from cluster.api.openai.content import ChatMessage, Strict, Text, check_messages, list_of_prompts, list_of_stops
 from cluster.api.openai.errors import ApiError, shown
 from cluster.api.openai.service import Limits, ModelInfo
@@ -46,6 +47,18 @@ class StreamOptions(Strict):
 class GenerationFields(AdjustingFields):
     """What both endpoints share."""
 
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_json_object: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -72,6 +85,14 @@ class GenerationFields(AdjustingFields):
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives beside each token's log-probability; None for no log-probabilities."""
         raise NotImplementedError
+
+    def constraint(self) -> Constraint | None:
+        """What is asked of the form of the output.
+
+        Raises:
+            ApiError: as `constraint_of`.
+        """
+        return constraint_of({name: getattr(self, name) for name in (*NAMES, *FIELDS)})
 
     def check(self, model: ModelInfo, limits: Limits) -> None:
         """Check what the types of the fields cannot.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from cluster.actors.messages import EngineClient
+from cluster.api.openai.constraints import Constraint
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.proxy import BYTES_PER_S, GRACE_S
 from cluster.metrics import ServingMetrics
@@ -14,7 +15,8 @@ class ModelInfo:
     """The one model that is served. `created` is Unix seconds.
 
     `context_length` counts prompt and output tokens together; `kv_room` is how many of them the KV cache of a rank
-    holds for one request, where that is less. `vocab_size` bounds the token ids of a prompt.
+    holds for one request, where that is less. `vocab_size` bounds the token ids of a prompt; `eos_token_ids` end an
+    output.
     """
 
     model_id: str
@@ -22,6 +24,7 @@ class ModelInfo:
     vocab_size: int
     created: int
     kv_room: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def room(self) -> int:
@@ -67,6 +70,14 @@ class Limits:
         return cls(body_bytes=body, held_bytes=BODIES_HELD * body, messages=max(LEAST_MESSAGES, context_length // 4))
 
 
+class GrammarCompiler(Protocol):
+    """Compiles what requests ask of the form of their output; see `cluster.api.openai.grammars.Grammars`."""
+
+    async def compiled(self, constraint: Constraint) -> str:
+        """The compiled grammar of a constraint, or an `ApiError` that names its field."""
+        ...
+
+
 class Served(Protocol):
     """What a request is read against."""
 
@@ -78,6 +89,11 @@ class Served(Protocol):
     @property
     def tokenizer(self) -> ChatTokenizer | None:
         """None when the model's folder has no tokenizer: then prompts are token ids."""
+        ...
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles what constrains an output."""
         ...
 
 

@@ -129,6 +129,8 @@ async def understand(
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
         default_tokens, prefix = limits.default_completion_tokens, "cmpl-"
 
+    constraint = fields.constraint()
+    grammar = None if constraint is None else await service.grammars.compiled(constraint)
     unique = uuid.uuid4().hex
     call_id = prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
@@ -145,7 +147,7 @@ async def understand(
                 if tokenizer is not None:
                     included, least = fields.include_stop_str_in_output, fields.min_tokens
                     text = StoppedText(tokenizer.text, ids, params.stop, included, least)
-                own = replace(params, seed=fields.seed_of(i), adjustments=adjustments)
+                own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
                 choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output))
