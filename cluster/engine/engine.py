@@ -27,6 +27,11 @@ NOT_FINITE = (
     "requests continue; if this recurs, the checkpoint is damaged or overflows in dtype {dtype}"
 )
 
+NOT_MATCHED = (
+    "request {name} ended after {at} tokens: its grammar is too ambiguous to be matched in time, or the model's "
+    "numbers for it are not finite (dtype {dtype}). Make the grammar simpler; other requests continue"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -255,7 +260,8 @@ class Engine(Rank):
             return [replace(output, speculation=counts)]
         self._p.scheduler.discard(sequence)
         name, cached = output.request_id, output.cached_tokens
-        error = NOT_FINITE.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
+        text = NOT_FINITE if sequence.request.params.grammar is None else NOT_MATCHED
+        error = text.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
         end = RequestOutput(name, (), (), "error", None, cached, counts, error, "nonfinite_logits")
         return [output, end] if output.token_ids else [end]
 

@@ -45,7 +45,7 @@ class Walker:
     """A `Matcher` of an automaton."""
 
     def __init__(self, text: str) -> None:
-        self._states, self._state = json.loads(text), 0
+        self.text, self._states, self._state = text, json.loads(text), 0
 
     def accept(self, tokens: Sequence[int]) -> None:
         self._state = self._after(tokens)

@@ -3,13 +3,15 @@
 import json
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
+from cluster.grammar.asked import GrammarError
 from cluster.request import Adjustments, Request
-from tests.parity.automata import EOS, automaton, follows, walked
+from tests.parity.automata import EOS, Walker, automaton, follows, walked
 from tests.parity.harness import SAMPLING, Run, config_of, prompts, request, run, scarce, speculative, tiny_pair
 
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
@@ -112,3 +114,30 @@ def test_what_is_forced_goes_beyond_what_is_drafted(topk: int, num_steps: int) -
     assert counts["forced"].accept_length > 5
     assert max(j for j, count in enumerate(counts["forced"].accepted) if count) > num_steps
     assert not any(counts["free"].accepted[num_steps + 1 :])
+
+
+@pytest.mark.parametrize("method", ["accept", "fill", "forced"])
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
+def test_a_grammar_that_fails_ends_its_own_request(
+    topk: int, num_steps: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some calls that worked. Those beside it get the tokens that they get without it."""
+    calls, true = 0, getattr(Walker, method)
+
+    def failing(self: Walker, tokens: list[int], *rest: Any) -> Any:
+        nonlocal calls
+        if self.text == automaton(3):
+            calls += 1
+            if calls > 4:
+                raise GrammarError("it is too ambiguous")
+        return true(self, tokens, *rest)
+
+    expected = plain("0.8").ended
+    monkeypatch.setattr(Walker, method, failing)
+    result = run(walked(build_engine(config(topk, num_steps))), asked("0.8"))
+    if topk or method != "forced":
+        last = result.last["3"]
+        assert (last.finish_reason, last.error_code) == ("error", "nonfinite_logits")
+        assert last.error is not None and "grammar is too ambiguous" in last.error
+        expected = expected | {"3": result.ended["3"]}
+    assert result.ended == expected
