@@ -73,6 +73,11 @@ class TextTokenizer:
             raise ConfigError(f"{file} is not a tokenizer this version can read: {error}") from error
 
     @property
+    def byte_wise(self) -> bool:
+        """Whether a text is the bytes of its tokens, one after the other; `token_text` has them."""
+        return self._byte_level or self._spaced
+
+    @property
     def library(self) -> Tokenizer:
         """The tokenizer itself."""
         return self._tokenizer

@@ -35,6 +35,7 @@ GROUND = (
 )
 LAYERS = (
     "ground",
+    "grammar",
     "arch",
     "kernels",
     "kv",
@@ -231,7 +232,7 @@ def test_the_engine_imports_without_ray() -> None:
     assert (PACKAGE / "engine" / "build.py").exists(), "cluster/engine/build.py does not exist"
     code = (
         "import sys, cluster.engine\n"
-        "found = sorted(m for m in sys.modules if m.split('.')[0] in {'ray', 'fastapi', 'starlette'})\n"
+        "found = sorted(m for m in sys.modules if m.split('.')[0] in {'ray', 'fastapi', 'starlette', 'xgrammar'})\n"
         "sys.exit(f'import cluster.engine pulled in {found[:5]}' if found else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
