@@ -139,8 +139,21 @@ def repeat(part: Node, least: int = 0, most: int | None = None) -> Node:
 
 
 def automaton(node: Node) -> Node:
-    """The same as one automaton, unless it would be too large. The node refers to no rule."""
-    return Regular(node) if states(node) <= MOST_STATES else node
+    """The same as one automaton, where that is of use and right. The node refers to no rule.
+
+    xgrammar's automata are wrong for some repetitions inside of others or of branches, as in `(?:ab*)?`, which matches
+    b. In a sequence of parts each of which is repeated or not, and holds no repetition, there is none of these.
+    """
+    parts = node.parts if isinstance(node, Seq) else (node,)
+    repeated = (part.part if isinstance(part, Repeat) else part for part in parts)
+    return Regular(node) if all(map(_is_simple, repeated)) and states(node) <= MOST_STATES else node
+
+
+def _is_simple(node: Node) -> bool:
+    """Whether a node is characters in a row, and branches of these."""
+    if isinstance(node, Seq | Alt):
+        return all(map(_is_simple, node.parts))
+    return isinstance(node, Chars | Literal) and node != EMPTY
 
 
 def states(node: Node) -> int:
@@ -293,8 +306,7 @@ def _text(node: Node) -> str:
                 return inner + "*+"[least]
             return inner + ("?" if (least, most) == (0, 1) else f"{{{least},{'' if most is None else most}}}")
         case Regular(part):
-            expression = _expression(part)
-            return f"Regex({_text(Literal(expression))})" if expression else '""'
+            return f"Regex({_text(Literal(_expression(part)))})"
 
 
 def _often(part: Chars) -> str:
@@ -340,8 +352,7 @@ def _expression(node: Node) -> str:
         case Seq(parts):
             return "".join(map(_expression, parts))
         case Alt(parts):
-            found = _choice([_expression(part) for part in parts if part != EMPTY])
-            return f"(?:{found})?" if EMPTY in parts else found
+            return _choice([_expression(part) for part in parts])
         case Repeat(part, least, most):
             count = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
             return f"(?:{_expression(part)}){count}"

@@ -16,7 +16,7 @@ INTEGER = alt(Literal("0"), seq(repeat(MINUS, 0, 1), chars((0x31, 0x39)), DIGITS
 EXPONENT = repeat(seq(one_of("eE"), repeat(one_of("+-"), 0, 1), DIGIT, DIGITS), 0, 1)
 NUMBER = seq(repeat(MINUS, 0, 1), WHOLE, FRACTION, EXPONENT)
 MAX_DIGITS = 100  # of a bound
-MAX_STEP = 1000  # of multipleOf: a rule for each remainder
+MAX_STEP = 128  # of multipleOf: a rule for each remainder
 MAX_MULTIPLES = 2000
 
 
