@@ -237,8 +237,12 @@ class Rules:
     def _useful(self) -> set[str]:
         """The rules that something finite matches."""
         useful: set[str] = set()
-        while found := {name for name, rule in self.rules.items() if name not in useful and _ends(rule.body, useful)}:
-            useful |= found
+        before = -1
+        while len(useful) > before:
+            before = len(useful)
+            for name, rule in self.rules.items():  # most refer to earlier ones, so this goes over them twice or so
+                if name not in useful and _ends(rule.body, useful):
+                    useful.add(name)
         return useful
 
 
