@@ -20,7 +20,7 @@ RULES = [
     'root ::= "a"',
     'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"',
     'root ::= "Token(3)" [Token(] # Token(4)\n',
-    'root ::= Regex("[a-c]{2}") | TagDispatch(("<x>", x))\nx ::= "y"',
+    'root ::= [a-c]{2} | TagDispatch(("<x>", x))\nx ::= "y"',
     'root ::= (yes | no) "."\nyes ::= "yes"\nno ::= "no"',
 ]
 
@@ -92,6 +92,7 @@ def test_formats_inside_of_one_another() -> None:
         (Grammar("ebnf", "root ::= Token(3)"), "Token is not supported"),
         (Grammar("ebnf", "root ::= x\nx ::= ExcludeToken (3)"), "ExcludeToken"),
         (Grammar("ebnf", "root ::= TokenTagDispatch((3, x))\nx ::= [a]"), "TokenTagDispatch"),
+        (Grammar("ebnf", 'root ::= Regex("(?:ab*)?")'), "Regex is not supported"),
         (Grammar("ebnf", "root ::= x\nx[max_chars=3] ::= [a-z]*"), "max_chars"),
         (Grammar("ebnf", 'root[capture="Token"] ::= "a"'), "capture"),
         (Grammar("ebnf", "root ::= [a]" + " " * MAX_CHARACTERS), "characters"),
