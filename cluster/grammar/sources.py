@@ -12,7 +12,7 @@ from cluster.grammar.schema.convert import loaded, object_grammar, schema_gramma
 
 MAX_CHARACTERS = 256_000
 MAX_CHOICES = 10_000
-# What EBNF may not have: tokens by number, automata that xgrammar builds wrongly, options that it does not keep exactly.
+# What EBNF may not have: tokens by number, automata that xgrammar builds wrongly, options that it does not keep to.
 MACROS = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch|Regex)\s*\(")
 OPTIONS = re.compile(r"^\s*[\w.-]+\s*\[(.*?)\]\s*::=", re.MULTILINE)
 QUOTED = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\](?!\s*::=)')
