@@ -152,25 +152,32 @@ class Process:
         return code
 
     def _start(self) -> None:
-        self.end()
-        if self._closed:
-            raise CompilerError("grammars are not compiled any more: the server ends")
-        here = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.grammar.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=os.environ | here,
-        )
         tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
         first = json.dumps({"tokens": tokens, "stops": self._vocabulary.stops}).encode()
-        reply = self._exchange(first, START_S)
-        if reply != READY:
-            why = reply.removeprefix(BROKEN).decode() if reply else "it ended"
+        here = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+        for _ in range(TRIES):
             self.end()
-            raise CompilerError(f"the process that compiles grammars does not start: {why}")
+            if self._closed:
+                raise CompilerError("grammars are not compiled any more: the server ends")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cluster.grammar.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env=os.environ | here,
+            )
+            try:
+                reply = self._exchange(first, START_S)
+            except TimeoutError:
+                reply = BROKEN + b"it does not answer"
+            if reply == READY:
+                return
+            code = self.end()
+            why = f"it ended with {code}" if reply is None else reply.removeprefix(BROKEN).decode()
+            if reply is not None or code not in NOT_ITS_FAULT:
+                break
+        raise CompilerError(f"the process that compiles grammars does not start: {why}")
 
     def _exchange(self, content: bytes, seconds: float) -> bytes | None:
         """Send a frame and wait for one; None if the process ends. Raises TimeoutError."""

@@ -139,14 +139,19 @@ def repeat(part: Node, least: int = 0, most: int | None = None) -> Node:
 
 
 def automaton(node: Node) -> Node:
-    """The same as one automaton, where that is of use and right. The node refers to no rule.
+    """The same as one automaton, where that is of use and right."""
+    return Regular(node) if fits_automaton(node) else node
 
-    xgrammar's automata are wrong for some repetitions inside of others or of branches, as in `(?:ab*)?`, which matches
-    b. In a sequence of parts each of which is repeated or not, and holds no repetition, there is none of these.
+
+def fits_automaton(node: Node) -> bool:
+    """Whether xgrammar makes one automaton of a node that refers to no rule, rightly and with masks made beforehand.
+
+    Its automata are wrong for some repetitions inside of others or of branches, as in `(?:ab*)?`, which matches b. In
+    a sequence of parts each of which is repeated or not, and holds no repetition, there is none of these.
     """
     parts = node.parts if isinstance(node, Seq) else (node,)
     repeated = (part.part if isinstance(part, Repeat) else part for part in parts)
-    return Regular(node) if all(map(_is_simple, repeated)) and states(node) <= MOST_STATES else node
+    return all(map(_is_simple, repeated)) and states(node) <= MOST_STATES
 
 
 def _is_simple(node: Node) -> bool:
@@ -232,8 +237,12 @@ class Rules:
     def _useful(self) -> set[str]:
         """The rules that something finite matches."""
         useful: set[str] = set()
-        while found := {name for name, rule in self.rules.items() if name not in useful and _ends(rule.body, useful)}:
-            useful |= found
+        before = -1
+        while len(useful) > before:
+            before = len(useful)
+            for name, rule in self.rules.items():  # most refer to earlier ones, so this goes over them twice or so
+                if name not in useful and _ends(rule.body, useful):
+                    useful.add(name)
         return useful
 
 

@@ -1,5 +1,6 @@
 """Which tokens a grammar allows next in one request: after what is committed, and after any path that may follow it."""
 
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,23 +23,24 @@ class Matchers:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
 
     def matcher(self, compiled: str, after: Sequence[int] = ()) -> "TextMatcher":
-        """A matcher for one request; `compiled` comes from `Compiler.compile`, for `after` see there.
+        """A matcher for one request; `compiled` comes from `Compiler.compile`; for `after` see `TextMatcher`.
 
         Raises:
             GrammarError: the text is none that this version of xgrammar reads, or is for another vocabulary.
         """
         from xgrammar import CompiledGrammar
 
-        found = self._compiled.pop(compiled, None)
+        key = hashlib.blake2b(compiled.encode()).digest()  # the text itself may have megabytes
+        found = self._compiled.pop(key, None)
         if found is None:
             try:
                 found = CompiledGrammar.deserialize_json(compiled, self._vocabulary.info)
             except RuntimeError as error:
                 raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
-        self._compiled[compiled] = found
+        self._compiled[key] = found
         if len(self._compiled) > CACHED:
             self._compiled.popitem(last=False)
         return TextMatcher(found, self._vocabulary, after)

@@ -12,8 +12,8 @@ from cluster.grammar.schema.convert import loaded, object_grammar, schema_gramma
 
 MAX_CHARACTERS = 256_000
 MAX_CHOICES = 10_000
-# Where a rule of EBNF has more than text: tokens by number, and options that are not honoured or not enforced exactly.
-TOKENS = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch)\s*\(")
+# What EBNF may not have: tokens by number, automata that xgrammar builds wrongly, options that it does not keep to.
+MACROS = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch|Regex)\s*\(")
 OPTIONS = re.compile(r"^\s*[\w.-]+\s*\[(.*?)\]\s*::=", re.MULTILINE)
 QUOTED = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\](?!\s*::=)')
 # The formats of a structural tag that are text, and their fields.
@@ -67,8 +67,8 @@ def _choice(text: str) -> str:
 
 def _ebnf(text: str) -> str:
     bare = QUOTED.sub('""', text)
-    if found := TOKENS.search(bare):
-        raise GrammarError(f"{found[1]} is not supported: a grammar describes text, not tokens")
+    if found := MACROS.search(bare):
+        raise GrammarError(f"{found[1]} is not supported; write rules of text instead")
     if found := OPTIONS.search(bare):
         raise GrammarError(f"the rule option {found[1][:40]!r} is not supported; leave it out")
     return text

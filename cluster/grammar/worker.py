@@ -31,7 +31,7 @@ SHOWN = 300  # characters of xgrammar's reason
 WALKS = 2
 WALK_TOKENS = 48
 SLOW_TOKEN_S = 0.05  # processor time of a token, on average over a walk
-WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: |^Check failed: \(.*?\) is false: ")
 
 
 class Worker:
@@ -72,7 +72,7 @@ class Worker:
 
 def shortened(reason: str) -> str:
     """A reason of xgrammar's without the place in its code, on one line, cut short."""
-    line = " ".join(WHERE.sub("", reason.strip()).split())
+    line = " ".join(WHERE.sub("", WHERE.sub("", reason.strip())).split())
     return line if len(line) <= SHOWN else line[: SHOWN - 3] + "..."
 
 

@@ -7,23 +7,23 @@ from typing import Any
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.ebnf import (
     LAST,
-    MOST_STATES,
+    NOTHING,
     Alt,
     Chars,
     Literal,
     Node,
+    Regular,
     Repeat,
     Rules,
     Seq,
     alt,
-    automaton,
     both,
     chars,
+    fits_automaton,
     minus,
     one_of,
     repeat,
     seq,
-    states,
 )
 from cluster.grammar.regex import lengths, parse
 from cluster.grammar.schema.formats import FORMATS
@@ -35,15 +35,16 @@ TO_ESCAPE = chars((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 ALL = chars((0, LAST))
 PLAIN = minus(ALL, TO_ESCAPE)
 SHORT = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-ESCAPE = seq(Literal("\\"), alt(one_of('"\\/bfnrt'), seq(Literal("u"), repeat(HEX, 4, 4))))  # any that JSON has
+ESCAPE = seq(Literal("\\"), alt(one_of('"\\/bfnrt'), seq(Literal("u"), HEX, HEX, HEX, HEX)))  # any that JSON has
 QUOTE = Literal('"')
 AFTER = seq(SPACES, one_of(",}]:"))  # what follows a value inside of another
+FEW = 8
 COMMA = seq(SPACES, Literal(","), SPACES)
 
 
 def any_string(rules: Rules) -> Node:
     """Any JSON string."""
-    return rules.add(automaton(seq(QUOTE, repeat(alt(PLAIN, ESCAPE)), QUOTE)), before=AFTER)
+    return rules.add(Regular(seq(QUOTE, repeat(alt(PLAIN, ESCAPE)), QUOTE)), before=AFTER)
 
 
 def string(rules: Rules, schema: dict[str, Any]) -> Node:
@@ -86,26 +87,31 @@ def quoted(rules: Rules, inside: Node) -> Node:
     """What is inside, as JSON writes it, between quotes. Quotes belong to the automaton: what a token brings beyond the
     end of one must be looked into for each mask.
     """
-    small = states(inside) <= MOST_STATES
-    return rules.add(automaton(seq(QUOTE, _in_json(inside, small), QUOTE)), before=AFTER)
+    if fits_automaton(inside):
+        return rules.add(Regular(seq(QUOTE, _in_json(inside, counted=True), QUOTE)), before=AFTER)
+    return rules.add(seq(QUOTE, _in_json(inside, counted=False), QUOTE), before=AFTER)
 
 
-def _in_json(node: Node, escaped: bool) -> Node:
+def _in_json(node: Node, counted: bool) -> Node:
     """How JSON writes, between quotes, what the node matches: escaped is only what must be.
 
-    Without `escaped` what would be is left out where many characters are counted: xgrammar is too slow with both.
+    Without `counted` nothing is that would be counted beyond `FEW`: xgrammar is too slow with both.
     """
     match node:
         case Chars():
             return alt(minus(node, TO_ESCAPE), _escapes(both(node, TO_ESCAPE)))
-        case Repeat(Chars() as part, least, most) if not escaped and minus(part, TO_ESCAPE).ranges:
-            return repeat(minus(part, TO_ESCAPE), least, most)
+        case Repeat(Chars() as part, least, most) if not counted:
+            plain, escapes = minus(part, TO_ESCAPE), _escapes(both(part, TO_ESCAPE))
+            one = plain if plain.ranges and max(least, most or 0) > FEW else alt(plain, escapes)
+            if most is not None or escapes == NOTHING:
+                return repeat(one, least, most)
+            return seq(repeat(one, least, least), repeat(plain), repeat(seq(escapes, repeat(plain))))
         case Repeat(part, least, most):
-            return repeat(_in_json(part, escaped), least, most)
+            return repeat(_in_json(part, counted), least, most)
         case Seq(parts):
-            return seq(*(_in_json(part, escaped) for part in parts))
+            return seq(*(_in_json(part, counted) for part in parts))
         case Alt(parts):
-            return alt(*(_in_json(part, escaped) for part in parts))
+            return alt(*(_in_json(part, counted) for part in parts))
         case Literal(text):
             return Literal(literal(text).text[1:-1])
         case _:
@@ -115,12 +121,11 @@ def _in_json(node: Node, escaped: bool) -> Node:
 def _escapes(characters: Chars) -> Node:
     codes = [code for low, high in characters.ranges for code in range(low, high + 1)]
     short = "".join(SHORT[chr(code)] for code in codes if chr(code) in SHORT)
-    long = [
-        (f"\\u00{ten:x}", one_of("".join(f"{code % 16:x}" for code in codes if code >> 4 == ten))) for ten in (0, 1)
-    ]
+    longer = [f"{code:02x}" for code in codes if chr(code) not in SHORT]
+    long = ((ten, "".join(digits[1] for digits in longer if digits[0] == ten)) for ten in "01")
     return alt(
-        seq(Literal("\\"), one_of(short)) if short else Chars(()),
-        *(seq(Literal(start), last) for start, last in long if last.ranges),
+        seq(Literal("\\"), one_of(short)) if short else NOTHING,
+        *(seq(Literal(f"\\u00{ten}"), one_of(last)) for ten, last in long if last),
     )
 
 

@@ -1,5 +1,7 @@
 """Expressions mean what Python's `re.fullmatch` says, or are refused by name."""
 
+import itertools
+import json
 import random
 import re
 
@@ -125,3 +127,35 @@ def test_lengths_of_what_matches() -> None:
     assert lengths(parse("a+")) == (1, None)
     assert lengths(parse("(|ab)*")) == (0, None)
     assert lengths(parse("")) == (0, 0)
+
+
+def made_up(chance: random.Random, depth: int) -> str:
+    kind = chance.random()
+    if not depth or kind < 0.25:
+        return chance.choice(["a", "b", "c", "[ab]", "[^a]", "é", ".", "ab", '"', "\\\\"])
+    if kind < 0.5:
+        return "".join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))
+    if kind < 0.7:
+        return (
+            "(?:"
+            + "|".join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))
+            + chance.choice(["", "|"])
+            + ")"
+        )
+    counts = ["?", "*", "+", "{2}", "{0,2}", "{1,3}", "{2,}", "{0,1}", "{1,}"]
+    return f"(?:{made_up(chance, depth - 1)}){chance.choice(counts)}"
+
+
+SHORT = ["".join(text) for size in range(4) for text in itertools.product('abcé"\\', repeat=size)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_made_up_expressions_mean_what_python_says(seed: int) -> None:
+    """xgrammar's own automata do not: `(?:ab*)?` matches b there."""
+    expression = made_up(random.Random(seed), 3)
+    for text in SHORT:
+        matches = bool(re.fullmatch(expression, text))
+        assert bytewise().accepts(Grammar("regex", expression), text) == matches, (expression, text)
+        schema = Grammar("json_schema", json.dumps({"type": "string", "pattern": expression}))
+        written = json.dumps(text, ensure_ascii=False)
+        assert bytewise().accepts(schema, written) == matches, (expression, text)
