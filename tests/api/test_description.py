@@ -27,6 +27,8 @@ BEYOND_A_SCHEMA = {
     "a stop that is not text",
     "stop token outside the vocabulary",
     "logit_bias beyond the vocabulary",
+    "response_format of another kind",
+    "two grammars",
     "min_tokens beyond max_tokens",
     "top_logprobs without logprobs",
     "two different dp ranks",

@@ -36,12 +36,15 @@ def check_model(model: ModelInfo, asked: str | None) -> None:
 
 
 class StreamOptions(Strict):
-    """`continuous_usage_stats` puts the usage so far into every chunk."""
+    """`continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` is taken and does nothing:
+    it adds noise to hide how long chunks are, of which the tokens of a step tell more.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class GenerationFields(AdjustingFields):
@@ -66,10 +69,10 @@ class GenerationFields(AdjustingFields):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0.0, le=MAX_TEMPERATURE)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=-1, lt=2**63)
     stop: Annotated[list[Text], FailFast(), BeforeValidator(list_of_stops, json_schema_input_type=Stops)] = Field(
         default_factory=list
     )
@@ -160,9 +163,9 @@ class GenerationFields(AdjustingFields):
             message = f"min_tokens: must be at most max_tokens ({wanted}), got {self.min_tokens}"
             raise ApiError(message, param="min_tokens", code="invalid_value")
         return SamplingParams(
-            temperature=0.0 if self.temperature < GREEDY_BELOW else self.temperature,
+            temperature=0.0 if self.temperature < GREEDY_BELOW or self.top_p == 0 else self.temperature,
             top_k=0 if self.top_k < 0 or self.top_k >= model.vocab_size else self.top_k,
-            top_p=self.top_p,
+            top_p=self.top_p or 1.0,
             min_p=self.min_p,
             max_tokens=wanted,
             stop=tuple(dict.fromkeys(self.stop)),
@@ -174,9 +177,10 @@ class GenerationFields(AdjustingFields):
     def seed_of(self, sample: int) -> int | None:
         """The seed of sample i of a prompt: the request's own for the first, one derived from it for the others.
 
-        None without a seed: the router draws one for each sequence that it admits, from the server's `random_seed`.
+        None without a seed, or with -1: the router draws one for each sequence that it admits, from the server's
+        `random_seed`.
         """
-        if self.seed is None:
+        if self.seed is None or self.seed < 0:
             return None
         if sample == 0:
             return self.seed
