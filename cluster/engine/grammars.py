@@ -21,4 +21,6 @@ class LateMatchers:
 
     @cached_property
     def _matchers(self) -> Matchers:
-        return Matchers(Vocabulary.of(TextTokenizer.load(self._path), self._vocab_size, self._ends))
+        tokenizer = TextTokenizer.load(self._path)
+        vocabulary = Vocabulary.of(tokenizer, self._vocab_size, self._ends)
+        return Matchers(vocabulary, lambda text: tokenizer.encode(text, add_special_tokens=False))

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from cluster.grammar.vocabulary import WORD_BITS, Row, Vocabulary
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
+Encode = Callable[[str], list[int]]
 CACHED = 64  # compiled grammars that are kept as xgrammar reads them
 SLOW_S = 1.0  # processor time of one call; a grammar that needs more is ambiguous beyond use
 
@@ -21,8 +22,11 @@ SLOW_S = 1.0  # processor time of one call; a grammar that needs more is ambiguo
 class Matchers:
     """Makes the matchers of one vocabulary; requests with the same grammar share it."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
+        """`encode` is how the tokenizer writes a text; without it, or where it writes another one, the longest tokens
+        are taken one after the other.
+        """
+        self._vocabulary, self._encode = vocabulary, encode
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
 
     def matcher(self, compiled: str, after: Sequence[int] = ()) -> "TextMatcher":
@@ -43,7 +47,12 @@ class Matchers:
         self._compiled[key] = found
         if len(self._compiled) > CACHED:
             self._compiled.popitem(last=False)
-        return TextMatcher(found, self._vocabulary, after)
+        return TextMatcher(found, self._vocabulary, self._spelled, after)
+
+    def _spelled(self, text: str) -> list[int]:
+        tokens = [] if self._encode is None or not text else self._encode(text)
+        written = b"".join(self._vocabulary.tokens[token] for token in tokens)
+        return tokens if written == text.encode() else self._vocabulary.longest(text.encode())
 
 
 class TextMatcher:
@@ -54,10 +63,12 @@ class TextMatcher:
     nothing, and is cheapest if it shares its beginning with the path before. For one thread at a time.
     """
 
-    def __init__(self, compiled: "CompiledGrammar", vocabulary: Vocabulary, after: Sequence[int] = ()) -> None:
+    def __init__(
+        self, compiled: "CompiledGrammar", vocabulary: Vocabulary, spell: Encode, after: Sequence[int]
+    ) -> None:
         from xgrammar import GrammarMatcher
 
-        self._matcher = GrammarMatcher(compiled)
+        self._matcher, self._spell = GrammarMatcher(compiled), spell
         self._vocabulary = vocabulary
         self._stops = frozenset(vocabulary.stops)
         self._after = tuple(after)
@@ -121,9 +132,13 @@ class TextMatcher:
         self._check_time(began)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """The tokens, at most `most`, that must follow committed tokens and `path` because no other is allowed."""
-        found: list[int] = []
+        """The tokens, at most `most`, that most likely follow committed tokens and `path` because no other text is
+        allowed: that text as the tokenizer writes it, and at its end tokens of which no other is allowed.
+        """
         rest = self._constrained(path)
+        if rest is None or not self._goes_on(rest):
+            return []
+        found = self._spell(self._matcher.find_jump_forward_string())[:most]
         while rest is not None and len(found) < most and self._goes_on([*rest, *found]):
             self.fill([*path, *found], self._row)
             words = np.flatnonzero(self._row)

@@ -60,6 +60,28 @@ class Vocabulary:
         stops = list(self.stops)
         return TokenizerInfo(list(self.tokens), VocabType.RAW, vocab_size=len(self.tokens), stop_token_ids=stops)
 
+    def longest(self, text: bytes) -> list[int]:
+        """A text as tokens, each the longest one that fits; it ends where none does."""
+        found: list[int] = []
+        at = 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((size for size in sizes if text[at : at + size] in self._ids), 0)
+            if not size:
+                break
+            found.append(self._ids[text[at : at + size]])
+            at += size
+        return found
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """The first token that writes each text."""
+        return {text: token for token, text in reversed([*enumerate(self.tokens)]) if text}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
     @cached_property
     def stop_row(self) -> Row:
         """A mask that allows `stops` and nothing else."""

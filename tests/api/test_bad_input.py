@@ -172,7 +172,12 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "min_tokens beyond max_tokens": (COMPLETE, {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most max_tokens"),
     "tools": (CHAT, {"tools": [{"type": "function"}]}, "tools", "not supported"),
     "tool_choice": (CHAT, {"tool_choice": "required"}, "tool_choice", "'required' is not supported"),
-    "response_format of another kind": (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "must be one"),
+    "response_format of another kind": (
+        CHAT,
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        "must be one",
+    ),
     "two grammars": (COMPLETE, {"regex": "a", "guided_choice": ["b"]}, "regex", "send one of them"),
     "echo": (COMPLETE, {"echo": True}, "echo", "leave it out or send False"),
     "suffix": (COMPLETE, {"suffix": "end"}, "suffix", "not supported"),
