@@ -12,7 +12,7 @@ from cluster.grammar.schema.keywords import Schema, finite, is_closed, size, spe
 from cluster.grammar.schema.strings import COMMA, PLAIN, SPACES, any_string, literal, quoted, string
 
 MAX_STATES = 10_000
-COLON = seq(SPACES, Literal(":"), SPACES)
+COLON = seq(Literal(":"), alt(EMPTY, Literal(" ")))
 NAMED_BY = frozenset({"type", "pattern", "minLength", "maxLength", "format", "enum", "const"})
 
 

@@ -29,7 +29,9 @@ from cluster.grammar.regex import lengths, parse
 from cluster.grammar.schema.formats import FORMATS
 from cluster.grammar.schema.keywords import size
 
-SPACES = Repeat(one_of(" \n\t"), 0, None)
+INDENT = 16
+# None, one, or a new line and an indent: what writers of JSON use, and nothing that a model could go on with forever.
+SPACES = alt(Literal(""), Literal(" "), seq(Literal("\n"), repeat(one_of(" \t"), 0, INDENT)))
 HEX = chars((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
 TO_ESCAPE = chars((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 ALL = chars((0, LAST))
@@ -39,7 +41,7 @@ ESCAPE = seq(Literal("\\"), alt(one_of('"\\/bfnrt'), seq(Literal("u"), HEX, HEX,
 QUOTE = Literal('"')
 AFTER = seq(SPACES, one_of(",}]:"))  # what follows a value inside of another
 FEW = 8
-COMMA = seq(SPACES, Literal(","), SPACES)
+COMMA = seq(Literal(","), SPACES)
 
 
 def any_string(rules: Rules) -> Node:

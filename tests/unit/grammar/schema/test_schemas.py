@@ -72,10 +72,26 @@ def test_outputs_are_valid(name: str) -> None:
 def test_a_valid_value_is_accepted(name: str) -> None:
     schema, value = SAMPLES[name]
     Draft202012Validator(schema, format_checker=CHECKS).validate(value)
-    for separators in ((", ", ": "), (" ,\n", ":\t")):
-        text = json.dumps(value, ensure_ascii=False, separators=separators)
-        if separators == (", ", ": ") or not {"enum", "const"} & (schema.keys() if isinstance(schema, dict) else set()):
-            assert demo().accepts(grammar(schema), text), text
+    written = [json.dumps(value, ensure_ascii=False)]
+    if not {"enum", "const"} & (schema.keys() if isinstance(schema, dict) else set()):
+        written.append(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+        written += [json.dumps(value, ensure_ascii=False, indent=indent) for indent in (2, "\t")]
+    for text in written:
+        assert demo().accepts(grammar(schema), text), text
+
+
+def test_spaces_that_a_model_could_go_on_with_have_an_end() -> None:
+    held = grammar({"type": "object"})
+    assert demo().accepts(held, '{\n  "a": 1\n}')
+    for text in (
+        '{\n\n"a": 1}',
+        '{  "a": 1}',
+        '{"a" : 1}',
+        '{"a":  1}',
+        '{"a": 1 , "b": 2}',
+        "{\n" + " " * 17 + '"a": 1}',
+    ):
+        assert not demo().accepts(held, text), text
 
 
 @pytest.mark.parametrize("name", SAMPLES)
