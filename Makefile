@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 # Compiling all at installation takes a minute; importing once compiles what is used, also where
 # PYTHONDONTWRITEBYTECODE is set: without bytecode every process compiles torch anew, and starts take twice as long.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
-USED := ray.serve, ray.dashboard.agent, torch, transformers, cluster.cli, cluster.api.app, cluster.actors.shard
+USED := ray.serve, ray.dashboard.agent, torch, transformers, xgrammar, cluster.cli, cluster.api.app, cluster.actors.shard
 TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))

@@ -12,12 +12,20 @@ from torch import Tensor
 
 class Mode(IntFlag):
     """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
-    filter, `LOGPROBS` the target's log-probabilities are asked for.
+    filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans,
+    `CONSTRAINED` one has a grammar.
     """
 
     NOISY = 1
     FILTERED = 2
     LOGPROBS = 4
+    ADJUSTED = 8
+    CONSTRAINED = 16
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change before tokens are drawn."""
+        return bool(self & (Mode.ADJUSTED | Mode.CONSTRAINED))
 
 
 class PromptChunk(NamedTuple):
@@ -44,6 +52,34 @@ class Sampling(NamedTuple):
     seed: int
 
 
+class Adjusting(NamedTuple):
+    """How the logits of the request in table row `row` are adjusted; see `Adjustments`.
+
+    It has `tokens` so far, of which the first `prompt_len` are its prompt, and needs `missing` more before one of the
+    tokens `late` may come.
+    """
+
+    row: int
+    presence: float
+    frequency: float
+    repetition: float
+    missing: int
+    prompt_len: int
+    tokens: tuple[int, ...]
+    late: tuple[int, ...]
+    bias: tuple[tuple[int, float], ...]
+    allowed: tuple[int, ...] | None
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+class Constraint(NamedTuple):
+    """The request in table row `row` follows a compiled `grammar`; `tokens` were generated so far."""
+
+    row: int
+    grammar: str
+    tokens: tuple[int, ...]
+
+
 class PageWrite(NamedTuple):
     """Page `page` became entry `entry` of table row `row`; entry -1: the row was cleared."""
 
@@ -64,7 +100,8 @@ class Order(NamedTuple):
     """What a rank is to run in one step: `decodes` are (table row, most tokens committed), `chunks` in order of length.
 
     How many tokens of a row are committed is the device's to know; the host knows a bound. Before the step, `lens`
-    (table row, tokens committed), `samplings` and `writes` are applied to the tables, then `copies` to the pools.
+    (table row, tokens committed), `samplings`, `adjustings`, `constraints` (a row in `samplings` alone has none)
+    and `writes` are applied to the tables, then `copies` to the pools.
     `mode` is what its own requests need; a step runs in the mode of its plan. Padding to a plan adds `idle_finals`
     ends of prompts, all at the first prompt row, which then is idle, and has room for `chunk_places` chunks.
     """
@@ -73,6 +110,8 @@ class Order(NamedTuple):
     chunks: tuple[PromptChunk, ...] = ()
     lens: tuple[tuple[int, int], ...] = ()
     samplings: tuple[Sampling, ...] = ()
+    adjustings: tuple[Adjusting, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
     writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     mode: Mode = Mode(0)
@@ -82,11 +121,12 @@ class Order(NamedTuple):
 
 class HostBounds(NamedTuple):
     """What the host knows of a step before it runs: no request has more than `longest` tokens committed, and prompt
-    chunks, in order of length, have rows `(start, stop - 1)`.
+    chunks, in order of length, have rows `(start, stop - 1)`; windows have `forced` more slots than others.
     """
 
     longest: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
+    forced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +220,7 @@ class Batch:
 
     `rows` `[B]` index the request tables: the R decoding requests, `decode_rows` `[R]`, then the F whose prompt
     finishes; `sampling` is theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position
-    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `logprobs` asks for the target's
-    log-probabilities.
+    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `mode` is what the step does.
     """
 
     rows: Tensor
@@ -190,7 +229,7 @@ class Batch:
     window: Tensor
     sampling: SamplingBatch
     prompt: PromptRows
-    logprobs: bool
+    mode: Mode
 
     @property
     def decodes(self) -> int:

@@ -6,6 +6,9 @@ So `aerie generate` never imports Ray and `aerie serve` never imports the traine
 
 import argparse
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +16,10 @@ from cluster import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("cluster.tools.generate", "generate text with the engine alone, without Ray"),
+    "chat": ("cluster.tools.chat", "talk to a model, here or behind a server, and see what each step accepted"),
     "serve": ("cluster.api.launch.serve", "serve a model over REST on a local or running Ray cluster"),
+    "keys": ("cluster.api.launch.keys", "make, list and remove the API keys of a server"),
+    "status": ("cluster.tools.status", "watch a server: its ranks, speed, speculation, queue and restarts"),
     "inspect": ("cluster.tools.inspect", "say what a checkpoint is and whether it can be served, from its headers"),
     "export-draft": ("cluster.tools.export_draft", "write an EAGLE-3 draft in another tool's format"),
     "probe-draft": ("cluster.tools.probe_draft", "measure which interpretation of a draft is accepted most"),
@@ -23,11 +29,27 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("cluster.bench.cases.demo", "serve the demo pair, stream eight prompts, show what speculation gained"),
 }
 BAD_INPUT = 2
+READER_LEFT = 128 + signal.SIGPIPE  # what a shell shows for a program that `| head` has cut short
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; a setting or value that cannot be honoured is reported on stderr, with exit code 2."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one subcommand; a setting or value that cannot be honoured is reported on stderr, with exit code 2.
+
+    A reader of stdout that leaves early, as `head` does, ends the command quietly.
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            print(end="", flush=True)  # here and not at the interpreter's end, where a failure would be a traceback
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return READER_LEFT
+
+
+def _run(words: list[str]) -> int:
     chosen = next((word for word in words if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(prog="aerie", description="LLM serving on Ray with EAGLE tree speculation.")
     parser.add_argument("--version", action="version", version=f"aerie {__version__}")
@@ -47,7 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"aerie {args.command}: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+
+
+def _reader_left() -> bool:
+    """Whether it is stdout that nobody reads; what is still to be written there is dropped then."""
+    out = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(out, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    return True
 
 
 if __name__ == "__main__":

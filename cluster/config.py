@@ -269,19 +269,41 @@ class EngineConfig(Settings):
         return self
 
 
+FORCED = 8  # nodes that grammars may add to a drafted tree, and levels
+
+
 class TreeShape(BaseModel):
-    """S, K and N of one step: depth, children per node, nodes (root included). N = 1: no speculation."""
+    """S, K and N of one step: depth, children per node, nodes (root included). N = 1: no speculation.
+
+    The last `forced` of the nodes and levels are not drafted: there is room for what a grammar forces.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     num_steps: int
     topk: int
     num_draft_tokens: int
+    forced: int = 0
+
+    @property
+    def drafted(self) -> "TreeShape":
+        """What of it the draft makes."""
+        return self._longer(-self.forced)
+
+    def forcing(self) -> "TreeShape":
+        """The same with room for what grammars force; plain decoding stays as it is."""
+        return self._longer(FORCED) if self.num_steps and not self.forced else self
+
+    def _longer(self, more: int) -> "TreeShape":
+        if not more:
+            return self
+        steps, nodes = self.num_steps + more, self.num_draft_tokens + more
+        return TreeShape(num_steps=steps, topk=self.topk, num_draft_tokens=nodes, forced=self.forced + more)
 
     @property
     def window(self) -> int:
         """W: KV slots beyond the committed ones that a step may write, per request."""
-        return max(self.num_draft_tokens, self.topk * (self.num_steps - 1), self.num_steps + 1)
+        return max(self.num_draft_tokens, self.topk * (self.drafted.num_steps - 1), self.num_steps + 1)
 
 
 def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:

@@ -27,7 +27,7 @@ PHASES = ("schedule", "agree", "draft", "target", "extend", "replay", "commit")
 PAGE_STATES = ("free", "used", "cached")
 LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
 # the usual statuses of routes; a series for any other appears with its first response
-STATUSES = (200, 400, 404, 408, 413, 415, 499, 500, 503)
+STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 499, 500, 503)
 
 
 def _version(package: str) -> str:

@@ -5,6 +5,7 @@ no tensors, no tokenizers, no Ray.
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,13 +15,55 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them over
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Changes to a request's logits before its tokens are drawn, as vLLM has them.
+
+    `bias` (token, number) is added first. `repetition_penalty` divides positive logits of tokens that occur in prompt
+    or output and multiplies negative ones; `frequency_penalty` is subtracted for every time that a token was generated,
+    `presence_penalty` once. Of `allowed_token_ids` one has to come; of `bad_words_token_ids` none comes in a row, even
+    if it begins in the prompt. Before `min_tokens` tokens no stop token and no EOS comes, and no stop string counts.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their documented range, naming the field."""
+        checks = (
+            (abs(self.presence_penalty) <= 2.0, "presence_penalty", "lie in [-2, 2]"),
+            (abs(self.frequency_penalty) <= 2.0, "frequency_penalty", "lie in [-2, 2]"),
+            (0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "lie in (0, 100]"),
+            (all(abs(number) <= 100.0 for _, number in self.bias), "bias", "have numbers in [-100, 100]"),
+            (self.allowed_token_ids != (), "allowed_token_ids", "hold a token"),
+            (all(self.bad_words_token_ids), "bad_words_token_ids", "hold no empty word"),
+            (self.min_tokens >= 0, "min_tokens", "be at least 0"),
+        )
+        for ok, name, remedy in checks:
+            if not ok:
+                raise ValueError(f"{name} must {remedy}, got {getattr(self, name)!r}")
+
+    def token_ids(self) -> Iterator[int]:
+        """Every token that is named."""
+        yield from (token for token, _ in self.bias)
+        yield from self.allowed_token_ids or ()
+        for word in self.bad_words_token_ids:
+            yield from word
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request wants its tokens chosen and when it ends.
 
     `temperature` 0, or below `GREEDY_BELOW`, is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch a filter off;
     the filters apply to the tempered distribution in the order top_k, top_p, min_p. `logprobs` is None for none, else
     how many top alternatives to report beside each chosen token (0 to 20); they are log-softmax of the target's raw
-    logits.
+    logits. `adjustments` is None for a request that has none. `grammar` is a compiled grammar (`cluster.grammar`) that
+    the output follows.
     """
 
     temperature: float = 1.0
@@ -33,6 +76,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    adjustments: Adjustments | None = None
+    grammar: str | None = None
 
     @property
     def greedy(self) -> bool:
@@ -62,7 +107,8 @@ class Request:
 
     `resumed_tokens` counts tokens at the end of `prompt_token_ids` that a client has already been sent: they are part
     of the output (stop strings, max_tokens and seeds treat them as generated) but are not sent again.
-    `routed_dp_rank` pins the request to one data-parallel rank; None leaves the choice to the router.
+    `routed_dp_rank` pins the request to one data-parallel rank; None leaves the choice to the router. Only requests of
+    the same `cache_salt` share computed prefixes; 0 is that of requests without one.
     """
 
     request_id: str
@@ -70,6 +116,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     resumed_tokens: int = 0
     routed_dp_rank: int | None = None
+    cache_salt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

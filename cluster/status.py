@@ -74,6 +74,7 @@ class RankInfo:
     device: str
     context_length: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     attention_backend: str
     steps_ahead: int
     captured: CaptureInfo | None

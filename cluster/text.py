@@ -73,6 +73,11 @@ class TextTokenizer:
             raise ConfigError(f"{file} is not a tokenizer this version can read: {error}") from error
 
     @property
+    def byte_wise(self) -> bool:
+        """Whether a text is the bytes of its tokens, one after the other; `token_text` has them."""
+        return self._byte_level or self._spaced
+
+    @property
     def library(self) -> Tokenizer:
         """The tokenizer itself."""
         return self._tokenizer
@@ -237,6 +242,10 @@ class StopFinder:
                 self._matched[which] = matched
         return None
 
+    def skip(self, piece: str) -> None:
+        """Pass over text in which no stop string counts."""
+        self._fed += len(piece)
+
     @property
     def held(self) -> int:
         """How many of the last characters fed may be the beginning of a stop string."""
@@ -265,7 +274,10 @@ class StoppedText:
         prompt_token_ids: Sequence[int],
         stops: Sequence[str] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """In the text of the first `min_tokens` tokens no stop string counts."""
+        self._skipped = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._finder = StopFinder(stops)
         self._include_stop = include_stop
@@ -275,15 +287,21 @@ class StoppedText:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens make safe to show; empty after a stop string."""
-        return "" if self.hit else self._release(self._detokenizer.push(token_ids), last=False)
+        if self.hit:
+            return ""
+        ids = list(token_ids)
+        early, self._skipped = ids[: self._skipped], max(0, self._skipped - len(ids))
+        skipped = self._detokenizer.push(early) if early else ""
+        self._finder.skip(skipped)
+        return self._release(skipped, self._detokenizer.push(ids[len(early) :]), last=False)
 
     def finish(self) -> str:
         """The rest, held back until now because a stop string might have begun there."""
-        return "" if self.hit else self._release(self._detokenizer.finish(), last=True)
+        return "" if self.hit else self._release("", self._detokenizer.finish(), last=True)
 
-    def _release(self, piece: str, last: bool) -> str:
+    def _release(self, skipped: str, piece: str, last: bool) -> str:
         self.hit = self._finder.find(piece)
-        text = self._waiting + piece
+        text = self._waiting + skipped + piece
         if self.hit:
             ready = (self.hit.end if self._include_stop else self.hit.start) - self.sent
         else:

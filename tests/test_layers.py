@@ -35,6 +35,7 @@ GROUND = (
 )
 LAYERS = (
     "ground",
+    "grammar",
     "arch",
     "kernels",
     "kv",
@@ -67,6 +68,7 @@ LATE_IMPORTS = {
     "cluster/cli.py": "a subcommand is imported only when it is chosen",
     "cluster/actors/shard.py": "the replica names the engine's factory, so that tests can put in another",
     "cluster/tools/inspect.py": "torch is imported only where more than a summary is asked for",
+    "cluster/tools/chat.py": "torch is imported only where the engine runs in this process",
     "cluster/api/app.py": "a replica imports its REST side while its shards start",
     "cluster/api/launch/serve.py": "Ray starts while the application is imported",
 }
@@ -231,7 +233,7 @@ def test_the_engine_imports_without_ray() -> None:
     assert (PACKAGE / "engine" / "build.py").exists(), "cluster/engine/build.py does not exist"
     code = (
         "import sys, cluster.engine\n"
-        "found = sorted(m for m in sys.modules if m.split('.')[0] in {'ray', 'fastapi', 'starlette'})\n"
+        "found = sorted(m for m in sys.modules if m.split('.')[0] in {'ray', 'fastapi', 'starlette', 'xgrammar'})\n"
         "sys.exit(f'import cluster.engine pulled in {found[:5]}' if found else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -52,7 +52,7 @@ class RankLoad:
 class _Open:
     """One request on its rank. `queued` counts prompt tokens still to compute, `new` the tokens generated, `expected`
     how many are likely and `most` how many are allowed; `work` was estimated after `steps` steps, and `since` more were
-    taken. `arrived` is the prompt as it first came, `tokens` as it was submitted to this rank.
+    taken. `arrived` is the prompt as it first came, `tokens` as it was submitted to this rank; its pages are of `salt`.
     """
 
     rank: int
@@ -66,6 +66,7 @@ class _Open:
     steps: int = 0
     since: int = 0
     work: Work = ()
+    salt: int = 0
 
 
 @dataclass(slots=True)
@@ -135,9 +136,10 @@ class Balancer:
         earlier = self._open.get(request.request_id)
         arrived = tokens if earlier is None else earlier.arrived
         self.ended(request.request_id)
-        chain = chain_of(tokens, self.page_size)
+        salt = request.cache_salt
+        chain = chain_of(tokens, self.page_size, salt)
         most = max(1, request.params.max_tokens - request.resumed_tokens)
-        opened = _Open(0, arrived, tokens, chain, 0, min(max(1.0, expected_new), most), most)
+        opened = _Open(0, arrived, tokens, chain, 0, min(max(1.0, expected_new), most), most, salt=salt)
         opened.work = self._work_of(opened)
         queued = [len(tokens) - self.page_size * rank.index.held(chain) for rank in self._ranks]
         opened.rank = self._best(opened, queued) if pinned is None else pinned
@@ -188,7 +190,8 @@ class Balancer:
             return
         self._count(opened, -1)
         if not opened.queued:
-            chain = chain_of((*opened.arrived, *token_ids), self.page_size) if token_ids else opened.chain
+            whole = (*opened.arrived, *token_ids)
+            chain = chain_of(whole, self.page_size, opened.salt) if token_ids else opened.chain
             self._ranks[opened.rank].index.add(chain)
 
     def restarted(self, kv_pages: int) -> None:

@@ -159,7 +159,8 @@ class Gang:
     def history(self) -> GangHistory:
         """What was decided before the start, and the lives and losses since."""
         start_s, patience_s = round(self._start_s, 1), round(self.patience_s, 1)
-        return GangHistory(self.spec.decided, start_s, patience_s, self.epoch, tuple(self.losses[-LOSSES_SHOWN:]))
+        latest = tuple(self.losses[-LOSSES_SHOWN:])
+        return GangHistory(self.spec.decided, start_s, patience_s, self.epoch, latest, self.spec.name)
 
     def _verdict(self, life: Life) -> Verdict | None:
         return judge(life.signs(), self.spec.config.watchdog_timeout_s)

@@ -113,7 +113,7 @@ class GangHistory:
     """The lives of a gang: how long its first start took, how long a restart may take, and why lives ended.
 
     `epoch` counts the lives before this one, `restarts` are the latest losses. `decided` holds what was settled before
-    the start and how, by name.
+    the start and how, by name; `gang` is the gang's own name, which tells it from those of other replicas.
     """
 
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -121,6 +121,7 @@ class GangHistory:
     restart_timeout_s: float = 0.0
     epoch: int = 0
     restarts: tuple[Loss, ...] = ()
+    gang: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 
-def chain_of(tokens: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """One hash per reusable page of `tokens`, over the prefix that it ends; a token follows the last page."""
-    ids, link = tuple(tokens), 0
+def chain_of(tokens: Sequence[int], page_size: int, salt: int = 0) -> tuple[int, ...]:
+    """One hash per reusable page of `tokens`, over `salt` and the prefix it ends; a token follows the last page."""
+    ids, link = tuple(tokens), salt
     chain = []
     for start in range(0, len(ids) - page_size, page_size):
         link = hash((link, ids[start : start + page_size + 1]))

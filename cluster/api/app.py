@@ -12,15 +12,17 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.context import _get_global_client
 
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
 from cluster.actors.shared_answer import Shared
+from cluster.api.keys import Keys, check_reach
 from cluster.api.proxy import stands_before_serve
 from cluster.api.refusals import TellsProxy
 from cluster.api.replica.drain import Drain, when_leaving
@@ -43,8 +45,9 @@ PEERS_TIMEOUT_S = 0.8
 class RestService:
     """Implements `cluster.api.openai.service.Service` for a replica that owns a gang."""
 
-    def __init__(self, engine: EngineClient, model: Any, tokenizer: Any, metrics: ServingMetrics) -> None:
-        self.engine, self.model, self.tokenizer, self.metrics = engine, model, tokenizer, metrics
+    def __init__(self, engine: EngineClient, model: Any, rest: "Rest", metrics: ServingMetrics) -> None:
+        self.engine, self.model, self.tokenizer, self.metrics = engine, model, rest.tokenizer, metrics
+        self.grammars = rest.grammars(rest.tokenizer, model)
         self._page = Shared(self._make_page)
 
     async def metrics_page(self) -> bytes:
@@ -85,24 +88,26 @@ class Replica(GangOwner):
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang and, meanwhile, load the REST routes; returns when requests can be served."""
         _begin_process(settings)
+        self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config))
         try:
             await self._host.start()
-            self._make_app, tokenizer, model_info = await rest
+            loaded = await rest
         except BaseException:
             rest.cancel()
             self._host.gang.kill()
             raise
-        model = model_info(created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0]))
-        self._service = RestService(self._host.router, model, tokenizer, self._host.metrics)
+        self._make_app = loaded.make_app
+        model = loaded.model_info(created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0]))
+        self._service = RestService(self._host.router, model, loaded, self._host.metrics)
         self._drain = Drain()
         self._replicas = settings.llm.fixed_replicas
         when_leaving(self._host.leave)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
-        app = self._make_app(self._service, drain=self._drain)
+        app = self._make_app(self._service, drain=self._drain, **self._rest_options)
         replicas = self._replicas if stands_before_serve() else None
         return TellsProxy(app, serve.get_replica_context().replica_tag, replicas, self._refused_before)
 
@@ -162,9 +167,9 @@ class EngineReplica(GangOwner):
 class ResilientService(RestService):
     """The same for an ingress replica, which has others beside it."""
 
-    def __init__(self, engine: EngineClient, model: Any, tokenizer: Any, metrics: ServingMetrics, peers: Any) -> None:
+    def __init__(self, engine: EngineClient, model: Any, rest: "Rest", metrics: ServingMetrics, peers: Any) -> None:
         """`peers` is the handle of the ingress deployment itself."""
-        super().__init__(engine, model, tokenizer, metrics)
+        super().__init__(engine, model, rest, metrics)
         self._peers = peers
 
     async def _ingresses(self) -> list[bytes]:
@@ -184,24 +189,26 @@ class IngressReplica:
     async def __init__(self, settings: AppSettings, engine: Any) -> None:  # type: ignore[misc]
         """Load the REST routes, and wait for an engine replica; returns when requests can be served."""
         _begin_process(settings)
+        self._rest_options = await asyncio.to_thread(_rest_options, settings)
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
         calls = HandleCalls(engine)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, config))
         patience_s = await calls.call("patience_s")  # answered once an engine replica is up
         facts = await calls.call("model_facts")
-        self._make_app, tokenizer, model_info = await rest
-        model = model_info(created=int(time.time()), **facts)
+        loaded = await rest
+        self._make_app = loaded.make_app
+        model = loaded.model_info(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id)
         self._client = ResilientClient(calls, config, context.rank.rank, self._metrics.on_resumed, patience_s)
         self._engine = engine
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._service = ResilientService(self._client, model, tokenizer, self._metrics, peers)
+        self._service = ResilientService(self._client, model, loaded, self._metrics, peers)
         self._drain = Drain()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
-        return self._make_app(self._service, drain=self._drain)
+        return self._make_app(self._service, drain=self._drain, **self._rest_options)
 
     async def drain(self) -> int:
         """Refuse new calls from now on; returns how many are open."""
@@ -222,6 +229,19 @@ def _begin_process(settings: AppSettings) -> None:
     """Set up this replica's log, and close its gRPC server to other networks."""
     configure(settings.log(serve.get_replica_context().app_name))
     _bind_to_node_only()
+
+
+def _rest_options(settings: AppSettings) -> dict[str, Any]:
+    """Who may ask: the API keys of this replica, and the origins of pages.
+
+    Raises:
+        ConfigError: the keys cannot be used; or there are none, and other machines reach Serve's proxy.
+    """
+    keys = Keys.load(settings.api_keys_file)
+    if keys is None and not settings.allow_unauthenticated:
+        client: Any = _get_global_client()
+        check_reach(client.http_config.host, keys, allowed=False)
+    return {"keys": keys, "origins": settings.allowed_origins}
 
 
 def _bind_to_node_only() -> None:
@@ -248,17 +268,28 @@ def _model_facts(settings: AppSettings, info: RankInfo) -> dict[str, Any]:
         "context_length": info.context_length,
         "vocab_size": info.vocab_size,
         "kv_room": info.max_request_tokens,
+        "eos_token_ids": info.eos_token_ids,
     }
 
 
-def _load_rest(config: EngineConfig) -> tuple[Any, Any, Any]:
-    """`make_app`, the tokenizer (None without one) and `ModelInfo`; in a thread, since the imports take seconds."""
+class Rest(NamedTuple):
+    """What the REST routes are made of: `make_app`, the tokenizer (None without one), `ModelInfo` and `Grammars`."""
+
+    make_app: Any
+    tokenizer: Any
+    model_info: Any
+    grammars: Any
+
+
+def _load_rest(config: EngineConfig) -> Rest:
+    """What the REST routes are made of; in a thread, since the imports take seconds."""
     ingress = importlib.import_module("cluster.api.replica.ingress")
     service = importlib.import_module("cluster.api.openai.service")
     tokenizer = importlib.import_module("cluster.api.openai.tokenizer").ChatTokenizer
     folder = config.tokenizer_path or config.model_path
     has_tokenizer = config.tokenizer_path is not None or (Path(folder) / "tokenizer.json").is_file()
-    return ingress.make_app, tokenizer.load(folder) if has_tokenizer else None, service.ModelInfo
+    grammars = importlib.import_module("cluster.api.openai.grammars").Grammars
+    return Rest(ingress.make_app, tokenizer.load(folder) if has_tokenizer else None, service.ModelInfo, grammars)
 
 
 def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:

@@ -49,7 +49,8 @@ SAID: Mapping[int, tuple[str, str, str]] = {
 GATHERED = 1 << 20  # bytes of a body that are gathered here; a longer body is passed on in pieces
 GATHERED_BY_ALL = 256 << 20  # bytes of all bodies together; beyond that, bodies are passed on as they come
 GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must arrive within GRACE_S, plus a second for each BYTES_PER_S bytes
-OURS = (b"/-/healthz", b"/-/routes")  # Serve's own pages, passed through unchanged
+HEALTHZ = b"/-/healthz"  # Serve's own page, passed through unchanged
+ROUTES = "/-/routes"  # another one, which names the applications to everyone: not served
 
 
 def middlewares() -> list[Middleware]:
@@ -83,7 +84,7 @@ class WholeRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on. A body that comes too slowly gets a 408; a client that leaves drops its request."""
-        if scope["type"] != "http" or scope.get("raw_path", b"") in OURS:
+        if scope["type"] != "http" or scope.get("raw_path", b"") == HEALTHZ:
             await self._app(scope, receive, send)
             return
         body, clock = bytearray(), asyncio.get_running_loop().time
@@ -165,8 +166,11 @@ class JsonErrors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; a plain-text error becomes JSON, and a header that Serve cannot decode a 400."""
-        if scope["type"] != "http" or scope.get("raw_path", b"") in OURS:
+        if scope["type"] != "http" or scope.get("raw_path", b"") == HEALTHZ:
             await self._app(scope, receive, send)
+            return
+        if scope["path"][len(scope.get("root_path", "")) :] == ROUTES:  # as Serve compares it
+            await _answer(send, 404, SAID[404], None, scope["method"])
             return
         if (wrong := _wrong_header(scope["headers"])) is not None:
             error = (

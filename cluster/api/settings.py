@@ -1,12 +1,13 @@
 """The arguments of the Serve application, named as in Ray Serve LLM; what Aerie cannot honour is refused by name."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.actors.placement import Device, Layout, Strategy, device_of, layout_of
 from cluster.checkout import homes
@@ -23,6 +24,7 @@ FOREIGN: Mapping[str, str] = {
     "accelerator_config": "use accelerator_type and placement_group_config",
     "ingress_cls_config": "the ingress is Aerie's own",
 }
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z*]+")  # as a browser sends it: lower case, nothing behind the port
 DEPLOYMENT_OPTIONS = (
     "num_replicas",
     "max_ongoing_requests",
@@ -179,6 +181,9 @@ class AppSettings(ServingSettings):
     ingress_deployment_config: dict[str, Any] = Field(default_factory=dict)
     log_file: str | None = None  # the same path on each node; None: <application>.log in the default folder
     log_format: LogFormat = "text"
+    api_keys_file: str | None = None  # the same path on each node that has ingress replicas; see cluster.api.keys
+    allow_unauthenticated: bool = False  # serve everyone who reaches the server, if it has no API keys
+    allowed_origins: list[str] = Field(default_factory=list)  # of pages that may ask from a browser; "*" is all
 
     @model_validator(mode="before")
     @classmethod
@@ -191,12 +196,22 @@ class AppSettings(ServingSettings):
             data = {**data, "llm_configs": entries}
         return data
 
-    @field_validator("log_file")
+    @field_validator("log_file", "api_keys_file")
     @classmethod
-    def _absolute(cls, path: str | None) -> str | None:
+    def _absolute(cls, path: str | None, of: ValidationInfo) -> str | None:
         if path is not None and not Path(path).is_absolute():
-            raise ConfigError(f"log_file {path!r} must be an absolute path: all processes of the server write to it")
+            raise ConfigError(f"{of.field_name} {path!r} must be an absolute path: processes in other folders use it")
         return path
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins: {origin!r} must be SCHEME://HOST or SCHEME://HOST:PORT in lower case, or *"
+                )
+        return origins
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:

@@ -91,7 +91,7 @@ class Gather:
     """Makes parts, by the page table of a rank."""
 
     def __init__(self, table: PageTable, window: int) -> None:
-        """`window` are the slots that a decoding request may write in a step."""
+        """`window` are the slots that a decoding request may write in a step where nothing is forced."""
         self._table, self._window = table, window
         self.prepare(HostBounds())
 
@@ -119,7 +119,8 @@ class Gather:
 
     def _of_tree(self, tree: Tree, first: int, reader: Reader) -> list[Part]:
         if self._tree is None or self._tree[0].lens is not tree.lens or self._tree[0].rows is not tree.rows:
-            self._tree = tree, Cells(self._table, tree.rows, tree.lens, self._bounds.longest, self._window)
+            window = self._window + self._bounds.forced
+            self._tree = tree, Cells(self._table, tree.rows, tree.lens, self._bounds.longest, window)
         cells, r, q = self._tree[1], tree.lens.shape[0], tree.bits.shape[1]
         sight = Sight.of(tree.bits, tree.width, first, reader.dtype)
         if not cells.apart(tree.width, reader.cell):

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from cluster.api.keys import ENVIRONMENT
 from cluster.bench.processes import Process, end, tree_of
 from cluster.bench.streams import HOST
 from cluster.checkout import DEMO_CONFIG, demo_path
@@ -63,7 +64,7 @@ class ServerProcess:
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={k: v for k, v in os.environ.items() if k not in ENVIRONMENT} | {"PYTHONUNBUFFERED": "1"},
         )
         threading.Thread(target=self._listen, daemon=True).start()
         try:

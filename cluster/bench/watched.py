@@ -14,7 +14,7 @@ from cluster.config import EngineConfig, TreeShape
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
 from cluster.forward.choose import scored
-from cluster.forward.draw import Draw
+from cluster.forward.draw import Draw, Drawing
 from cluster.forward.noise import Noise, token_hashes
 from cluster.forward.runner import DraftRunner
 from cluster.models.vocab import Columns
@@ -85,20 +85,20 @@ class WatchedDraft:
         self._carried: dict[int, Glance] = {}
         self._tokens = torch.zeros(0)
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
         """See `Draft.draft`."""
         self._ranking.levels = self._levels = []
-        tree = self._draft.draft(batch, carried, noise, shape)
+        tree = self._draft.draft(batch, carried, drawing, shape)
         self._tokens = tree.tokens
         return tree
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
     ) -> EagleDraftInput:
         """See `Draft.extend`; first records the depths that this step reached."""
         self._note(batch, accepted)
         self._ranking.levels = []
-        carried = self._draft.extend(batch, accepted, features, noise, shape)
+        carried = self._draft.extend(batch, accepted, features, draw, shape)
         for row, glance in zip(batch.rows.tolist(), self._ranking.levels[0], strict=True):
             self._carried[row] = glance
         return carried

@@ -70,7 +70,7 @@ class Coordinator:
         plan = self._plan
         given = plan.key, plan.order_words, plan.empty or plan.leaving, self._shapes, self._rule.attn_tp
         if given != self._script[0]:  # it often is that of the step before
-            shape = self._shapes[plan.num_steps]
+            shape = plan.tree(self._shapes)
             self._script = given, script(plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
         return self._script[1]
 

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import torch
 
-from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Adjusting, Constraint, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.mesh import Axis
 from cluster.staging import bits_of, float_of
+
+WORD = 8  # bytes of text in an integer
 
 
 def pack(order: Order) -> list[int]:
@@ -28,6 +30,12 @@ def pack(order: Order) -> list[int]:
     words.append(len(order.samplings))
     for s in order.samplings:
         words += (s.row, bits_of(s.temperature), s.top_k, bits_of(s.top_p), bits_of(s.min_p), s.seed)
+    words.append(len(order.adjustings))
+    for each in order.adjustings:
+        words += _adjusting_words(each)
+    words.append(len(order.constraints))
+    for constraint in order.constraints:
+        words += _constraint_words(constraint)
     words.append(len(order.writes))
     for write in order.writes:
         words += write
@@ -49,6 +57,8 @@ def unpack(words: list[int]) -> Order:
             Sampling(next(w), float_of(next(w)), next(w), float_of(next(w)), float_of(next(w)), next(w))
             for _ in range(next(w))
         ),
+        adjustings=tuple(_adjusting(w) for _ in range(next(w))),
+        constraints=tuple(_constraint(w) for _ in range(next(w))),
         writes=tuple(PageWrite(next(w), next(w), next(w)) for _ in range(next(w))),
         copies=tuple(PageCopy(next(w), next(w), next(w)) for _ in range(next(w))),
     )
@@ -64,6 +74,54 @@ def shared(words: list[int], count: int, axis: Axis) -> list[int]:
     row = torch.tensor(words, dtype=torch.int64) if axis.rank == 0 else torch.empty(count, dtype=torch.int64)
     got: list[int] = axis.broadcast(row).tolist()
     return got
+
+
+def _adjusting_words(each: Adjusting) -> Iterator[int]:
+    yield from (each.row, bits_of(each.presence), bits_of(each.frequency), bits_of(each.repetition))
+    yield from (each.missing, each.prompt_len, int(each.allowed is not None))
+    for tokens in (each.tokens, each.late, each.allowed or (), *each.bad_words):
+        yield len(tokens)
+        yield from tokens
+    yield 0  # no bad word is empty
+    yield len(each.bias)
+    for token, bias in each.bias:
+        yield from (token, bits_of(bias))
+
+
+def _adjusting(w: Iterator[int]) -> Adjusting:
+    def some() -> tuple[int, ...]:
+        return tuple(next(w) for _ in range(next(w)))
+
+    row, presence, frequency, repetition = next(w), *(float_of(next(w)) for _ in range(3))
+    missing, prompt_len, restricted = next(w), next(w), bool(next(w))
+    tokens, late, allowed, bad_words = some(), some(), some(), tuple(iter(some, ()))
+    return Adjusting(
+        row=row,
+        presence=presence,
+        frequency=frequency,
+        repetition=repetition,
+        missing=missing,
+        prompt_len=prompt_len,
+        tokens=tokens,
+        late=late,
+        bias=tuple((next(w), float_of(next(w))) for _ in range(next(w))),
+        allowed=allowed if restricted else None,
+        bad_words=bad_words,
+    )
+
+
+def _constraint_words(constraint: Constraint) -> Iterator[int]:
+    text = constraint.grammar.encode()
+    yield from (constraint.row, len(text))
+    yield from array("q", text + bytes(-len(text) % WORD))
+    yield len(constraint.tokens)
+    yield from constraint.tokens
+
+
+def _constraint(w: Iterator[int]) -> Constraint:
+    row, length = next(w), next(w)
+    text = array("q", (next(w) for _ in range(-(-length // WORD)))).tobytes()[:length].decode()
+    return Constraint(row, text, tuple(next(w) for _ in range(next(w))))
 
 
 def _chunk(w: Iterator[int]) -> PromptChunk:

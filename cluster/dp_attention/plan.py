@@ -90,6 +90,11 @@ class StepPlan(NamedTuple):
         """A checksum that the next step's header carries."""
         return zlib.crc32(repr(tuple(self)).encode())
 
+    def tree(self, shapes: Sequence[TreeShape]) -> TreeShape:
+        """The trees of the step, of those by tier; with a grammar somewhere they have room for what it forces."""
+        shape = shapes[self.num_steps]
+        return shape.forcing() if Mode.CONSTRAINED in self.mode else shape
+
     @property
     def key(self) -> Key:
         """What decides every shape and every choice of a step's program."""
@@ -123,7 +128,8 @@ class PlanRule:
         """The plan that follows from the facts of all ranks; a group's facts are its leader's."""
         groups = table[:: self.attn_tp]
         real = tuple(Sizes(f.decodes, f.prompt_rows, f.finals) for f in groups)
-        sizes, captured = self._sizes(real, shape.num_draft_tokens)
+        mode = Mode(reduce(or_, (f.mode for f in groups)))
+        sizes, captured = self._sizes(real, shape.num_draft_tokens, mode)
         return StepPlan(
             step=table[0].step,
             decodes=tuple(f.decodes for f in groups),
@@ -136,11 +142,12 @@ class PlanRule:
             quiet=not any(f.requests for f in table),
             leaving=any(f.leaving for f in table),
             decode_us=tuple(f.decode_us for f in groups),
-            mode=Mode(reduce(or_, (f.mode for f in groups))),
+            mode=mode,
         )
 
-    def _sizes(self, real: tuple[Sizes, ...], nodes: int) -> tuple[tuple[Sizes, ...], bool]:
-        """What each group runs, and whether as a captured program: not if some group is too large for one.
+    def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: Mode) -> tuple[tuple[Sizes, ...], bool]:
+        """What each group runs, and whether as a captured program: not if some group is too large for one, or logits
+        are adjusted: those tables grow, and grammars are the host's.
 
         When padded, every group runs the rows of the largest one (equal parts in the exchange, and one program for
         many loads); otherwise each runs its own and the exchange sends exact counts.
@@ -149,7 +156,7 @@ class PlanRule:
         padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
         if self.padding == "auto":
             padded = all_rows - sum(rows) <= self.waste * all_rows
-        if self.buckets is not None:
+        if self.buckets is not None and not mode.adjusts:
             fit = self.buckets.fitted
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)
@@ -212,7 +219,7 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
 
     if draft is not None:
         best = proposed(shape.topk, draft.columns)
-        for level in range(1, shape.num_steps):
+        for level in range(1, shape.drafted.num_steps):
             forward("draft", draft, levels if draft.runners == 1 else tuple(n * level for n in levels))
             choice("draft", draft, levels, best)
     tree_rows = tuple(n * shape.num_draft_tokens for n in r)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
+from cluster.config import TreeShape
+from cluster.forward.adjust import AdjustTables
 from cluster.forward.runner import AttentionBackend
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
@@ -34,16 +36,19 @@ class Assembler:
         self,
         table: PageTable,
         sampling: SamplingTable,
-        window: int,
+        adjusting: AdjustTables,
+        shape: TreeShape,
         slots: Ordered[SlotMemory],
         attentions: Ordered[AttentionBackend],
     ) -> None:
-        """`window` are the slots that a request may write in a step, `slots` is all memory that has slots; `attentions`
-        learn the bounds of every step.
+        """`shape` is that of the largest trees, `slots` is all memory that has slots; `attentions` learn the bounds of
+        every step.
         """
-        self._table, self._sampling, self._slots, self._attentions = table, sampling, slots, attentions
+        self._table, self._sampling, self._adjusting = table, sampling, adjusting
+        self._slots, self._attentions = slots, attentions
         self._device = table.device_pages.device
-        self._ahead = torch.arange(window, device=self._device)
+        self._window, self._forced = shape.window, shape.forcing().forced
+        self._ahead = torch.arange(self._window + self._forced, device=self._device)
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._no_prompt = PromptRows(none, none, none, none, none, None, none, none)
 
@@ -55,6 +60,8 @@ class Assembler:
     def send(self, order: Order) -> Inputs:
         """Bring the tables and the pools up to date, and send what the step needs."""
         staging = Staging(self._device)
+        if Mode.ADJUSTED in order.mode:
+            self._adjusting.adjustments.make()
         finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
         staging.add("rows", [row for row, _ in order.decodes] + finals)
         if order.chunks:
@@ -67,12 +74,14 @@ class Assembler:
             staging.add("copies", cells_of(order.copies, self._table.page_size))
             _stage_writes(order.writes, staging)
             self._sampling.stage(order.samplings, staging)
+            self._adjusting.stage(order, staging)
         sent = staging.sent()
         if changes:
             sent, rest = sent.cut(inputs)
             self._change(order, rest.lists())
         longest = max((most for _, most in order.decodes), default=0)
-        bounds = HostBounds(longest, tuple((chunk.start, chunk.stop) for chunk in order.chunks))
+        chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
+        bounds = HostBounds(longest, chunks, self._more(order.mode))
         for attention in self._attentions:
             attention.prepare(bounds)
         return Inputs(sent, len(order.decodes), order.mode)
@@ -82,6 +91,7 @@ class Assembler:
             self._table.apply(changes["cleared"], changes["written"].view(3, -1))
         if order.samplings:
             self._sampling.put(changes)
+            self._adjusting.put(order, changes)
         if order.lens:
             self._table.commit(changes["set"], changes["lens"])
         if order.copies:
@@ -94,15 +104,20 @@ class Assembler:
         rows = sent["rows"]
         decode_rows = rows[: inputs.decodes]
         seq_lens = self._table.lens.index_select(0, decode_rows)
+        ahead = self._ahead[: self._window + self._more(inputs.mode)]
         return Batch(
             rows=rows,
             decode_rows=decode_rows,
             seq_lens=seq_lens,
-            window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + self._ahead),
+            window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + ahead),
             sampling=self._sampling.take(rows, Mode.NOISY in inputs.mode, Mode.FILTERED in inputs.mode),
             prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
-            logprobs=Mode.LOGPROBS in inputs.mode,
+            mode=inputs.mode,
         )
+
+    def _more(self, mode: Mode) -> int:
+        """The slots that steps of this mode may write beyond those of others."""
+        return self._forced if Mode.CONSTRAINED in mode else 0
 
     def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:
         return PromptRows(

@@ -17,6 +17,7 @@ from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
+from cluster.engine.grammars import LateMatchers
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, load_models
@@ -24,6 +25,9 @@ from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
+from cluster.forward.adjust import AdjustTables
+from cluster.forward.adjustments import AdjustmentTable
+from cluster.forward.grammars import GrammarTable
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.pool import SlotMemory
@@ -128,7 +132,9 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepa
     _same_everywhere(resolved, mesh)
     _threads(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
-    deepest = context_length + 2 * resolved.shape.num_steps + 3  # a step that began before its request's end was known
+    deepest = (
+        context_length + 2 * resolved.shape.forcing().num_steps + 3
+    )  # a step that began before its request's end was known
     models = load_models(resolved, mesh, device, deepest)
     return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
 
@@ -147,7 +153,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
     memory.watch.take()
     name = Path(resolved.config.model_path).name or "model"
-    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.num_steps)
+    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
     info = _info(prepared, pace, captured)
     logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
     if not mesh.leads:
@@ -181,14 +187,18 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
+    table, target = memory.cache.table, prepared.resolved.target
+    vocab = target.vocab_size
+    matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
+    adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), GrammarTable(vocab, matchers))
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0, buckets)
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(memory.cache.table, SamplingTable(rows, dtype, device), shape.window, slots, attentions),
-            Step(memory.target_runner, draft, carried, memory.cache.table, mesh.enter),
+            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, attentions),
+            Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,
@@ -279,6 +289,7 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         device=str(prepared.device),
         context_length=prepared.context_length,
         vocab_size=resolved.target.vocab_size,
+        eos_token_ids=tuple(resolved.target.eos_token_ids),
         attention_backend="torch",
         steps_ahead=_lag(config, prepared.device),
         captured=captured,

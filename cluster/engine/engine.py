@@ -27,6 +27,11 @@ NOT_FINITE = (
     "requests continue; if this recurs, the checkpoint is damaged or overflows in dtype {dtype}"
 )
 
+NOT_MATCHED = (
+    "request {name} ended after {at} tokens: its grammar is too ambiguous to be matched in time, or the model's "
+    "numbers for it are not finite (dtype {dtype}). Make the grammar simpler; other requests continue"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -81,7 +86,8 @@ class Engine(Rank):
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} exceeds the context length of "
                 f"{p.context_length} tokens; shorten the prompt or lower max_tokens"
             )
-        if p.cache.pages_for(prompt + params.max_tokens + p.shape.window) > p.cache.total:
+        shape = p.shape if params.grammar is None else p.shape.forcing()
+        if p.cache.pages_for(prompt + params.max_tokens + shape.window) > p.cache.total:
             raise ValueError(
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} does not fit the KV cache of "
                 f"{p.cache.total * p.cache.page_size} tokens; lower max_tokens or give the KV cache more memory"
@@ -107,7 +113,8 @@ class Engine(Rank):
                 self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
                 return
         request = self._seeds.fill(request)
-        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (p.shape.num_steps + 1))
+        shape = p.shape if params.grammar is None else p.shape.forcing()
+        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (shape.num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)
 
@@ -136,7 +143,7 @@ class Engine(Rank):
         self._prefilling = sum(rows > 0 for g, rows in enumerate(ran.plan.prompt_rows) if g != own_group)
         if ran.output is not None:
             p.cache.table.sent()
-            schedule.begin(ran.shape.num_steps + 1)
+            schedule.begin(ran.shape)
         seconds = {"schedule": scheduled - began, "agree": ran.agreed}
         landed = self._begin(Flight(schedule, ran, began, seconds, p.watch.split()))
         outputs, self._over = self._over, []
@@ -196,7 +203,7 @@ class Engine(Rank):
                 continue
             count = given.accept_len[i]
             sound = min(count, given.finite[i])
-            sequence.accepted_run(count, width)
+            sequence.accepted_run(count, shape)
             output = self._extend(sequence, given.tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)
@@ -253,7 +260,8 @@ class Engine(Rank):
             return [replace(output, speculation=counts)]
         self._p.scheduler.discard(sequence)
         name, cached = output.request_id, output.cached_tokens
-        error = NOT_FINITE.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
+        text = NOT_FINITE if sequence.request.params.grammar is None else NOT_MATCHED
+        error = text.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
         end = RequestOutput(name, (), (), "error", None, cached, counts, error, "nonfinite_logits")
         return [output, end] if output.token_ids else [end]
 

@@ -26,21 +26,25 @@ class FinishCheck:
         prompt_token_ids: Sequence[int],
     ) -> None:
         """`prompt_token_ids` is the text before the first generated token; stop strings are looked for after it."""
-        self._ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self._most = params.max_tokens
+        self._least = 0 if params.adjustments is None else params.adjustments.min_tokens
         self._finder, self._text = None, None
         if params.stop and tokenizer is not None:
             self._finder, self._text = StopFinder(params.stop), IncrementalDetokenizer(tokenizer, prompt_token_ids)
 
     def cut(self, run: Sequence[int], room: int) -> Cut:
         """Where the run ends the request; `room` is how many more tokens max_tokens allows, at least 1."""
-        if self._finder is None and len(run) < room and self._ends.isdisjoint(run):
+        if self._finder is None and len(run) < room and self.ends.isdisjoint(run):
             return Cut(len(run))
         for kept, token in enumerate(run, start=1):
-            if token in self._ends:
+            if token in self.ends:
                 return Cut(kept, "stop", token)
             if self._finder is not None and self._text is not None:
-                hit = self._finder.find(self._text.push([token]))
-                if hit is not None:
+                text = self._text.push([token])
+                if self._most - room + kept <= self._least:
+                    self._finder.skip(text)
+                elif (hit := self._finder.find(text)) is not None:
                     return Cut(kept, "stop", hit.stop)
             if kept == room:
                 return Cut(kept, "length")

@@ -96,7 +96,7 @@ class Lockstep:
                 self.coordinator.confirm(plan)
             agreed = time.perf_counter() - began
             self.left = plan.leaving
-            shape = self.shapes[plan.num_steps]
+            shape = plan.tree(self.shapes)
             self.exchange.begin(plan.step, self.coordinator.script())
             real, output = (0, None) if plan.empty or plan.leaving else self._run(order, words, plan, shape)
             self.exchange.end()

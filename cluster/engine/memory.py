@@ -35,7 +35,7 @@ def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_lengt
     resolved, watch = models.resolved, Spans(timer_of(device))
     config, window, spec = resolved.config, resolved.shape.window, resolved.draft
     capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window)
-    pages, longest = page_count(config, capacity, window), context_length + window
+    pages, longest = page_count(config, capacity, window), context_length + resolved.shape.forcing().window
     table = PageTable(config.max_running_requests, longest, config.page_size, device)
     cache = KVCache(pages, table, radix=not config.disable_radix_cache)
     slots = (pages + 1) * config.page_size

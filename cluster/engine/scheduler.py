@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk
-from cluster.config import EngineConfig, tree_shape
+from cluster.config import EngineConfig, TreeShape, tree_shape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
@@ -77,15 +77,17 @@ class Schedule:
             decodes=tuple((lease.row, min(s.reach, s.longest)) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
+            adjustings=tuple(s.adjusting() for s in self.admitted if s.request.params.adjustments is not None),
+            constraints=tuple(s.constraint() for s in self.admitted if s.request.params.grammar is not None),
             writes=writes,
             copies=self.copies,
             mode=mode_of(sequence.request.params for sequence in drawing),
         )
 
-    def begin(self, most: int) -> None:
-        """The step is under way, and commits `most` tokens of a tree at most."""
+    def begin(self, shape: TreeShape) -> None:
+        """The step is under way, with trees of this shape."""
         for sequence, _ in self.decodes:
-            sequence.begin_tree(most)
+            sequence.begin_tree(shape)
         for chunk in self.chunks:
             chunk.sequence.begin_prompt(chunk.stop, chunk.final)
 
@@ -143,7 +145,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._cache, self._window = cache, window
-        self._most_committed = tree_shape(config).num_steps + 1
+        self._shape = tree_shape(config).forcing()
         self._ahead = cache.pages_for(WORTH_WAITING)
         self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
@@ -237,11 +239,15 @@ class Scheduler:
         retracted = 0
         while True:
             decodes = self._decoding()
-            reaches = [min(s.reach, s.longest) + self._window for s, _ in decodes]
+            reaches = [min(s.reach, s.longest) + self._window_of(s) for s, _ in decodes]
             if self._cache.grow([lease for _, lease in decodes], reaches):
                 return decodes, retracted
             self._retract(self.running[-1])
             retracted += 1
+
+    def _window_of(self, sequence: Sequence) -> int:
+        """The slots that a step may write for a request; those with a grammar may have forced nodes."""
+        return self._window + (0 if sequence.request.params.grammar is None else self._shape.forced)
 
     def _retract(self, sequence: Sequence) -> None:
         self.release(sequence)
@@ -262,12 +268,13 @@ class Scheduler:
             sequence = self.waiting[passed]
             wanted = self._next(sequence) if coming else None
             if wanted is not None and wanted in coming:
-                whole = self._cache.pages_for(len(sequence.tokens) + self._window)
+                whole = self._cache.pages_for(len(sequence.tokens) + self._window_of(sequence))
                 spare += max(0, whole - wanted.entry - self._ahead)
                 passed += 1
                 continue
             fresh = sequence.cached_tokens is None
-            if not room.fits(partial(self._cache.most_cached, sequence.tokens)) or not self._admit(sequence, spare):
+            begins = partial(self._cache.most_cached, sequence.tokens, sequence.request.cache_salt)
+            if not room.fits(begins) or not self._admit(sequence, spare):
                 break
             del self.waiting[passed]
             spare += self._growth(sequence)
@@ -279,7 +286,7 @@ class Scheduler:
 
     def _next(self, sequence: Sequence) -> Next | None:
         """The pages that this request is going to compute next, as many as are worth waiting for."""
-        return self._cache.next(sequence.tokens, self._ahead, sequence.lease)
+        return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
 
     def _growth(self, sequence: Sequence) -> int:
         """The most pages that a running request may take before its next step: the step that now begins commits at most
@@ -289,16 +296,16 @@ class Scheduler:
         if sequence.prefilling:
             most = len(sequence.tokens)
         else:
-            most = min(sequence.reach + self._most_committed, sequence.longest)
-        return max(0, self._cache.pages_for(most + self._window) - sequence.lease.pages)
+            most = min(sequence.reach + sequence.most_of(self._shape), sequence.longest)
+        return max(0, self._cache.pages_for(most + self._window_of(sequence)) - sequence.lease.pages)
 
     def _admit(self, sequence: Sequence, spare: int) -> bool:
         """Open a lease that leaves `spare` pages free, and those for its own first window, so that admission does not
         cause retraction.
         """
         known = len(sequence.tokens)
-        window = self._cache.pages_for(known + self._window) - self._cache.pages_for(known)
-        lease = self._cache.open(sequence.tokens, known, spare + window)
+        window = self._cache.pages_for(known + self._window_of(sequence)) - self._cache.pages_for(known)
+        lease = self._cache.open(sequence.tokens, known, spare + window, sequence.request.cache_salt)
         if lease is None:
             return False
         sequence.join(lease)
@@ -316,4 +323,8 @@ def mode_of(drawing: Iterable[SamplingParams]) -> Mode:
                 mode |= Mode.FILTERED.value
         if params.logprobs is not None:
             mode |= Mode.LOGPROBS.value
+        if params.adjustments is not None:
+            mode |= Mode.ADJUSTED.value
+        if params.grammar is not None:
+            mode |= Mode.CONSTRAINED.value
     return Mode(mode)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from cluster.batch import Sampling
+from cluster.batch import Adjusting, Constraint, Sampling
+from cluster.config import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.kv.cache import Lease
 from cluster.request import Request, SpeculationCounts
@@ -49,6 +50,30 @@ class Sequence:
         assert p.seed is not None, "every request is given a seed when it is submitted"
         return Sampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, p.seed)
 
+    def adjusting(self) -> Adjusting:
+        """How its logits are to be adjusted, for the tables."""
+        a = self.request.params.adjustments
+        assert a is not None, "only adjusted requests are asked"
+        return Adjusting(
+            row=self.row,
+            presence=a.presence_penalty,
+            frequency=a.frequency_penalty,
+            repetition=a.repetition_penalty,
+            missing=max(0, a.min_tokens - (len(self.tokens) - self.prompt_len)),
+            prompt_len=self.prompt_len,
+            tokens=tuple(self.tokens),
+            late=tuple(sorted(self.finish.ends)) if a.min_tokens else (),
+            bias=a.bias,
+            allowed=a.allowed_token_ids,
+            bad_words=a.bad_words_token_ids,
+        )
+
+    def constraint(self) -> Constraint:
+        """The grammar that it follows, for the tables."""
+        grammar = self.request.params.grammar
+        assert grammar is not None, "only constrained requests are asked"
+        return Constraint(self.row, grammar, tuple(self.tokens[self.prompt_len :]))
+
     @property
     def room(self) -> int:
         """Tokens that the request may still generate."""
@@ -85,15 +110,19 @@ class Sequence:
         self.committed, self.known = stop, final
         self.unread -= final
 
-    def begin_tree(self, most: int) -> None:
-        """A step is under way that commits `most` tokens at most."""
-        self.reach += most
+    def most_of(self, shape: TreeShape) -> int:
+        """The most tokens that a tree of this shape commits."""
+        return (shape.drafted if self.request.params.grammar is None else shape).num_steps + 1
+
+    def begin_tree(self, shape: TreeShape) -> None:
+        """A step with a tree of this shape is under way."""
+        self.reach += self.most_of(shape)
         self.unread += 1
 
-    def accepted_run(self, count: int, most: int) -> None:
+    def accepted_run(self, count: int, shape: TreeShape) -> None:
         """The results of that step have been read: `count` tokens, the accepted path and what it follows."""
         self.committed += count
-        self.reach -= most - count
+        self.reach -= self.most_of(shape) - count
         self.unread -= 1
 
     def extend(self, tokens: list[int]) -> None:

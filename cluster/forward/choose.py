@@ -6,7 +6,7 @@ Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -17,7 +17,7 @@ from cluster.forward.blocks import blocks
 from cluster.forward.draw import Draw
 from cluster.forward.filters import least_kept
 from cluster.forward.noise import Noise, at_least_float32
-from cluster.forward.sharded import Found, best_of_all, told, top_of_all
+from cluster.forward.sharded import Found, best_of_all, told, top_of_all, whole
 from cluster.models.vocab import Columns
 
 TOP_LOGPROBS = 20
@@ -75,8 +75,25 @@ def by_block(values: Tensor, draws: Sequence[Draw], least: Tensor | None, taken:
     return _joined(parts)
 
 
+def adjusted(columns: Columns, draws: Sequence[Draw], ids: Tensor | None = None) -> Columns:
+    """All columns of own rows, adjusted as `draws` say; the columns themselves where no request of the step has
+    adjustments. `ids` `[V]` are the tokens of columns that are not the vocabulary in its order.
+    """
+    if draws[0].adjust is None:
+        return columns
+    columns, parts, start = whole(columns), [], 0
+    for draw in draws:
+        assert draw.adjust is not None, "all requests share a mode"
+        stop = start + draw.requests * draw.each
+        rows = columns.values[start:stop].view(draw.requests, draw.each, columns.values.shape[1])
+        parts.append(draw.adjust.apply(rows, ids).flatten(0, 1))
+        start = stop
+    return replace(columns, values=parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
 def choose(columns: Columns, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     """The target's token after every own row and its score, `[T]` each; `draws` are of T rows together, in order."""
+    columns = adjusted(columns, draws)
     if draws[0].noise is None:
         chosen, score = best(columns.values)
     else:
@@ -87,7 +104,8 @@ def choose(columns: Columns, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
 
 def likeliest(columns: Columns, draw: Draw, count: int) -> tuple[Tensor, Tensor]:
     """The `count` tokens of the highest score after each own row, and the log-probability that the scores give them:
-    (log-probabilities, columns), `[T, count]` each. A row that is not finite has NaN, and the first columns.
+    (log-probabilities, columns), `[T, count]` each. A row that is not finite has NaN, and the first columns. What is
+    adjusted is adjusted before.
     """
     draws, least = told(columns, [draw])
     wide = at_least_float32(columns.values.dtype)

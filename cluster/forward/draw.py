@@ -1,4 +1,4 @@
-"""How the rows of some requests draw their tokens: temperature, filters, and which noise each row has."""
+"""How the rows of some requests draw their tokens: adjustments, temperature, filters, and which noise each row has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import SamplingBatch
+from cluster.forward.adjust import Adjust
 from cluster.forward.noise import Noise
 
 WORDS = 6
@@ -18,13 +19,14 @@ class Draw:
     """R requests with `each` rows of logits. `noise` is at m positions of each request; None when no request samples.
 
     Row i of a request has the noise at its position `which[:, i]`, `[R, each]`. `which` is None where all rows share
-    one position, or row i has the i-th.
+    one position, or row i has the i-th. `adjust` is None when no request of the step has adjustments.
     """
 
     each: int
     sampling: SamplingBatch
     noise: Noise | None
     which: Tensor | None = None
+    adjust: Adjust | None = None
 
     @property
     def requests(self) -> int:
@@ -32,7 +34,7 @@ class Draw:
         return self.sampling.seeds.shape[0]
 
     def of(self, block: slice) -> "Draw":
-        """That of some requests, which often are all of them."""
+        """That of some requests, which often are all of them, whose logits are adjusted already."""
         if self.noise is None or block.stop - block.start == self.requests:
             return self
         which = None if self.which is None else self.which[block]
@@ -50,6 +52,40 @@ class Draw:
         if self.which is not None:
             return keys.gather(1, self.which).view(-1)
         return keys.expand(self.requests, self.each).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How requests draw in a phase of a step. `noise` is that at the positions which their next tokens may have."""
+
+    sampling: SamplingBatch
+    noise: Noise | None
+    adjust: Adjust | None
+
+    def narrow(self, start: int, stop: int) -> "Drawing":
+        """That of requests `start` to `stop - 1`."""
+        noise = None if self.noise is None else self.noise.narrow(slice(start, stop))
+        adjust = None if self.adjust is None else self.adjust.narrow(slice(start, stop))
+        return Drawing(self.sampling.narrow(start, stop), noise, adjust)
+
+    def at(self, position: int, each: int = 1, path: Tensor | None = None) -> Draw:
+        """How `each` rows of every request draw the tokens at one position, after `path` `[R, each, D]`, which only
+        adjustments need.
+        """
+        noise = None if self.noise is None else self.noise.at(position)
+        return Draw(each, self.sampling, noise, None, self._after(path))
+
+    def along(self, each: int, positions: int, which: Tensor | None, path: Tensor | None) -> Draw:
+        """How `each` rows of every request draw, at the first `positions`; `which` as in `Draw`, `path` as in `at`."""
+        noise = None if self.noise is None else self.noise.at(0, positions)
+        return Draw(each, self.sampling, noise, which, self._after(path))
+
+    def next(self, which: Tensor) -> Draw:
+        """How every request draws its next token, at position `which` `[R]`."""
+        return Draw(1, self.sampling, None if self.noise is None else self.noise.pick(which), None, self.adjust)
+
+    def _after(self, path: Tensor | None) -> Adjust | None:
+        return self.adjust if self.adjust is None or path is None else self.adjust.after(path)
 
 
 def words_of(draws: Sequence[Draw]) -> Tensor:

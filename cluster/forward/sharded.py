@@ -39,7 +39,12 @@ class ShardedHead(NamedTuple):
     wide: bool
 
     def choosing(self, mode: Mode, told: int) -> list[tuple[str, int]]:
-        """The calls of `Shards` in which tokens are chosen, and their widths; a shard tells `told` numbers of a row."""
+        """The calls of `Shards` in which tokens are chosen, and their widths; a shard tells `told` numbers of a row.
+
+        Where logits are adjusted all of them are told: what adjusts a row is known to its own group alone.
+        """
+        if mode.adjusts:
+            return [("compare", self.columns)]
         calls = []
         if self.wide and Mode.NOISY in mode:
             calls.append(("spread", WORDS))
@@ -132,6 +137,14 @@ def best_of_all(columns: Columns, shards: Shards, chosen: Tensor, score: Tensor)
     every = shards.compare(torch.stack([score.double(), (chosen + columns.start).double()], 1))
     highest, shard = every[..., 0].max(0)
     return every[..., 1].gather(0, shard[None])[0].long(), highest.to(score.dtype)
+
+
+def whole(columns: Columns) -> Columns:
+    """All columns of own rows; where a rank has a shard of them, in float64."""
+    if columns.shards is None:
+        return columns
+    every = columns.shards.compare(columns.values.double())
+    return Columns(every.transpose(0, 1).flatten(1)[:, : columns.vocab], columns.vocab)
 
 
 class Found(NamedTuple):

@@ -22,9 +22,11 @@ from cluster.kv.radix import Key, Node, RadixTree, common
 
 
 class Next(NamedTuple):
-    """Pages that a request needs next: the node before them, the index of the first, their tokens and the one after."""
+    """Pages that a request needs next: the node before them (the salt where none is), the index of the first, their
+    tokens and the one after.
+    """
 
-    after: Node
+    after: Node | int
     entry: int
     tokens: Key
 
@@ -34,7 +36,8 @@ class Lease:
     """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
 
     `cached` tokens were found in the cache when it was opened. `source` is a node whose cells the next step copies into
-    the first own page, locked until then. Of the request's `tokens`, the first `committed` have their cells.
+    the first own page, locked until then. Of the request's `tokens`, the first `committed` have their cells. It reads
+    and shares pages of its `salt` only.
     """
 
     row: int
@@ -44,6 +47,7 @@ class Lease:
     source: Node | None = None
     tokens: Sequence[int] = ()
     committed: int = 0
+    salt: int = 0
 
     @property
     def pages(self) -> int:
@@ -93,25 +97,25 @@ class KVCache:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def most_cached(self, tokens: Sequence[int]) -> int:
+    def most_cached(self, tokens: Sequence[int], salt: int = 0) -> int:
         """Upper bound of the tokens that `open` would find cached: whole pages that match, and less than one more."""
         if not self._radix:
             return 0
-        return min(len(self._tree.match(tokens)) * self.page_size + self.page_size, len(tokens)) - 1
+        return min(len(self._tree.match(tokens, salt)) * self.page_size + self.page_size, len(tokens)) - 1
 
-    def open(self, tokens: Sequence[int], reach: int, spare: int = 0) -> Lease | None:
+    def open(self, tokens: Sequence[int], reach: int, spare: int = 0, salt: int = 0) -> Lease | None:
         """A lease for a request whose known tokens are `tokens` and which will write up to index `reach`.
 
-        Locks the longest cached prefix (which leaves at least one token to compute) and takes pages for the rest. Cells
-        of the first of those that another page has already are copied in the next step, unless that other page must be
-        evicted. None, with no page changed, when rows or pages do not suffice, or fewer than `spare` pages would stay
-        free or evictable.
+        Locks the longest prefix cached under `salt` (which leaves at least one token to compute), takes pages for the
+        rest. Cells of the first of those that another page has already are copied in the next step, unless that other
+        page must be evicted. None, with no page changed, when rows or pages do not suffice, or fewer than `spare` pages
+        would stay free or evictable.
         """
         if not self._rows or spare >= self.free + self.cached:
             return None
-        path = self._tree.match(tokens) if self._radix else []
+        path = self._tree.match(tokens, salt) if self._radix else []
         self._tree.lock(path)
-        lease = Lease(self._rows[-1], path, cached=len(path) * self.page_size)
+        lease = Lease(self._rows[-1], path, cached=len(path) * self.page_size, salt=salt)
         copy = self._shared_cells(lease, tokens) if self._radix else None
         wanted = self.pages_for(reach) - len(path)
         if wanted + spare > self.free + self.cached and lease.source is not None:  # its page itself may be needed
@@ -181,20 +185,20 @@ class KVCache:
         copies, self._copies = tuple(self._copies), []
         return copies
 
-    def next(self, tokens: Sequence[int], count: int, lease: Lease | None = None) -> Next | None:
-        """The `count` pages of `tokens` after those in the tree (of a running request: after those of its lease).
+    def next(self, tokens: Sequence[int], count: int, lease: Lease | None = None, salt: int = 0) -> Next | None:
+        """The `count` pages of `tokens` after those cached under `salt` (of a running request: after its lease's).
 
         None when `tokens` end before the token after those pages, or without `radix`. Two requests with equal results
         would compute the same pages.
         """
         if not self._radix:
             return None
-        path = self._tree.match(tokens) if lease is None else lease.locked
+        path = self._tree.match(tokens, salt) if lease is None else lease.locked
         begin = len(path) * self.page_size
         end = begin + count * self.page_size
         if len(tokens) <= end:
             return None
-        return Next(path[-1] if path else self._tree.root, len(path), tuple(tokens[begin : end + 1]))
+        return Next(path[-1] if path else salt, len(path), tuple(tokens[begin : end + 1]))
 
     def _hand_over(self, lease: Lease, tokens: Sequence[int], committed: int) -> tuple[list[int], list[int]]:
         """Turn full own pages into locked tree pages; returns surplus pages, and the indices where the page changed."""
@@ -202,7 +206,7 @@ class KVCache:
         count = min(committed, len(tokens) - 1) // self.page_size - first
         if count < 1:
             return [], []
-        nodes = self._tree.insert(tokens, lease.own[:count], lease.locked)
+        nodes = self._tree.insert(tokens, lease.own[:count], lease.locked, lease.salt)
         self._tree.lock(nodes)
         swapped = [at for at, node in enumerate(nodes) if node.page != lease.own[at]]
         surplus = [lease.own[at] for at in swapped]
@@ -215,13 +219,13 @@ class KVCache:
 
         It is a page of the tree, which is locked here, or one that a running request is still filling.
         """
-        nearest = self._tree.nearest(tokens, lease.locked)
+        nearest = self._tree.nearest(tokens, lease.locked, lease.salt)
         page, cells = (nearest[0].page, nearest[1]) if nearest else (0, 0)
         begin = len(lease.locked) * self.page_size
         rest = tuple(tokens[begin : begin + self.page_size + 1])
         last = lease.locked[-1:]
         for other in self._leases.values():
-            if other.own and other.locked[-1:] == last and len(other.locked) == len(lease.locked):
+            if other.own and other.salt == lease.salt and other.locked[-1:] == last:
                 tail = tuple(other.tokens[begin : min(begin + self.page_size, other.committed) + 1])
                 shared = common(tail, rest) - 1
                 if shared > cells:
@@ -255,7 +259,7 @@ class KVCache:
         locks: Counter[Node] = Counter()
         for lease in self._leases.values():
             locks.update(lease.locked if lease.source is None else [*lease.locked, lease.source])
-            parents = [self._tree.root, *lease.locked]
+            parents = [self._tree.root(lease.salt), *lease.locked]
             assert all(node.parent is before for node, before in zip(lease.locked, parents, strict=False)), "no path"
             pages = [node.page for node in lease.locked] + lease.own
             assert self.table.held[lease.row, : len(pages)].tolist() == pages, f"row {lease.row} has other pages"

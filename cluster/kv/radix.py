@@ -3,6 +3,9 @@
 A page is keyed by its own tokens *and the token after it*: the draft's cell at position p is made of token p + 1, so a
 page is reusable by the draft only where the following token matched too (the EAGLE shift).
 
+Each salt has a tree of its own: pages under different salts never match, so nobody can tell from the speed of an answer
+what was sent under another salt. Salt 0 is that of requests without one.
+
 The next page to evict is the head of one list, the unlocked pages in order of last use. Using a page also uses all its
 ancestors, which are put behind it in the list; so the head never has a child: it is the least recently used leaf.
 """
@@ -18,7 +21,10 @@ Key = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One cached page. `children` are in order of their keys; `locks` counts running requests that read it."""
+    """One cached page. `children` are in order of their keys; `locks` counts running requests that read it.
+
+    The root of a salt has no page and no parent, and the salt for a key.
+    """
 
     key: Key
     page: int
@@ -44,8 +50,8 @@ class RadixTree:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.root = Node((), -1, None)
         self.pages = 0
+        self._roots: dict[int, Node] = {}  # by salt, those with children
         self._unlocked: OrderedDict[Node, None] = OrderedDict()  # least recently used first, children before parents
 
     @property
@@ -59,9 +65,14 @@ class RadixTree:
         for i in range(start * size, len(tokens) - size, size):
             yield tuple(tokens[i : i + size + 1])
 
-    def match(self, tokens: Sequence[int]) -> list[Node]:
-        """The nodes of the longest cached prefix of `tokens`, root excluded; at least one token stays unmatched."""
-        node, path = self.root, []
+    def match(self, tokens: Sequence[int], salt: int = 0) -> list[Node]:
+        """The nodes of the longest prefix of `tokens` cached under `salt`, root excluded; at least one token stays
+        unmatched.
+        """
+        path: list[Node] = []
+        node = self._roots.get(salt)
+        if node is None:
+            return path
         for key in self._keys(tokens):
             _, child = node.find(key)
             if child is None:
@@ -71,12 +82,15 @@ class RadixTree:
         self._use(node)
         return path
 
-    def nearest(self, tokens: Sequence[int], path: Sequence[Node]) -> tuple[Node, int] | None:
-        """The child of `path` that shares most cells with `tokens`, and how many; None when no cell is shared.
+    def nearest(self, tokens: Sequence[int], path: Sequence[Node], salt: int = 0) -> tuple[Node, int] | None:
+        """The child of `path`, or of the salt's root, that shares most cells with `tokens`, and how many; None when no
+        cell is shared.
 
         A cell is shared only if the token after it is the same too, so n common tokens are n - 1 cells.
         """
-        node, start = path[-1] if path else self.root, len(path) * self.page_size
+        node, start = path[-1] if path else self._roots.get(salt), len(path) * self.page_size
+        if node is None:
+            return None
         rest = tuple(tokens[start : start + self.page_size + 1])
         at, _ = node.find(rest)
         siblings = node.children[max(0, at - 1) : at + 1]  # the longest common prefix is with a neighbour
@@ -86,13 +100,16 @@ class RadixTree:
         self._use(best)
         return best, shared
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = ()) -> list[Node]:
-        """Add `pages`, which hold the `tokens` that follow those of the nodes `after`.
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = (), salt: int = 0
+    ) -> list[Node]:
+        """Add `pages`, which hold the `tokens` that follow those of the nodes `after`, all under `salt`.
 
         Returns the node of every page whose following token is in `tokens`. Where the tree had those tokens
         already, the node has another page; pages that the tree did not take are the caller's to free.
         """
-        node, nodes = after[-1] if after else self.root, []
+        node = after[-1] if after else self._roots.get(salt) or Node((salt,), -1, None)
+        nodes: list[Node] = []
         for key, page in zip(self._keys(tokens, len(after)), pages, strict=False):
             at, child = node.find(key)
             if child is None:
@@ -100,6 +117,8 @@ class RadixTree:
                 node.children.insert(at, child)
                 self.pages += 1
                 self._unlocked[child] = None
+                if node.parent is None:
+                    self._roots[salt] = node
             nodes.append(child)
             node = child
         self._use(node)
@@ -125,6 +144,10 @@ class RadixTree:
             if node.locks == 0:
                 self._unlocked[node] = None
 
+    def root(self, salt: int) -> Node | None:
+        """The node before the first pages of a salt; None while no page is cached under it."""
+        return self._roots.get(salt)
+
     def evict(self, count: int) -> list[int]:
         """Drop the least recently used unlocked leaf, `count` times or until none is left; returns their pages."""
         freed: list[int] = []
@@ -133,13 +156,15 @@ class RadixTree:
             assert node.parent is not None and not node.children, "a page goes after those that follow it"
             siblings = node.parent.children
             del siblings[node.parent.find(node.key)[0] if len(siblings) > 1 else 0]
+            if not siblings and node.parent.parent is None:
+                del self._roots[node.parent.key[0]]
             freed.append(node.page)
         self.pages -= len(freed)
         return freed
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes, parents before children."""
-        stack = list(self.root.children)
+        """All nodes of all salts, roots excluded, parents before children."""
+        stack = [child for root in self._roots.values() for child in root.children]
         while stack:
             node = stack.pop()
             yield node
@@ -157,11 +182,12 @@ class RadixTree:
             count += 1
             assert (node in order) == (node.locks == 0), f"page {node.page} has {node.locks} locks"
             parent = node.parent
-            if parent is not None and parent is not self.root:
+            if parent is not None and parent.parent is not None:
                 assert node.locks <= parent.locks, f"page {node.page} is locked and its parent is not"
                 if parent in order:
                     assert order[node] < order[parent], f"page {parent.page} would go before one that follows it"
         assert count == self.pages and len(order) <= count, "the tree miscounts its pages"
+        assert all(root.children and root.key == (salt,) for salt, root in self._roots.items()), "a salt has no page"
 
     def _use(self, node: Node) -> None:
         """Mark `node` and its ancestors as used now, but not locked ones: unlocking marks those."""

@@ -12,13 +12,13 @@ from torch import Tensor
 from cluster.attention.bits import line_bits
 from cluster.batch import Batch, Seen
 from cluster.config import TreeShape
-from cluster.forward.draw import Draw
-from cluster.forward.noise import Noise, at_least_float32
+from cluster.forward.draw import Draw, Drawing
+from cluster.forward.noise import at_least_float32
 from cluster.forward.runner import DraftRunner
 from cluster.models.vocab import Columns
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.levels import Ancestry, after, at_level, grow
+from cluster.spec.levels import Ancestry, after, grow
 from cluster.spec.propose import Ranking, carry
 from cluster.spec.tree import DraftTree, chain
 from cluster.spec.verify import Accepted
@@ -27,17 +27,17 @@ from cluster.spec.verify import Accepted
 class Draft(Protocol):
     """What the step asks of a draft, whatever it is made of."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
-        """Trees of `shape` for the R decoding requests; `noise` is that at seq_len + 1 to seq_len + S + 2."""
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+        """Trees of `shape` for the R decoding requests; the first token of each is at seq_len + 1."""
         ...
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; returns what the B requests carry to the next step.
 
-        `features` are the target's hidden states `[T, Ht]` of all rows, `noise` is that at the one position after each
-        request's bonus.
+        `features` are the target's hidden states `[T, Ht]` of all rows, `draw` how each request draws the token after
+        its bonus.
         """
         ...
 
@@ -45,12 +45,12 @@ class Draft(Protocol):
 class NoDraft:
     """Plain decoding as a tree of one node."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
         """Trees that are only their root."""
         return chain(carried.bonus[:, None])
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
     ) -> EagleDraftInput:
         """Carry the bonus only."""
         bonus = accepted.bonus
@@ -69,36 +69,36 @@ class EagleDraft:
     def __init__(self, runner: DraftRunner, ranking: Ranking) -> None:
         self._runner, self._ranking = runner, ranking
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
         if shape.topk == 1:
-            return self._chain(batch, carried, noise, shape)
-        return grow(batch, carried, noise, shape, self._ranking, _Again(self._runner, batch, carried, shape))
+            return self._chain(batch, carried, drawing, shape)
+        return grow(carried, drawing, shape, self._ranking, _Again(self._runner, batch, carried, shape))
 
-    def _chain(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+    def _chain(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
         """The tree of topk 1: every level has one row, which sees all before it. Equals `grow`, faster."""
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
-        sampling = batch.sampling.narrow(0, batch.decodes)
         path = [carried.bonus[:, None], tokens]
         for level in range(1, shape.num_steps):
             bits = line_bits(1, level, tokens.device)
             columns, hidden = run_level(self._runner, batch, level, tokens, hidden, bits)
-            _, proposed = self._ranking.propose(columns, Draw(1, sampling, at_level(noise, level)))
+            so_far = None if drawing.adjust is None else torch.cat(path[1:], 1)[:, None]
+            _, proposed = self._ranking.propose(columns, drawing.at(level, 1, so_far))
             tokens = proposed[:, 0]
             path.append(tokens)
         return chain(torch.cat(path, 1))
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
         given = extend_input(batch, accepted, features, shape, self._runner.model.spec)
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, extend_seen(batch, shape))
         gave = normed.index_select(0, given.select), recurrent.index_select(0, given.select)
-        return carry(self._runner, self._ranking, batch.sampling, accepted, gave, noise)
+        return carry(self._runner, self._ranking, draw, accepted, gave)
 
 
 class _Again:

@@ -5,13 +5,12 @@ Legend: R requests, K topk, S depth, H width, Vd draft vocabulary.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cluster.attention.bits import own_bits, words
-from cluster.batch import Batch
 from cluster.config import TreeShape
-from cluster.forward.draw import Draw
-from cluster.forward.noise import Noise
+from cluster.forward.draw import Drawing
 from cluster.models.vocab import Columns
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
@@ -28,28 +27,23 @@ class Levels(Protocol):
         ...
 
 
-def grow(
-    batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape, ranking: Ranking, levels: Levels
-) -> DraftTree:
+def grow(carried: EagleDraftInput, drawing: Drawing, shape: TreeShape, ranking: Ranking, levels: Levels) -> DraftTree:
     """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
 
     At the end, the root and the N - 1 best candidates of all levels make the tree.
     """
     grown = Growth(carried.topk_index, carried.topk_logprobs)
-    sampling = batch.sampling.narrow(0, batch.decodes)
     tokens, parent = carried.topk_index, None
+    path = None if drawing.adjust is None else tokens[..., None]
     for level in range(1, shape.num_steps):
         columns = levels.run(level, tokens, parent)
-        likely, proposed = ranking.propose(columns, Draw(shape.topk, sampling, at_level(noise, level)))
+        likely, proposed = ranking.propose(columns, drawing.at(level, shape.topk, path))
         grown.add(proposed, likely)
         if level < shape.num_steps - 1:
             tokens, parent = grown.best()
+            if path is not None:
+                path = torch.cat([after(path, parent), tokens[..., None]], 2)
     return grown.tree(carried.bonus, shape.num_draft_tokens)
-
-
-def at_level(noise: Noise | None, level: int) -> Noise | None:
-    """The noise at the position of the tokens proposed after a level's rows."""
-    return None if noise is None else noise.at(level)
 
 
 class Ancestry:

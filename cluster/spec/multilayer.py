@@ -18,7 +18,7 @@ from torch import Tensor
 from cluster.attention.bits import words
 from cluster.batch import Batch, Seen
 from cluster.config import TreeShape
-from cluster.forward.noise import Noise
+from cluster.forward.draw import Draw, Drawing
 from cluster.forward.runner import DraftRunner
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import zeros
@@ -56,11 +56,11 @@ class MultiLayerDraft:
         for kept in self._gave:
             kept.index_copy_(0, destination, kept.index_select(0, source))
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
-        return grow(batch, carried, noise, shape, self._ranking, _OneEach(self, batch, carried, shape))
+        return grow(carried, drawing, shape, self._ranking, _OneEach(self, batch, carried, shape))
 
     def run_level(
         self, batch: Batch, level: int, tokens: Tensor, source: Tensor, bits: Tensor
@@ -86,7 +86,7 @@ class MultiLayerDraft:
         return self._gave[level - 1].index_select(0, last)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through every runner; see `Draft.extend`."""
         given = extend_input(batch, accepted, features, shape, self._runners[0].model.spec)
@@ -101,7 +101,7 @@ class MultiLayerDraft:
             source = self._gave[i].index_select(0, before).masked_fill_((given.positions == 0)[:, None], 0)
         normed, recurrent = outputs[0]
         gave = normed.index_select(0, given.select), recurrent.index_select(0, given.select)
-        return carry(self._runners[0], self._ranking, batch.sampling, accepted, gave, noise)
+        return carry(self._runners[0], self._ranking, draw, accepted, gave)
 
 
 class _OneEach:

@@ -3,14 +3,14 @@
 Legend: B requests, n rows of each, K topk, V vocabulary, Vd draft vocabulary, H draft width.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
-from cluster.batch import SamplingBatch
-from cluster.forward.choose import likeliest
+from cluster.forward.choose import adjusted, likeliest
 from cluster.forward.draw import Draw
-from cluster.forward.noise import Noise, token_hashes
+from cluster.forward.noise import token_hashes
 from cluster.forward.runner import DraftRunner
 from cluster.models.vocab import Columns
 from cluster.spec.inputs import EagleDraftInput
@@ -39,30 +39,27 @@ class CoupledRanking:
         if it has not all.
         """
         self._target_ids, self._topk = target_ids, topk
-        self._own_ids = target_ids if own_ids is None else own_ids
-        self._hashes = token_hashes(self._own_ids)
+        self._hashes = token_hashes(target_ids)
+        self._own = (target_ids, self._hashes) if own_ids is None else (own_ids, token_hashes(own_ids))
 
     def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
+        columns = adjusted(columns, [draw], self._target_ids)
         if draw.noise is not None:
-            draw = Draw(draw.each, draw.sampling, draw.noise.over(self._own_ids, self._hashes), draw.which)
+            own = self._own if draw.adjust is None else (self._target_ids, self._hashes)
+            draw = replace(draw, noise=draw.noise.over(*own))
         likely, chosen = likeliest(columns, draw, self._topk)
         shape = draw.requests, draw.each, self._topk
         return likely.view(shape), self._target_ids.take(chosen).view(shape)
 
 
 def carry(
-    runner: DraftRunner,
-    ranking: Ranking,
-    sampling: SamplingBatch,
-    accepted: Accepted,
-    gave: tuple[Tensor, Tensor],
-    noise: Noise | None,
+    runner: DraftRunner, ranking: Ranking, draw: Draw, accepted: Accepted, gave: tuple[Tensor, Tensor]
 ) -> EagleDraftInput:
     """What requests carry to the next draft, from the output `gave` of the extend at each request's last row.
 
-    `gave` is (input of the head, recurrent hidden), `[B, H]` each; `noise` as in `Ranking.propose`.
+    `gave` is (input of the head, recurrent hidden), `[B, H]` each; `draw` as in `Ranking.propose`.
     """
     normed, recurrent = gave
-    likely, proposed = ranking.propose(runner.logits(normed), Draw(1, sampling, noise))
+    likely, proposed = ranking.propose(runner.logits(normed), draw)
     return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent, accepted.bonus)

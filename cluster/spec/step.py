@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from cluster.attention.bits import line_bits, packed
-from cluster.batch import Batch, PromptRows, Seen
+from cluster.batch import Batch, Mode, PromptRows, Seen
 from cluster.config import TreeShape
+from cluster.forward.adjust import AdjustTables
 from cluster.forward.choose import choose, logprobs
-from cluster.forward.draw import Draw, checksum
+from cluster.forward.draw import Draw, Drawing, checksum
 from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
 from cluster.forward.runner import TargetRunner
 from cluster.kv.page_table import PageTable
 from cluster.models.vocab import Columns
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
+from cluster.spec.forced import forced_into
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Phases, StepOutput
 from cluster.spec.tree import DraftTree
@@ -35,10 +37,12 @@ class Step:
         draft: Draft,
         carried: EagleDraftInput,
         table: PageTable,
+        adjusting: AdjustTables,
         enter: Callable[[str], None],
     ) -> None:
         """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
-        self._target, self._draft, self.carried, self._table = target, draft, carried, table
+        self._target, self._draft, self.carried = target, draft, carried
+        self._table, self._adjusting = table, adjusting
         self.enter = enter
         self._ids, self._timer = target.model.token_ids, timer_of(carried.bonus.device)
 
@@ -47,58 +51,67 @@ class Step:
         """Commit at least one token for each of the R requests, and the first one for each finished prompt."""
         r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
         moments = [self._timer.now()]
-        decode, final = batch.sampling.narrow(0, r), batch.sampling.narrow(r, batch.rows.shape[0])
         self.enter("draft")
-        noise = self._noise(batch, s)
-        own, after = (None, None) if noise is None else (noise.narrow(slice(0, r)), noise.narrow(slice(r, None)))
-        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), own, shape)
+        drawing = self._drawing(batch, s)
+        own, final = drawing.narrow(0, r), drawing.narrow(r, batch.rows.shape[0])
+        tree = self._draft.draft(batch, self.carried.take(batch.decode_rows), own, shape.drafted)
+        if shape.forced and own.adjust is not None:
+            tree = forced_into(tree, shape, own.adjust)
         moments.append(self._timer.now())
 
         self.enter("target")
-        hidden, aux, columns = self._forward(batch, tree, shape.topk == 1)
-        here, which = None if own is None else own.at(0, s + 1), None if shape.topk == 1 else tree.depths
-        draws = Draw(n, decode, here, which), Draw(1, final, None if after is None else after.at(0))
+        line = shape.topk == 1 and not shape.forced
+        hidden, aux, columns = self._forward(batch, tree, line)
+        which, paths = None if line else tree.depths, tree.paths(s) if own.adjust else None
+        draws = own.along(n, s + 1, which, paths), final.at(0)
         chosen, won = choose(columns, draws)
         first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
         accepted = accept(tree, chosen[: r * n].view(r, n), first, s)
         won = won[: r * n].view(r, n).gather(1, accepted.path)
-        if shape.topk > 1:
+        if not line:
             compact(self._target.pool, batch.window, accepted.path)
         moments.append(self._timer.now())
 
         self.enter("extend")
-        carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(noise, accepted), shape)
+        if own.adjust is not None and final.adjust is not None:
+            own.adjust.commit(accepted.tokens, accepted.accept_len)
+            final.adjust.commit(first[:, None], torch.ones_like(first))
+        carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(drawing, accepted), shape)
         self.carried.put(batch.rows, carried)
         self._table.commit(batch.rows, torch.cat([batch.seq_lens + accepted.accept_len, batch.prompt.final_lens]))
         asked = None
-        if batch.logprobs:
+        if Mode.LOGPROBS in batch.mode:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
             rows = torch.cat([nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device)])
             asked = logprobs(columns, rows, torch.cat([accepted.tokens.view(-1), first]))
-        drawn = first[:0] if noise is None or columns.shards is None else checksum(draws)
+        drawn = first[:0] if drawing.noise is None or columns.shards is None else checksum(draws)
         moments.append(self._timer.now())
         return StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
 
-    def _noise(self, batch: Batch, num_steps: int) -> Noise | None:
-        """The noise at seq_len + 1 to seq_len + S + 2, and as many positions from the end of each finished prompt on;
-        one less where nothing is drafted.
+    def _drawing(self, batch: Batch, num_steps: int) -> Drawing:
+        """How the B requests draw: with the noise at seq_len + 1 to seq_len + S + 2, and at as many positions from the
+        end of each finished prompt on; one less where nothing is drafted.
         """
-        if not batch.sampling.noisy:
-            return None
+        noise = self._noise(batch, num_steps) if batch.sampling.noisy else None
+        return Drawing(batch.sampling, noise, self._adjusting.of(batch.rows, batch.mode))
+
+    def _noise(self, batch: Batch, num_steps: int) -> Noise:
         first = torch.cat([batch.seq_lens + 1, batch.prompt.final_lens])
         ahead = torch.arange(num_steps + 1 + self._drafts, device=first.device)
         keys = noise_keys(batch.sampling.seeds, first[:, None] + ahead)
-        hashes, dtype = vocabulary_hashes(len(self._ids), first.device, self._ids.start), self.carried.hidden.dtype
-        if len(self._ids) < self._target.model.arch.vocab_size:  # a draft's shard may have other tokens
+        vocab, dtype = self._target.model.arch.vocab_size, self.carried.hidden.dtype
+        ids = range(vocab) if batch.mode.adjusts else self._ids  # what is adjusted is all columns
+        hashes = vocabulary_hashes(len(ids), first.device, ids.start)
+        if len(ids) < vocab:  # a draft's shard may have other tokens
             return Noise(keys, hashes, dtype)
         return Noise.of(keys, hashes, dtype)
 
-    def _next(self, noise: Noise | None, accepted: Accepted) -> Noise | None:
-        """That at the position after each bonus, for the proposals that requests carry to the next step."""
-        if noise is None or not self._drafts:
-            return None
+    def _next(self, drawing: Drawing, accepted: Accepted) -> Draw:
+        """How the token after each bonus is drawn, for the proposals that requests carry to the next step."""
+        if not self._drafts:
+            return drawing.at(0)
         which, finals = accepted.accept_len, accepted.bonus.shape[0] - accepted.accept_len.shape[0]
-        return noise.pick(which if finals == 0 else torch.cat([which, which.new_ones(finals)]))
+        return drawing.next(which if finals == 0 else torch.cat([which, which.new_ones(finals)]))
 
     @property
     def _drafts(self) -> bool:

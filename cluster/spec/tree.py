@@ -21,13 +21,22 @@ FLOOR = -30.0  # log-probabilities are clamped here, which keeps DECAY above flo
 class DraftTree:
     """`tokens`, `parents`, `depths` `[R, N]` (the root's parent is itself); `ancestors` `[R, N, N]` ancestor-or-self.
 
-    Parents come before their children.
+    Parents come before their children. `padded`: some nodes fill the shape; they are their own parents, so the root is
+    no ancestor of theirs, and never on a path.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     ancestors: Tensor
+    padded: bool = False
+
+    def paths(self, deepest: int) -> Tensor:
+        """The tokens from the root, itself left out, to each node, `[R, N, deepest]`; -1 beyond the node."""
+        r, n = self.tokens.shape
+        place = torch.where(self.ancestors, self.depths[:, None], 0)  # the root's, which is cut off
+        paths = self.tokens.new_full((r, n, deepest + 1), -1)
+        return paths.scatter_(2, place, self.tokens[:, None].expand(r, n, n))[..., 1:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Ac
     wanted = chosen.gather(1, tree.parents) == tree.tokens
     wanted[:, 0].fill_(True)
     on_path = (wanted[:, None] | ~tree.ancestors).all(-1)
+    if tree.padded:
+        on_path.logical_and_(tree.ancestors[..., 0])
     accept_len = on_path.sum(1)
     path = torch.zeros(r, num_steps + 2, dtype=torch.int64, device=chosen.device)
     nodes = torch.arange(n, device=chosen.device).expand(r, n)

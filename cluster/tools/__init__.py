@@ -1,1 +1,1 @@
-"""Commands that work on checkpoints and prompts without a server: generate, inspect, export, probe, sample."""
+"""Commands that work on checkpoints and prompts, and two that talk to a server: chat and status."""

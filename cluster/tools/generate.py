@@ -1,44 +1,20 @@
-"""`aerie generate`: one prompt through the engine, without Ray."""
+"""`aerie generate`: one prompt through the engine, without Ray, printed as the steps give it."""
 
 import argparse
 import json
+import sys
 import time
-from dataclasses import dataclass
+from itertools import chain
 
-from cluster.config import ConfigError, EngineConfig
-from cluster.engine.build import build_engine
+from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.request import Request, RequestOutput, SamplingParams
-from cluster.text import StoppedText, TextTokenizer
+from cluster.text import StoppedText
+from cluster.tools.engine_flags import add_engine_arguments
+from cluster.tools.local_engine import engine_of, steps
+from cluster.tools.terminal import Screen
 
 MAX_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished request: all of its tokens, and its last output with the reason and the counts."""
-
-    token_ids: list[int]
-    last: RequestOutput
-
-
-def complete(engine: Engine, requests: list[Request]) -> list[Completion]:
-    """Run `requests` together to their end; completions in their order.
-
-    Raises:
-        ValueError: a request cannot be served; none is started then.
-    """
-    for request in requests:
-        engine.check(request)
-    for request in requests:
-        engine.submit(request)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    last: dict[str, RequestOutput] = {}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            tokens[output.request_id] += output.token_ids
-            last[output.request_id] = output
-    return [Completion(tokens[r.request_id], last[r.request_id]) for r in requests]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-token-ids", metavar="1,2,3", help="in place of a prompt, for a model without tokenizer"
     )
-    parser.add_argument(
-        "--draft", metavar="DIR", help="folder of a draft, EAGLE, EAGLE-3 or MTP layers; without it, plain decoding"
-    )
-    parser.add_argument("--num-steps", type=int, help="depth of the tree")
-    parser.add_argument("--topk", type=int, help="children per node")
-    parser.add_argument("--num-draft-tokens", type=int, help="nodes of the tree, root included")
-    parser.add_argument("--no-speculation", action="store_true", help="ignore --draft")
+    add_engine_arguments(parser)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -69,32 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help=f"(default: {MAX_TOKENS}, or as many as fit)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16", "float16"])
-    parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate and print.
+    """Generate, and print what each step gives; returns 1 when the model failed on the way.
 
     Raises:
         ConfigError: a setting cannot be honoured.
         ValueError: the prompt or a sampling parameter cannot be served.
     """
     model, text = _model_and_text(args)
-    settings: dict[str, object] = {"model_path": model, "dtype": args.dtype, "page_size": args.page_size}
-    if args.draft and not args.no_speculation:
-        settings["speculative_draft_model_path"] = args.draft
-        for flag, name in (
-            ("num_steps", "speculative_num_steps"),
-            ("topk", "speculative_eagle_topk"),
-            ("num_draft_tokens", "speculative_num_draft_tokens"),
-        ):
-            if getattr(args, flag) is not None:
-                settings[name] = getattr(args, flag)
-    elif not args.draft and any((args.num_steps, args.topk, args.num_draft_tokens)):
-        raise ConfigError("--num-steps, --topk and --num-draft-tokens need --draft")
-    engine = build_engine(EngineConfig.from_kwargs(settings))
+    engine = engine_of(args, model)
     prompt = _prompt_ids(args, model, text, engine)
     room = engine.info().max_request_tokens - len(prompt)
     params = SamplingParams(
@@ -107,35 +63,48 @@ def run(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
     )
+    words = None if engine.tokenizer is None else StoppedText(engine.tokenizer, prompt, params.stop)
+    screen, said, ids, last = Screen(), "", list[int](), RequestOutput("generate", ())
     started, before = time.perf_counter(), engine.status().steps
-    (done,) = complete(engine, [Request("generate", tuple(prompt), params)])
-    seconds = time.perf_counter() - started
-    counts = done.last.speculation
-    said = None if engine.tokenizer is None else _said(engine.tokenizer, prompt, done.token_ids, params.stop)
+    for output in chain.from_iterable(steps(engine, [Request("generate", tuple(prompt), params)])):
+        piece = _numbers(output, bool(ids)) if words is None else _words(output, words)
+        said += piece
+        ids += output.token_ids
+        last = output
+        if not args.json:
+            screen.write(piece)
+    seconds, counts = time.perf_counter() - started, last.speculation
     result = {
-        "text": said,
-        "token_ids": done.token_ids,
+        "text": None if words is None else said,
+        "token_ids": ids,
         "prompt_token_ids": prompt,
-        "finish_reason": done.last.finish_reason,
+        "finish_reason": last.finish_reason,
         "accept_length": counts.accept_length if counts else 1.0,
         "steps": engine.status().steps - before,
         "seconds": seconds,
     }
     if args.json:
         print(json.dumps(result))
-        return 0
-    print(said if said is not None else ",".join(map(str, done.token_ids)))
-    print(
-        f"[{len(done.token_ids)} tokens in {result['steps']} steps and {seconds:.2f} s, "
-        f"accept length {result['accept_length']:.2f}, finished by {done.last.finish_reason}]"
-    )
-    return 0
+    else:
+        print(
+            f"\n[{len(ids)} tokens in {result['steps']} steps and {seconds:.2f} s, "
+            f"accept length {result['accept_length']:.2f}, finished by {last.finish_reason}]"
+        )
+    if last.error is not None:
+        print(f"aerie generate: {last.error}", file=sys.stderr)
+    return 0 if last.error is None else 1
 
 
-def _said(tokenizer: TextTokenizer, prompt: list[int], token_ids: list[int], stops: tuple[str, ...]) -> str:
-    """The text of the output, cut as the REST layer cuts it."""
-    text = StoppedText(tokenizer, prompt, stops)
-    return text.push(token_ids) + text.finish()
+def _words(output: RequestOutput, text: StoppedText) -> str:
+    """The text that one output completes, cut as the REST layer cuts it: without the token that ended the request."""
+    by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
+    piece = text.push(output.token_ids[:-1] if by_token else output.token_ids)
+    return piece if output.finish_reason is None else piece + text.finish()
+
+
+def _numbers(output: RequestOutput, begun: bool) -> str:
+    """The token ids of one output, of a list joined by commas that has `begun` before."""
+    return "".join(f",{token}" for token in output.token_ids).removeprefix("" if begun else ",")
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:

@@ -14,7 +14,7 @@ from cluster.arch.draft.sample import FILE
 from cluster.config import DRAFT_FACTS, ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.request import Request, SamplingParams
-from cluster.tools.generate import complete
+from cluster.tools.local_engine import complete
 from cluster.tools.sample_draft import settings_of
 
 PROMPTS = (

@@ -146,6 +146,30 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) 
     assert kept.count("outcome=refused") == 1 and "/health" not in kept
 
 
+def test_keys_of_the_environment_are_asked_for_and_never_shown(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "server.log"
+    url, keys = f"http://127.0.0.1:{port}", ("sk-one-of-two-keys", "sk-two-of-two-keys")
+    body = {"model": "tiny", "prompt": [5, 6, 7] * 20, "max_tokens": 2}
+
+    def cached(key: str) -> int:
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers={"x-api-key": key}, timeout=20)
+        assert answer.status_code == 200, answer.text
+        found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    settings = (f"http_port={port}", *tiny_pair(), "page_size=4", "tp_size=1", "attn_dp_size=1")
+    with aerie_serve(*settings, log=log, AERIE_API_KEY=",".join(keys)) as process:
+        said = wait_for(process, "READY ")
+        assert "API keys: AERIE_API_KEY (use), AERIE_API_KEY.2 (use)" in said
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).status_code == 401
+        assert [cached(keys[0]), cached(keys[1])] == [0, 0], "what one has sent the other does not find"
+        assert cached(keys[0]) > 50 and cached(keys[1]) > 50
+        process.send_signal(signal.SIGTERM)
+        said += process.communicate(timeout=60)[0]
+    for key in keys:
+        assert key not in said and key not in log.read_text()
+
+
 @pytest.mark.slow
 def test_an_interrupt_of_the_whole_group_ends_streams_with_an_event_at_the_timeout(tmp_path: Path) -> None:
     port = free_port()

@@ -293,6 +293,9 @@ def test_every_path_of_an_engine_is_resolved(tmp_path, monkeypatch):
         ("speculative_token_map=/no/map.json", "speculative_token_map"),
         ("deployment_config.replicas=2", "deployment_config.replicas"),
         ("http_options.prot=1", "unknown setting 'prot'; did you mean 'port'"),
+        ("api_keys_file=keys", "api_keys_file 'keys' must be an absolute path"),
+        ("api_keys_fil=/keys", "did you mean 'api_keys_file'"),
+        ("allow_unauthenticate=true", "did you mean 'allow_unauthenticated'"),
     ],
 )
 def test_a_wrong_override_is_refused_by_name(override, said):

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Overloaded
+from cluster.api.openai.grammars import Grammars
 from cluster.api.openai.service import ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.metrics import ServingMetrics, merge
@@ -159,6 +160,7 @@ class ScriptedService:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(str(folder))
         self.engine = ScriptedEngine(self.tokenizer)
         self.model = ModelInfo(MODEL, CONTEXT, VOCAB, created=1_700_000_000)
+        self.grammars = Grammars(self.tokenizer, self.model)
         self.metrics = ServingMetrics(model_name=MODEL)
 
     async def metrics_page(self) -> bytes:

@@ -276,6 +276,16 @@ def test_sampling_fields_reach_the_engine(client: Client, service: ScriptedServi
     assert params_of(service).temperature == 0.0
 
 
+def test_values_that_clients_send_for_the_default(client: Client, service: ScriptedService) -> None:
+    """vLLM's seed -1 is no seed, and nothing but the likeliest token lies within top_p 0."""
+    options = {"include_usage": True, "include_obfuscation": True}
+    answer = client.complete(seed=-1, top_p=0, temperature=0.7, stream=True, stream_options=options)
+    assert answer.status_code == 200, answer.text
+    params = params_of(service)
+    assert (params.temperature, params.top_p) == (0.0, 1.0)
+    assert params.seed is not None and params.seed >= 0, "drawn by whoever admits it"
+
+
 def test_request_ids(client: Client, service: ScriptedService) -> None:
     answers = [client.complete(request_id="mine-1").json()["id"] for _ in range(2)]
     assert answers == ["cmpl-mine-1"] * 2

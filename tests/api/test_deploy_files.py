@@ -45,6 +45,28 @@ def test_what_a_redeploy_has_room_for_decides_how_long_its_gang_waits() -> None:
     assert parse(given).llm.layout().timeout_s == 180
 
 
+def test_every_file_says_who_may_use_what_it_deploys() -> None:
+    service = yaml.safe_load((FILE.parent / "rayservice.yaml").read_text())["spec"]
+    kubernetes = yaml.safe_load(service["serveConfigV2"])
+    here = [yaml.safe_load((FILE.parent / name).read_text()) for name in ("serve.yaml", "local.yaml")]
+    for config in (*here, kubernetes):
+        settings = parse(config["applications"][0]["args"])
+        assert config["http_options"]["host"] == "127.0.0.1" or settings.api_keys_file
+        assert not settings.allow_unauthenticated
+    mounted = parse(kubernetes["applications"][0]["args"]).api_keys_file
+    for group in service["rayClusterConfig"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        folders = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert {v["name"]: v.get("secret") for v in pod["volumes"]}[folders[str(Path(mounted or "").parent)]]
+    container = (FILE.parent / "Dockerfile").read_text()
+    assert '"http_host=0.0.0.0", "--set", "allow_unauthenticated=true"' in container
+    words = FILE.read_text()
+    for line in ("api_keys_file: /etc/aerie/api-keys", "allow_unauthenticated: true"):
+        commented = yaml.safe_load(line)
+        assert f"# {line}" in words
+        parse({**yaml.safe_load(words)["applications"][0]["args"], **commented})
+
+
 def test_probes_ask_what_does_not_end_a_pod_that_restarts_its_gang() -> None:
     cluster = yaml.safe_load((FILE.parent / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
     for group in cluster["workerGroupSpecs"]:

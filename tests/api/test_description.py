@@ -6,6 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from cluster.api.openai.body import MAX_KEYS
 from cluster.api.openai.service import Limits
 from tests.api.scripted import MODEL, Client
 from tests.api.test_bad_input import CHAT, FIELDS, HI
@@ -25,6 +26,10 @@ BEYOND_A_SCHEMA = {
     "chat limit beyond the context",
     "a stop that is not text",
     "stop token outside the vocabulary",
+    "logit_bias beyond the vocabulary",
+    "response_format of another kind",
+    "two grammars",
+    "min_tokens beyond max_tokens",
     "top_logprobs without logprobs",
     "two different dp ranks",
     "a field in two spellings",
@@ -62,9 +67,10 @@ def test_every_status_is_there(document: dict[str, Any]) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         assert {"200", "400", "404", "408", "413", "415", "503"} <= set(paths[path]["post"]["responses"])
     assert "404" in paths["/v1/models/{model_id}"]["get"]["responses"]
-    for operations in paths.values():
+    for path, operations in paths.items():
         for operation in operations.values():
             assert "422" not in operation["responses"]
+            assert ({"401", "403"} <= {*operation["responses"]}) == (path not in ("/health", "/ready"))
     assert "text/event-stream" in paths["/v1/completions"]["post"]["responses"]["200"]["content"]
     assert "content" not in paths["/health"]["get"]["responses"]["200"]
     assert "503" in paths["/ready"]["get"]["responses"]
@@ -94,6 +100,7 @@ def test_what_is_taken_fits(document: dict[str, Any], client: Client) -> None:
     for fields in (
         {"stop": "x", "seed": 3, "n": 2, "temperature": 0, "top_logprobs": 2, "logprobs": True, "user": "me"},
         {"stop": ["x", "y"], "presence_penalty": 0, "response_format": {"type": "text"}, "unheard_of": 1},
+        {"presence_penalty": 0.5, "logit_bias": {"5": -1}, "bad_words": ["x"], "allowed_token_ids": [1, 2]},
         {"messages": [{"role": "user", "content": parts}], "max_tokens": 3, "stream": False, "stop_token_ids": [1]},
     ):
         body = {"model": MODEL, "messages": HI, **fields}
@@ -104,4 +111,5 @@ def test_what_is_taken_fits(document: dict[str, Any], client: Client) -> None:
 def test_the_limits_are_those_of_the_server(document: dict[str, Any]) -> None:
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert fields["n"]["maximum"] == Limits().choices
-    assert fields["presence_penalty"]["enum"] == [0, None]
+    assert fields["top_a"]["enum"] == [0, None]
+    assert fields["logit_bias"]["maxProperties"] == MAX_KEYS

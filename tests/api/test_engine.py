@@ -6,12 +6,15 @@ The target is random and its tokens are bytes, so nearly every token ends within
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands, GangStatus, Overloaded
+from cluster.api.keys import Key, Keys, digest_of
+from cluster.api.openai.grammars import Grammars
 from cluster.api.openai.service import ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica.ingress import make_app
@@ -89,7 +92,8 @@ class EngineService:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(tokenizer_folder)
         self.engine = ThreadedEngine(EngineLoop(engine))
         self.engine.loop.start()
-        self.model = ModelInfo(MODEL, info.context_length, info.vocab_size, created=0)
+        self.model = ModelInfo(MODEL, info.context_length, info.vocab_size, 0, None, info.eos_token_ids)
+        self.grammars = Grammars(self.tokenizer, self.model)
         self.metrics = ServingMetrics(model_name=MODEL)
 
     async def metrics_page(self) -> bytes:
@@ -123,6 +127,9 @@ def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, EngineServi
         {"seed": 6, "stop_token_ids": [*range(40, 60)]},
         {"seed": 7, "prompt": ["aé", "日本"], "n": 2, "ignore_eos": True},
         {"temperature": 0, "prompt": [0xE2, 0x82], "logprobs": 2},
+        {"seed": 8, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "n": 2},
+        {"temperature": 0, "logit_bias": {"101": 3.5, "32": -100}, "bad_words": ["a", "ee"], "min_tokens": 30},
+        {"seed": 9, "allowed_token_ids": [97, 98, 99, 100], "stop": ["ab", "ca"], "min_tokens": 20},
     ],
 )
 def test_one_text_however_it_is_made(services: tuple[EngineService, EngineService], fields: dict[str, Any]) -> None:
@@ -150,6 +157,53 @@ def test_one_text_however_it_is_made(services: tuple[EngineService, EngineServic
         histogram = spoken["acceptance_histogram"]
         assert sum(histogram) == spoken["num_spec_steps"]
         assert sum(j * count for j, count in enumerate(histogram)) == spoken["num_accepted_draft_tokens"]
+
+
+def test_adjusted_text_is_what_was_asked_for(services: tuple[EngineService, EngineService]) -> None:
+    client = Client(make_app(services[0]))
+
+    def text(**fields: Any) -> str:
+        body = {"prompt": "once", "max_tokens": 60, "seed": 1, "ignore_eos": True, **fields}
+        said: str = client.complete(**body).json()["choices"][0]["text"]
+        return said
+
+    assert set(text(allowed_token_ids=[97, 98, 99])) == {"a", "b", "c"}
+    assert "a" in text(logit_bias={"97": 100}, max_tokens=1)
+    assert "ac" in text(allowed_token_ids=[97, 98, 99])
+    assert "ac" not in text(allowed_token_ids=[97, 98, 99], bad_words=["ac"])
+    assert len(text(allowed_token_ids=[97, 98, 99], stop=["a", "b", "c"])) == 0
+    assert len(text(allowed_token_ids=[97, 98, 99], stop=["a", "b", "c"], min_tokens=7)) == 7
+
+
+def test_no_key_can_tell_what_another_key_has_sent(services: tuple[EngineService, EngineService]) -> None:
+    """Neither afterwards nor while it runs: cached_tokens is 0, and no request waits for a prompt of another key."""
+    names = ("ann", "bob")
+    keys = Keys(None, [Key(name, "use", digest_of(name.encode())) for name in names])
+    guarded, plain = make_app(services[0], keys=keys), Client(make_app(services[0]))
+
+    def cached(client: Client, prompt: str, name: str = "", **fields: Any) -> int:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, **fields}
+        answer = client.post("/v1/completions", body, headers={"x-api-key": name})
+        found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    secret = "the password of the vault is " + "42" * 40
+    assert cached(plain, secret) == 0 and cached(plain, secret) > 90
+    client = Client(guarded)
+    for name in names:
+        assert cached(client, secret, name) == 0, "not what was sent without a key, nor with another"
+        assert cached(client, secret, name) > 90, "but what it sent itself"
+        assert cached(client, secret, name, cache_salt="of one user") == 0
+        assert cached(client, secret, name, cache_salt="of one user") > 90
+    assert cached(plain, secret, cache_salt="of one user") == 0
+
+    together = "meeting: " + "x" * 100
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(cached, client, together, names[at % 2]) for at in range(6)]
+        found = [sorted(one.result() for one in asked[at::2]) for at in range(2)]
+    for own in found:
+        assert own[0] == 0, "its first found nothing"
+    services[0].check_pages()
 
 
 def test_visitors_that_leave_free_every_page(services: tuple[EngineService, EngineService]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.request import Request, SamplingParams
-from cluster.tools.generate import complete
+from cluster.tools.local_engine import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = str(ROOT / "models/demo/target"), str(ROOT / "models/demo/draft")
@@ -65,8 +65,8 @@ def accept_lens(
         Request(f"r{i}", prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=NEW, ignore_eos=True))
         for i, prompt in enumerate(prompts())
     ]
-    done = complete(engine, requests)
-    return lens, [one.token_ids for one in done]
+    texts = complete(engine, requests)  # fills lens
+    return lens, texts
 
 
 def mean(lens: list[int]) -> float:

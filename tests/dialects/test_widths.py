@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch, PromptRows, SamplingBatch
+from cluster.batch import Batch, Mode, PromptRows, SamplingBatch
 from cluster.config import TreeShape
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget
@@ -105,7 +105,7 @@ def batch_of(decodes: int, prompt_rows: int) -> Batch:
         window=torch.zeros(decodes, 0, dtype=torch.int64),
         sampling=SamplingBatch(each, each, each, each, each, rows, noisy=False, filtered=False),
         prompt=PromptRows(prompt, prompt, prompt + 1, prompt, prompt, None, last, prompt[:finals]),
-        logprobs=False,
+        mode=Mode(0),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.request import Request, SamplingParams
-from cluster.tools.generate import complete
+from cluster.tools.local_engine import complete
 from tests.tiny import tiny_draft, tiny_target
 
 pytestmark = [
@@ -37,5 +37,5 @@ def test_cuda_gives_the_tokens_of_the_cpu(tmp_path: Path, topk: int, temperature
             speculative_num_steps=3,
             speculative_eagle_topk=topk,
         )
-        texts.append([done.token_ids for done in complete(build_engine(config), requests)])
+        texts.append(complete(build_engine(config), requests))
     assert texts[0] == texts[1]

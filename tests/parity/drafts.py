@@ -9,7 +9,7 @@ from torch import Tensor
 from cluster.batch import Batch
 from cluster.config import TreeShape
 from cluster.engine import Engine
-from cluster.forward.noise import Noise
+from cluster.forward.draw import Draw, Drawing
 from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
@@ -50,7 +50,7 @@ class OracleDraft(_Knowing):
         super().__init__(truth, rate)
         self._shape, self._vocab, self._hidden = shape, vocab, hidden
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
         self._shape = shape
         n, r = shape.num_draft_tokens, batch.decodes
         tokens = torch.zeros(r, n, dtype=torch.int64)
@@ -81,7 +81,7 @@ class OracleDraft(_Knowing):
             tokens[j], parents[j], depths[j] = token, parent, depth + 1
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
     ) -> EagleDraftInput:
         bonus, k = accepted.bonus, self._shape.topk
         hidden = features[0].new_zeros(bonus.shape[0], self._hidden)
@@ -98,8 +98,8 @@ class CorrectedDraft(_Knowing):
         super().__init__(truth, rate)
         self._inner = inner
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
-        tree = self._inner.draft(batch, carried, noise, shape)
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+        tree = self._inner.draft(batch, carried, drawing, shape)
         tokens = tree.tokens.clone()
         for i in range(batch.decodes):
             rest = self._text(int(batch.rows[i]))[int(batch.seq_lens[i]) + 1 :]
@@ -118,9 +118,9 @@ class CorrectedDraft(_Knowing):
         return DraftTree(tokens, tree.parents, tree.depths, tree.ancestors)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], noise: Noise | None, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
     ) -> EagleDraftInput:
-        return self._inner.extend(batch, accepted, features, noise, shape)
+        return self._inner.extend(batch, accepted, features, draw, shape)
 
 
 def correct(engine: Engine, truth: Texts, rate: float) -> None:

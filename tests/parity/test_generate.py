@@ -1,7 +1,10 @@
 """`aerie generate`: a folder and a prompt, whatever the draft; its text is what a REST client would get."""
 
+import io
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from tokenizers import Tokenizer
@@ -49,6 +52,45 @@ def test_a_folder_and_a_prompt_in_every_order_and_spelling(with_words: str, caps
         [with_words, *few, "--prompt", "abx acx"],
     ):
         assert generate(capsys, *words)["token_ids"] == first["token_ids"], words
+
+
+class Pipe(io.StringIO):
+    """Remembers how much was written whenever it was flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushed: list[int] = []
+
+    def flush(self) -> None:
+        self.flushed.append(len(self.getvalue()))
+
+
+@pytest.mark.parametrize("words", [["abx acx"], IDS], ids=["text", "ids"])
+def test_every_step_is_printed_when_it_is_over(
+    with_words: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [with_words if words != IDS else target_folder(), *words, "--max-tokens", "9", "--ignore-eos"]
+    whole = generate(capsys, *asked)
+    text = whole["text"] if words != IDS else ",".join(map(str, whole["token_ids"]))  # type: ignore[call-overload]
+    pipe = Pipe()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    assert main(["generate", *asked, "--dtype", "float64"]) == 0
+    said, _, summary = pipe.getvalue().rpartition("\n[")
+    assert said == text
+    assert summary.startswith("9 tokens in 9 steps and ") and summary.endswith(", finished by length]\n")
+    grown = sorted({size for size in pipe.flushed if 0 < size <= len(said)})
+    assert len(grown) == 9, "a flush per step"
+
+
+def test_a_reader_that_has_seen_enough_ends_it() -> None:
+    words = ["generate", target_folder(), *IDS, "--ignore-eos", "--max-tokens", "400"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.read(1)
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60), first.isdigit()) == (b"", 141, True)
 
 
 @pytest.mark.parametrize(

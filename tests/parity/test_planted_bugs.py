@@ -174,9 +174,7 @@ def _(patch: Patch) -> None:
 @bug("shared cells are copied into the target's pool only")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, table, sampling, window, slots, others: true(
-            self, table, sampling, window, slots[:1], others
-        )
+        return lambda self, *given: true(self, *given[:-2], given[-2][:1], given[-1])
 
     changed(patch, Assembler, "__init__", make)
 

@@ -115,6 +115,25 @@ def test_texts_that_part_ways(page_size: int, memory: str, together: bool) -> No
     assert not watch.errors, watch.errors[0]
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_prompts_of_different_salts_share_nothing_and_are_as_if_alone(page_size: int) -> None:
+    """At once, so that none may wait for another's prompt either, and then again, when all is cached."""
+    asked, plain = samples(text_of(0), 6), alone("samples", 16)
+    asked = [replace(one, cache_salt=at % 3) for at, one in enumerate(asked)]
+    rows: list[int] = []
+    engine = build_engine(config_of(*tiny_pair(), 3, 3, page_size=page_size))
+    result = run(engine, asked, rows_into(rows))
+    assert result.ended == {name: end for name, end in plain.ended.items() if name in result.ended}
+    cached = [result.last[one.request_id].cached_tokens for one in asked]
+    assert cached[:3] == [0, 0, 0], "the first of each salt found nothing"
+    assert min(cached[3:]) >= LONG - page_size, "the second found what the first had computed"
+    assert sum(rows) + sum(cached) == 6 * LONG
+    again = [replace(one, cache_salt=salt) for one, salt in zip(asked, (0, 2, 3), strict=False)]
+    found = run(engine, again)
+    assert [found.last[one.request_id].cached_tokens >= LONG - page_size for one in again] == [True, True, False]
+    assert found.last[again[2].request_id].cached_tokens == 0
+
+
 @pytest.mark.parametrize("dialect", ["mimo", "step"])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_a_draft_of_several_layers_shares_what_it_keeps_beside_its_pools(dialect: str, page_size: int) -> None:

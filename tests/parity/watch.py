@@ -9,6 +9,7 @@ from cluster.batch import Batch
 from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
 from cluster.forward.choose import scored
+from cluster.forward.draw import Drawing
 from cluster.forward.noise import Noise, noise_keys, token_hashes
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
@@ -48,8 +49,8 @@ class Watch:
             return
 
         class Watched:
-            def draft(_, batch: Batch, carried: EagleDraftInput, noise: Noise | None, shape: TreeShape) -> DraftTree:
-                tree = inner.draft(batch, carried, noise, shape)
+            def draft(_, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+                tree = inner.draft(batch, carried, drawing, shape)
                 for i, row in enumerate(batch.decode_rows.tolist()):
                     self._look(engine, owners(engine)[row], batch, carried, tree, i)
                 return tree

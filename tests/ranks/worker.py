@@ -20,8 +20,9 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, Rank, build_rank
 from cluster.engine.scheduler import Schedule
 from cluster.mesh import Axis, GangError, Rendezvous, Store, open_store
-from cluster.request import Request, SamplingParams
+from cluster.request import Adjustments, Request, SamplingParams
 from cluster.spec.tree import DraftTree
+from tests.parity.automata import walked
 from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
 
@@ -108,7 +109,7 @@ def say(what: dict[str, Any]) -> None:
 def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None) -> Life:
     """Build the rank, do what the case says step by step, and leave together with the peers."""
     config = EngineConfig.from_kwargs(case["config"] | case["own"].get(str(rank), {}))
-    engine = build_rank(config, rank, rendezvous, store if rank == 0 else None)
+    engine = walked(build_rank(config, rank, rendezvous, store if rank == 0 else None))
     if os.environ.get("OVERLAP") == "1":
         engine._lockstep.lag = 1
     logs = Logs(engine)
@@ -241,8 +242,18 @@ def _do(engine: Rank, action: dict[str, Any]) -> None:
     if action["kind"] == "abort":
         engine.abort(fields["request_id"])  # type: ignore[attr-defined]
         return
-    params = SamplingParams(**fields["params"])
+    params = SamplingParams(**fields["params"] | {"adjustments": _adjustments(fields["params"])})
     engine.submit(Request(fields["request_id"], tuple(fields["prompt_token_ids"]), params))  # type: ignore[attr-defined]
+
+
+def _adjustments(params: dict[str, Any]) -> Adjustments | None:
+    """Those in JSON, whose lists were tuples."""
+
+    def tupled(value: Any) -> Any:
+        return tuple(map(tupled, value)) if isinstance(value, list) else value
+
+    given = params.get("adjustments")
+    return None if given is None else Adjustments(**{name: tupled(value) for name, value in given.items()})
 
 
 if __name__ == "__main__":

@@ -4,12 +4,26 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from tests.parity.automata import automaton
 from tests.ranks.gang import Action
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 1.0, "top_k": 12, "top_p": 0.9},
+)
+
+ADJUSTED: tuple[dict[str, Any], ...] = (
+    {"adjustments": {"presence_penalty": 1.0, "frequency_penalty": 0.4, "repetition_penalty": 1.3}},
+    {"adjustments": {"allowed_token_ids": [1, 2, 4, 8, 11, 15], "min_tokens": 5}},
+    {"adjustments": {"bias": [[3, 4.0], [7, -100.0]], "bad_words_token_ids": [[5], [6, 8], [9, 9, 9], [3, 3]]}},
+    {},
+)
+"""What a request may have besides; every fourth has nothing."""
+CONSTRAINED: tuple[dict[str, Any], ...] = (
+    *({"grammar": automaton(seed)} for seed in range(4)),
+    {"grammar": automaton(5), **ADJUSTED[2]},
+    {},
 )
 
 
@@ -26,11 +40,13 @@ def workload(
     idle: tuple[int, ...] = (),
     aborts: float = 0.0,
     skew: float = 3.0,
+    besides: Sequence[dict[str, Any]] = ({},),
 ) -> list[Action]:
     """`requests` requests over `horizon` steps; ranks in `idle` get none, the others unevenly by `skew`.
 
     Prompts are cuts of `text`, or random ids where there is none. A share of them shares a prefix, a share of `aborts`
-    is aborted some steps after it came, some may end early with an end token.
+    is aborted some steps after it came, some may end early with an end token. Their parameters have those `besides` by
+    turns.
     """
     random = Random(seed)
     ranks = [rank for rank in range(dp_size) if rank not in idle]
@@ -54,6 +70,7 @@ def workload(
             "max_tokens": random.randint(1, most_tokens),
             "ignore_eos": random.random() < 0.8,
         }
+        params |= besides[number % len(besides)]
         name = f"r{number}"
         actions.append(Action(step, rank, "submit", {"request_id": name, "prompt_token_ids": prompt, "params": params}))
         if random.random() < aborts:

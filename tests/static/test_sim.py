@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorDeviceMismatchError,
 )
 
-from cluster.batch import Batch, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Adjusting, Batch, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.config import TreeShape, tiers
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
@@ -20,7 +20,14 @@ from tests.parity.harness import config_of
 from tests.parity.pairs import Pair, algorithm_of, all_pairs, diagonal, draft_of
 from tests.static.sim import NAME, simulated
 
-MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED, Mode.NOISY | Mode.LOGPROBS)
+MODES = (
+    Mode(0),
+    Mode.NOISY,
+    Mode.NOISY | Mode.FILTERED,
+    Mode.NOISY | Mode.LOGPROBS,
+    Mode.ADJUSTED,
+    Mode.NOISY | Mode.FILTERED | Mode.ADJUSTED,
+)
 PROMPTS = (PromptChunk(3, 0, 2, True, (5, 6)), PromptChunk(4, 4, 11, False, tuple(range(2, 10))))
 CHANGES = {
     "lens": ((0, 7), (1, 9)),
@@ -28,6 +35,7 @@ CHANGES = {
     "writes": (PageWrite(2, -1, 0), PageWrite(0, 0, 3), PageWrite(1, 0, 4)),
     "copies": (PageCopy(3, 5, 2),),
 }
+ADJUSTING = Adjusting(0, 0.5, 0.5, 1.2, 3, 2, (3, 4, 5), (1,), ((2, 1.0),), (1, 2, 3), ((3, 4), (2,)))
 DECODES = ((0, 7), (1, 9), (2, 0))
 
 
@@ -48,7 +56,8 @@ def check(pair: Pair, turn: int, every: int = 1) -> int:
             if (number + turn) % every:
                 continue
             chunks = PROMPTS if (number + number // len(MODES) + turn // 2) % 2 else ()
-            order = Order(decodes=DECODES, chunks=chunks, **CHANGES, mode=mode)
+            adjustings = (ADJUSTING,) if Mode.ADJUSTED in mode else ()
+            order = Order(decodes=DECODES, chunks=chunks, adjustings=adjustings, **CHANGES, mode=mode)
             output = programs._run(programs.assembler.send(order), shape)
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)

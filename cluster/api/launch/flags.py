@@ -1,6 +1,8 @@
 """The flags of `aerie serve`, and the settings that they stand for. All other settings are given by `--set`."""
 
 import argparse
+from pathlib import Path
+from typing import NoReturn
 
 from cluster.api.launch.overlay import Override
 from cluster.api.launch.plan import here
@@ -15,6 +17,7 @@ FLAGS: dict[str, str] = {
     "context_length": "context_length",
     "dtype": "dtype",
     "draft": "speculative_draft_model_path",
+    "api_keys_file": "api_keys_file",
 }
 
 
@@ -47,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens of prompt and output together (default: the model's)",
     )
     parser.add_argument("--dtype", help="auto, bfloat16, float16, float32 or float64 (default: auto)")
+    parser.add_argument(
+        "--api-keys-file",
+        metavar="FILE",
+        help="who may use the server: keys as `aerie keys` makes them (env: AERIE_API_KEY, AERIE_ADMIN_API_KEY)",
+    )
+    parser.add_argument("--api-key", "--admin-api-key", type=_refuse_key, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="a Serve config; the other options override it")
     parser.add_argument(
         "--set",
@@ -56,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override one setting: an engine setting (mem_fraction_static=0.5), http_host, http_port, or a dotted key "
         "(deployment_config.num_replicas=2); speculative_algorithm=null turns speculation off; may be repeated",
+    )
+
+
+def _refuse_key(key: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(
+        "every user of the machine can read a command line: set the variable AERIE_API_KEY (AERIE_ADMIN_API_KEY), or "
+        "use --api-keys-file"
     )
 
 
@@ -76,5 +92,7 @@ def overrides_of(args: argparse.Namespace) -> list[Override]:
     given = {flag: getattr(args, flag) for flag in FLAGS}
     if given["draft"] is not None:
         given["draft"] = here(given["draft"])
+    if given["api_keys_file"] is not None:
+        given["api_keys_file"] = str(Path(given["api_keys_file"]).absolute())
     flags: list[Override] = [(FLAGS[flag], value) for flag, value in given.items() if value is not None]
     return [*flags, *args.overrides]

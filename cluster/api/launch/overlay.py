@@ -18,7 +18,6 @@ MODEL_KEYS = {"model": "model_source", "model_path": "model_source", "tokenizer"
 HTTP_KEYS = {"http_host": "host", "http_port": "port"}
 FILE_KEYS = ("proxy_location", "http_options", "logging_config")
 APP_KEYS = tuple(name for name in AppSettings.model_fields if name != "llm_configs")
-OWN_KEYS = ("allow_unauthenticated", "accelerator_type")
 SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")  # set to null, either turns speculation off
 
 
@@ -70,9 +69,6 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
     if key in HTTP_KEYS:
         _inner(data, "http_options")[HTTP_KEYS[key]] = value
         return
-    if key == "allow_unauthenticated":
-        data[key] = value
-        return
     head, _, rest = key.partition(".")
     if head in FILE_KEYS:
         _descend(data, key, value)
@@ -104,7 +100,7 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
             *HTTP_KEYS,
             *MODEL_KEYS,
             *DEPLOYMENT_OPTIONS,
-            *OWN_KEYS,
+            "accelerator_type",
             *APP_KEYS,
         ]
         raise ConfigError(f"unknown setting {key!r}{nearest(key, known)}")

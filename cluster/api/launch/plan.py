@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from cluster.api.keys import Keys, check_reach
 from cluster.api.launch.overlay import Override, lay_over, llm_entry
 from cluster.api.settings import AppSettings, parse, read_yaml, resolve_engine_paths, resolve_path
 from cluster.arch.resolve import check_models
 from cluster.checkout import DEMO_CONFIG, demo_path
 from cluster.config import ALIASES, ConfigError, EngineConfig, Settings, as_config_error
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOCAL_DEPLOYMENT = {"graceful_shutdown_timeout_s": 10, "max_constructor_retry_count": 1}
 """Options for a model that is served without a config file: Ctrl-C waits so many seconds for open streams, and a start
 that fails is not tried again."""
@@ -45,7 +45,6 @@ class ServeFile(Settings):
     http_options: HttpOptions = Field(default_factory=HttpOptions)
     logging_config: dict[str, Any] = Field(default_factory=lambda: {"enable_access_log": False})
     applications: list[ApplicationEntry] = Field(min_length=1, max_length=1)
-    allow_unauthenticated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,7 @@ class ServePlan:
     file: ServeFile
     settings: AppSettings
     engine: EngineConfig
+    keys: Keys | None
     left_behind: str = ""  # a note for the user: the config's draft is unused, as another model is served
 
     @property
@@ -125,12 +125,9 @@ def make_plan(config: str | None, overrides: Sequence[Override], model: str | No
     if draft is not None and not any((Path(draft) / name).is_file() for name in ("config.json", "params.json")):
         raise ConfigError(f"speculative_draft_model_path {draft!r} has no config.json; give the folder of a draft")
     check_models(engine)
-    if file.http_options.host not in LOOPBACK and not file.allow_unauthenticated:
-        raise ConfigError(
-            f"http_host {file.http_options.host!r} is reachable from other machines and there are no API keys; "
-            "use 127.0.0.1 behind a gateway, or add --set allow_unauthenticated=true"
-        )
-    return ServePlan(file, settings, engine, _left_behind(data, engine) if overrides else "")
+    keys = Keys.load(settings.api_keys_file)
+    check_reach(file.http_options.host, keys, settings.allow_unauthenticated)
+    return ServePlan(file, settings, engine, keys, _left_behind(data, engine) if overrides else "")
 
 
 def here(folder: str) -> str:

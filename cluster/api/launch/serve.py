@@ -27,6 +27,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.actors.local import LocalRay, gpus_here, uses_haproxy
+from cluster.api.keys import ENVIRONMENT
 from cluster.api.launch import flags
 from cluster.api.launch.console import Console
 from cluster.api.launch.plan import ServePlan, check_port, make_plan
@@ -87,6 +88,11 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
     if plan.left_behind:
         _say(plan.left_behind)
+    if address and any(variable in os.environ for variable in ENVIRONMENT):
+        raise ConfigError(
+            f"{' and '.join(ENVIRONMENT)} reach a running cluster only where they are set before `ray start`; unset "
+            "them here, or use --api-keys-file with the same path on every node"
+        )
     plan = _with_log(plan, args, own_ray=not address)
     name = plan.file.applications[0].name
     check_port(plan.http)
@@ -101,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
     if uses_haproxy():
         _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
     _say(f"log: {log.path}" + (" on every node" if address else ""))
+    if plan.keys is not None:
+        _say(f"API keys: {plan.keys}")
     with ThreadPoolExecutor(1) as beside:
         importing = beside.submit(importlib.import_module, "cluster.api.app")
         cluster = None if address else _local_ray(plan, args.verbose)

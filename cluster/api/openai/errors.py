@@ -173,6 +173,8 @@ PLAIN: Mapping[str, str] = {
     "extra_forbidden": "unknown field",
     "finite_number": "must be a finite number",
     "string_pattern_mismatch": "must be 1 to 64 letters, digits or any of . _ : -",
+    "string_too_short": "must have 1 to 256 characters",
+    "string_too_long": "must have 1 to 256 characters",
 }
 
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from cluster.api.keys import OPEN
 from cluster.api.openai.body import MAX_KEYS
 from cluster.api.openai.content import ROLES, Strict
 from cluster.api.openai.fields import REFUSED, REMEDIES
@@ -22,6 +23,8 @@ GENERATES = ("/v1/completions", "/v1/chat/completions")
 PAGES: Mapping[str, Mapping[str, Any]] = {"/health": {}, "/ready": {}, "/metrics": {"text/plain": {"schema": {}}}}
 STATUSES: Mapping[str, str] = {
     "400": "A field is wrong; `param` names it",
+    "401": "The server has API keys, and none of them came with the request",
+    "403": "The API key is for other routes",
     "404": "The model asked for is not served",
     "408": "The body came too slowly",
     "413": "The body is too long",
@@ -83,6 +86,9 @@ def schemas(limits: Limits) -> dict[str, Any]:
         _inner(of["stop"], "string").update(_stop(limits))
         of["stop_token_ids"].update(maxItems=limits.stop_token_ids)
         of["stop_token_ids"]["items"]["minimum"] = 0
+        of["logit_bias"].update(maxProperties=MAX_KEYS, propertyNames={"pattern": "^[0-9]{1,9}$"})
+        of["bad_words"].update(maxItems=limits.bad_words, items={**_stop(limits), "pattern": r"\S"})
+        _inner(of["allowed_token_ids"], "array")["items"]["minimum"] = 0
         for field in (*REFUSED, *REMEDIES):
             values = [*REFUSED.get(field, ()), None]
             of.setdefault(field, {"enum": values, "description": "Not supported: only these values are accepted"})
@@ -143,6 +149,8 @@ def _say_responses(path: str, operation: dict[str, Any]) -> None:
     )
     if "{model_id}" in path:
         statuses = ("404", "500")
+    if path not in OPEN:
+        statuses = ("401", "403", *statuses)
     content = {"application/json": {"schema": {"$ref": PLACE.format(model="Error")}}}
     operation["responses"] = {
         "200": good,

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
+from cluster.api.openai.adjusting import AdjustingFields
+from cluster.api.openai.constraints import FIELDS, NAMES, Constraint, constraint_of
 from cluster.api.openai.content import ChatMessage, Strict, Text, check_messages, list_of_prompts, list_of_stops
 from cluster.api.openai.errors import ApiError, shown
 from cluster.api.openai.service import Limits, ModelInfo
@@ -34,16 +36,31 @@ def check_model(model: ModelInfo, asked: str | None) -> None:
 
 
 class StreamOptions(Strict):
-    """`continuous_usage_stats` puts the usage so far into every chunk."""
+    """`continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` is taken and does nothing:
+    it adds noise to hide how long chunks are, of which the tokens of a step tell more.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
-class GenerationFields(Strict):
+class GenerationFields(AdjustingFields):
     """What both endpoints share."""
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_json_object: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
 
     model: str | None = None
     stream: bool = False
@@ -52,10 +69,10 @@ class GenerationFields(Strict):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0.0, le=MAX_TEMPERATURE)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=-1, lt=2**63)
     stop: Annotated[list[Text], FailFast(), BeforeValidator(list_of_stops, json_schema_input_type=Stops)] = Field(
         default_factory=list
     )
@@ -66,10 +83,19 @@ class GenerationFields(Strict):
     return_tokens_as_token_ids: bool = False
     routed_dp_rank: int | None = Field(default=None, ge=0)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives beside each token's log-probability; None for no log-probabilities."""
         raise NotImplementedError
+
+    def constraint(self) -> Constraint | None:
+        """What is asked of the form of the output.
+
+        Raises:
+            ApiError: as `constraint_of`.
+        """
+        return constraint_of({name: getattr(self, name) for name in (*NAMES, *FIELDS)})
 
     def check(self, model: ModelInfo, limits: Limits) -> None:
         """Check what the types of the fields cannot.
@@ -78,6 +104,7 @@ class GenerationFields(Strict):
             ApiError: 404 for another model, 400 for a value beyond a limit or fields that contradict each other.
         """
         check_model(model, self.model)
+        self.check_adjustments(model.vocab_size, limits)
         tops = self.top_logprobs_wanted()
         field = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
         long_stop = max((len(stop) for stop in self.stop), default=0)
@@ -111,10 +138,11 @@ class GenerationFields(Strict):
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> SamplingParams:
         """Sampling settings for one prompt; `prompt` is the field to blame when it leaves no room by itself. Without
-        `max_tokens` the output may have `default_tokens`, or as many as fit.
+        `max_tokens` the output may have `default_tokens`, or as many as fit. Adjustments are left to the caller.
 
         Raises:
-            ApiError: 400 when prompt and output do not fit into the context, or the KV cache, together.
+            ApiError: 400 when prompt and output do not fit into the context, or the KV cache, together, or the output
+                cannot have `min_tokens`.
         """
         room = model.room - prompt_tokens
         asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -131,10 +159,13 @@ class GenerationFields(Strict):
                 param=param,
                 code="context_length_exceeded",
             )
+        if self.min_tokens > wanted:
+            message = f"min_tokens: must be at most max_tokens ({wanted}), got {self.min_tokens}"
+            raise ApiError(message, param="min_tokens", code="invalid_value")
         return SamplingParams(
-            temperature=0.0 if self.temperature < GREEDY_BELOW else self.temperature,
+            temperature=0.0 if self.temperature < GREEDY_BELOW or self.top_p == 0 else self.temperature,
             top_k=0 if self.top_k < 0 or self.top_k >= model.vocab_size else self.top_k,
-            top_p=self.top_p,
+            top_p=self.top_p or 1.0,
             min_p=self.min_p,
             max_tokens=wanted,
             stop=tuple(dict.fromkeys(self.stop)),
@@ -146,9 +177,10 @@ class GenerationFields(Strict):
     def seed_of(self, sample: int) -> int | None:
         """The seed of sample i of a prompt: the request's own for the first, one derived from it for the others.
 
-        None without a seed: the router draws one for each sequence that it admits, from the server's `random_seed`.
+        None without a seed, or with -1: the router draws one for each sequence that it admits, from the server's
+        `random_seed`.
         """
-        if self.seed is None:
+        if self.seed is None or self.seed < 0:
             return None
         if sample == 0:
             return self.seed

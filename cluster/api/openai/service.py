@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from cluster.actors.messages import EngineClient
+from cluster.api.openai.constraints import Constraint
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.proxy import BYTES_PER_S, GRACE_S
 from cluster.metrics import ServingMetrics
@@ -14,7 +15,8 @@ class ModelInfo:
     """The one model that is served. `created` is Unix seconds.
 
     `context_length` counts prompt and output tokens together; `kv_room` is how many of them the KV cache of a rank
-    holds for one request, where that is less. `vocab_size` bounds the token ids of a prompt.
+    holds for one request, where that is less. `vocab_size` bounds the token ids of a prompt; `eos_token_ids` end an
+    output.
     """
 
     model_id: str
@@ -22,6 +24,7 @@ class ModelInfo:
     vocab_size: int
     created: int
     kv_room: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def room(self) -> int:
@@ -49,6 +52,7 @@ class Limits:
     stops: int = 8
     stop_characters: int = 256
     stop_token_ids: int = 64
+    bad_words: int = 64
     logprobs: int = 20
     default_completion_tokens: int = (
         16  # max_tokens of /v1/completions when it is left out, as OpenAI has it; for chat: what fits
@@ -66,13 +70,16 @@ class Limits:
         return cls(body_bytes=body, held_bytes=BODIES_HELD * body, messages=max(LEAST_MESSAGES, context_length // 4))
 
 
-class Service(Protocol):
-    """Everything the routes use; looked up on every call, so parts may become available after the app is made."""
+class GrammarCompiler(Protocol):
+    """Compiles what requests ask of the form of their output; see `cluster.api.openai.grammars.Grammars`."""
 
-    @property
-    def engine(self) -> EngineClient:
-        """The gang, or the client of several."""
+    async def compiled(self, constraint: Constraint) -> str:
+        """The compiled grammar of a constraint, or an `ApiError` that names its field."""
         ...
+
+
+class Served(Protocol):
+    """What a request is read against."""
 
     @property
     def model(self) -> ModelInfo:
@@ -82,6 +89,20 @@ class Service(Protocol):
     @property
     def tokenizer(self) -> ChatTokenizer | None:
         """None when the model's folder has no tokenizer: then prompts are token ids."""
+        ...
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles what constrains an output."""
+        ...
+
+
+class Service(Served, Protocol):
+    """Everything the routes use; looked up on every call, so parts may become available after the app is made."""
+
+    @property
+    def engine(self) -> EngineClient:
+        """The gang, or the client of several."""
         ...
 
     @property

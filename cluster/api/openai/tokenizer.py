@@ -48,6 +48,11 @@ class ChatTokenizer:
             raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error
         return cls(text, template)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._template is not None
+
     async def encode(
         self, text: str, add_special_tokens: bool, length: int, context_length: int | None = None, param: str = "prompt"
     ) -> list[int]:

@@ -12,6 +12,7 @@ from cluster.api.openai.choices import Choice
 from cluster.api.openai.errors import CLIENT_GONE
 from cluster.api.openai.service import Service
 from cluster.api.openai.usage import usage
+from cluster.api.replica.guard import key_of
 from cluster.logs import request_id
 from cluster.metrics import Outcome
 
@@ -89,6 +90,8 @@ class AccessLog:
 def _fields(scope: Scope, status: int, whole: bool, arrived: float) -> dict[str, Any]:
     """The fields of a line besides method and path; what is not known is None."""
     fields: dict[str, Any] = {"status": status or CLIENT_GONE}
+    if (key := key_of(scope)) is not None:
+        fields["key"] = key.name
     choices: Sequence[Choice] = scope.get(NOTED, ())
     timers = [choice.timer for choice in choices if choice.timer is not None]
     if choices:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from cluster.api.keys import cache_salt
 from cluster.api.openai.body import Intake
 from cluster.api.openai.choices import Choice, Delta, run
 from cluster.api.openai.errors import ApiError, overloaded, shown
@@ -18,9 +19,10 @@ from cluster.api.openai.fields import warning_headers
 from cluster.api.openai.offload import off_loop
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
 from cluster.api.openai.responses import ChatShape, CompletionShape, Extras, Shape
-from cluster.api.openai.service import Limits, Service
+from cluster.api.openai.service import Limits, Served, Service
 from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
 from cluster.api.replica import access
+from cluster.api.replica.guard import key_of
 from cluster.request import Request
 from cluster.text import StoppedText
 
@@ -47,7 +49,8 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
             raise overloaded(why, whoever=True)
         async with intake.json(request) as (body, length):
             fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
-            call = await _understand(service, limits, fields, warnings, length)
+            salt = cache_salt(key_of(request.scope), fields.cache_salt)
+            call = await understand(service, limits, fields, warnings, length, salt)
     except ApiError as error:
         service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
         raise
@@ -88,7 +91,7 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
+def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
     """The request in a JSON body, within the limits, and warnings about unknown fields.
 
     Raises:
@@ -99,19 +102,25 @@ def checked(service: Service, limits: Limits, kind: type[F], body: Mapping[str, 
     return fields, warnings
 
 
-async def _understand(
-    service: Service, limits: Limits, fields: CompletionRequest | ChatRequest, warnings: list[str], length: int
+async def understand(
+    service: Served,
+    limits: Limits,
+    fields: CompletionRequest | ChatRequest,
+    warnings: list[str],
+    length: int,
+    salt: int = 0,
 ) -> Call:
-    """Turn the prompts of a request into tokens, and give every sequence its settings and seed. Where the body is long
-    (`length` bytes), the work is done off the event loop.
+    """Turn the prompts of a request into tokens, and give every sequence its settings, its seed and its cache's `salt`.
+    Where the body is long (`length` bytes), the work is done off the event loop.
 
     Raises:
         ApiError: the request cannot be served; the field at fault is named.
     """
     model = service.model
     tokenizer = service.tokenizer
-    if fields.stop and tokenizer is None:
-        raise _needs_tokenizer("stop")
+    for field in ("stop", "bad_words"):
+        if getattr(fields, field) and tokenizer is None:
+            raise _needs_tokenizer(field)
     if isinstance(fields, ChatRequest):
         prompts = [await _chat_ids(service, fields, length, fields.add_special_tokens, model.room)]
         blamed, default_tokens, prefix = ["messages"], model.room, "chatcmpl-"
@@ -120,12 +129,15 @@ async def _understand(
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
         default_tokens, prefix = limits.default_completion_tokens, "cmpl-"
 
+    constraint = fields.constraint()
+    grammar = None if constraint is None else await service.grammars.compiled(constraint)
     unique = uuid.uuid4().hex
     call_id = prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
 
     def make_choices() -> list[Choice]:
         choices: list[Choice] = []
+        adjustments = fields.adjustments(None if tokenizer is None else tokenizer.text)
         for at, ids in enumerate(prompts):
             if not ids:
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
@@ -133,10 +145,11 @@ async def _understand(
             for i in range(fields.n):
                 text = None
                 if tokenizer is not None:
-                    text = StoppedText(tokenizer.text, ids, params.stop, fields.include_stop_str_in_output)
-                own = replace(params, seed=fields.seed_of(i))
+                    included, least = fields.include_stop_str_in_output, fields.min_tokens
+                    text = StoppedText(tokenizer.text, ids, params.stop, included, least)
+                own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
                 index = len(choices)
-                sequence = Request(f"{sequence_id}-{index}", ids, own, routed_dp_rank=fields.routed_dp_rank)
+                sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
                 choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output))
         return choices
 
@@ -155,7 +168,7 @@ async def _understand(
 
 
 async def _chat_ids(
-    service: Service,
+    service: Served,
     fields: ChatRequest | TokenizeRequest,
     length: int,
     special: bool,
@@ -208,9 +221,7 @@ def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
         raise ApiError(message, param=param, code="invalid_value")
 
 
-async def _prompt_ids(
-    service: Service, limits: Limits, fields: CompletionRequest, length: int
-) -> list[tuple[int, ...]]:
+async def _prompt_ids(service: Served, limits: Limits, fields: CompletionRequest, length: int) -> list[tuple[int, ...]]:
     prompts = fields.prompt
     if len(prompts) * fields.n > limits.sequences:
         raise ApiError(

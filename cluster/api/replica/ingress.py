@@ -2,19 +2,22 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
+from cluster.api.keys import Keys
 from cluster.api.openai import errors
 from cluster.api.openai.body import Intake
 from cluster.api.openai.errors import RESTART_S, unavailable
-from cluster.api.openai.fields import warning_headers
+from cluster.api.openai.fields import WARNING_HEADER, warning_headers
 from cluster.api.openai.offload import off_loop
 from cluster.api.openai.openapi import body_of, describe
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
@@ -23,6 +26,7 @@ from cluster.api.openai.stream import json_bytes
 from cluster.api.replica import calls
 from cluster.api.replica.access import AccessLog
 from cluster.api.replica.drain import Drain, DrainMiddleware
+from cluster.api.replica.guard import Guard, is_anonymous
 from cluster.api.replica.head_requests import HeadAsGet
 from cluster.api.replica.server_info import facts_of
 
@@ -31,9 +35,16 @@ logger = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0
 
 
-def make_app(service: Service, limits: Limits | None = None, drain: Drain | None = None) -> FastAPI:
+def make_app(
+    service: Service,
+    limits: Limits | None = None,
+    drain: Drain | None = None,
+    keys: Keys | None = None,
+    origins: Sequence[str] = (),
+) -> FastAPI:
     """The REST app of a service, whose parts are looked up on every call. `limits` default to those that follow from
-    the model; `drain` tells when to refuse calls.
+    the model; `drain` tells when to refuse calls. Without `keys` everyone may ask for everything. Pages of the
+    `origins` may ask from a browser.
     """
     limits = limits or Limits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -45,6 +56,13 @@ def make_app(service: Service, limits: Limits | None = None, drain: Drain | None
     describe(app, limits)
     app.add_middleware(HeadAsGet)
     app.add_middleware(DrainMiddleware, drain=drain or Drain())
+    if keys is not None:
+        app.add_middleware(Guard, keys=keys, routes=app.routes)
+    if origins:  # around the guard: a browser asks without a key first whether it may ask
+        exposed = [WARNING_HEADER, "retry-after"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
+        )
     app.add_middleware(
         AccessLog, service=service, routes=[route.path for route in app.routes if isinstance(route, Route)]
     )
@@ -95,15 +113,15 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
         return _json(_card(service))
 
     @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         """Whether the engine makes progress: 200 while it does, else 503 with the reason."""
-        await _check_progress(service)
+        await _check_progress(service, request)
         return Response()
 
     @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         """Whether to send requests here: 200 while the engine serves, else 503 with the reason."""
-        await _check_progress(service)
+        await _check_progress(service, request)
         return Response()
 
     @app.get("/server_info")
@@ -122,11 +140,12 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
         return _json({"version": __version__})
 
 
-async def _check_progress(service: Service) -> None:
+async def _check_progress(service: Service, request: Request) -> None:
     status = await _status(service)
     if not status.healthy:
         start_s = status.history.start_seconds or RESTART_S  # none is known before the first start is over
-        raise unavailable(status.reason or "the engine is not healthy", start_s)
+        reason = "" if is_anonymous(request.scope) else status.reason
+        raise unavailable(reason or "the engine is not healthy", start_s)
 
 
 async def _status(service: Service) -> GangStatus:

@@ -161,6 +161,23 @@ def test_generated_tokens_are_a_prefix_too() -> None:
     assert balancer.load(1).queued_tokens == 42 - 36
 
 
+def test_a_prefix_draws_requests_of_its_own_salt_only() -> None:
+    balancer = Balancer("expected_load", 2, PAGE)
+    ids, answer = tuple(range(40)), (7, 8, 9, 10)
+    balancer.choose(Request("first", ids, routed_dp_rank=1, cache_salt=5), 8.0)
+    balancer.started("first")
+    balancer.ended("first", answer)
+    following = (*ids, *answer, 1)
+    assert balancer.choose(Request("of another", following, cache_salt=6), 8.0) == 0
+    assert balancer.load(0).queued_tokens == 45
+    assert balancer.choose(Request("of nobody", following, routed_dp_rank=1), 8.0) == 1
+    assert balancer.load(1).queued_tokens == 45
+    balancer.ended("of another")
+    balancer.ended("of nobody")
+    assert balancer.choose(Request("its own", following, cache_salt=5), 8.0) == 1
+    assert balancer.load(1).queued_tokens == 45 - 40, "the generated tokens too"
+
+
 def test_what_a_request_did_not_find_is_forgotten() -> None:
     balancer = Balancer("expected_load", 1, PAGE)
     balancer.choose(request("a", 41), 8.0)
@@ -292,11 +309,11 @@ def test_the_index_agrees_with_the_radix_tree() -> None:
     tree, index = RadixTree(PAGE), PrefixIndex(10**6)
     pages = iter(range(10**6))
     for _ in range(300):
-        ids = [draw.randrange(2) for _ in range(draw.randrange(1, 40))]
-        assert index.held(chain_of(ids, PAGE)) == len(tree.match(ids))
+        ids, salt = [draw.randrange(2) for _ in range(draw.randrange(1, 40))], draw.choice((0, 0, 1, 1 << 70))
+        assert index.held(chain_of(ids, PAGE, salt)) == len(tree.match(ids, salt))
         count = (len(ids) - 1) // PAGE
-        tree.insert(ids, [next(pages) for _ in range(count)])
-        index.add(chain_of(ids, PAGE))
+        tree.insert(ids, [next(pages) for _ in range(count)], salt=salt)
+        index.add(chain_of(ids, PAGE, salt))
         assert len(index) == tree.pages
 
 

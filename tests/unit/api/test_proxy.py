@@ -55,6 +55,16 @@ def test_plain_text_becomes_json(status: int, code: str) -> None:
     assert ((b"retry-after", b"1") in sent[0]["headers"]) == (status == 503)
 
 
+@pytest.mark.parametrize(("path", "root"), [("/-/routes", ""), ("/two/-/routes", "/two")])
+def test_the_page_that_names_the_applications_is_not_served(path: str, root: str) -> None:
+    named = [{"type": START, "status": 200, "headers": []}, {"type": BODY, "body": b'{"/": "secret"}'}]
+    for raw in (path.encode(), path.replace("r", "%72").encode()):  # Serve looks at the decoded path
+        sent, _ = ask(named, path=path, raw_path=raw, root_path=root)
+        assert sent[0]["status"] == 404 and envelope(sent)["code"] == "not_found"
+    sent, _ = ask(named, path="/-/healthz", raw_path=b"/-/healthz")
+    assert sent == named
+
+
 def test_what_is_no_error_or_is_json_passes() -> None:
     for status, kind in ((200, b"text/plain"), (400, b"application/json"), (200, b"text/event-stream")):
         messages = [

@@ -1,6 +1,6 @@
 """An order arrives at a follower as it left its leader."""
 
-from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Adjusting, Constraint, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.dp_attention.orders import checksum, pack, unpack
 
 FULL = Order(
@@ -8,6 +8,11 @@ FULL = Order(
     lens=((2, 3),),
     chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6)), PromptChunk(3, 15, 18, True, (7, 8, 9))),
     samplings=(Sampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
+    adjustings=(
+        Adjusting(3, 0.5, -0.25, 1.5, 2, 3, (4, 5, 6, 7), (1,), ((2, -100.0), (9, 0.5)), (2, 3), ((5, 6), (7,))),
+        Adjusting(1, 0.0, 0.0, 1.0, 0, 1, (4,), (), (), None, ()),
+    ),
+    constraints=(Constraint(3, '{"é": "12345"}', (4, 5)), Constraint(2, "", ())),
     writes=(PageWrite(3, 0, 12), PageWrite(1, -1, 0)),
     copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
     mode=Mode.NOISY | Mode.LOGPROBS,

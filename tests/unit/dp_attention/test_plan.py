@@ -63,6 +63,14 @@ def test_steps_are_run_at_the_sizes_of_programs() -> None:
         assert rule(buckets=()).plan([facts(count)], SHAPE).captured is within
 
 
+def test_adjusted_steps_are_not_captured_but_padded_as_any() -> None:
+    for padding in ("exact", "padded"):
+        table = [facts(3, 7, 3)._replace(mode=int(Mode.ADJUSTED)), facts(1)]
+        plan = rule(padding, buckets=(1, 2, 4, 8)).plan(table, SHAPE)
+        assert not plan.captured and plan.mode == Mode.ADJUSTED
+        assert plan.sizes == rule(padding).plan(table, SHAPE).sizes
+
+
 def test_the_key_is_what_a_step_runs() -> None:
     """Loads that run at the same sizes, tier and mode share it; each of these makes another."""
     small = rule("exact", buckets=(1, 2, 4, 8))

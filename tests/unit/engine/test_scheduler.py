@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from cluster.config import EngineConfig
+from cluster.config import EngineConfig, TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
@@ -25,10 +25,10 @@ def sequence(name: str, prompt: int, max_tokens: int = 20) -> Sequence:
     return of_tokens(name, list(range(prompt)), max_tokens)
 
 
-def of_tokens(name: str, ids: list[int], max_tokens: int = 20) -> Sequence:
+def of_tokens(name: str, ids: list[int], max_tokens: int = 20, salt: int = 0) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, seed=0)
     finish = FinishCheck(params, (), None, ids)
-    return Sequence(Request(name, tuple(ids), params), finish, ids, len(ids), accepted=[0])
+    return Sequence(Request(name, tuple(ids), params, cache_salt=salt), finish, ids, len(ids), accepted=[0])
 
 
 def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
@@ -38,9 +38,10 @@ def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
 
 def advance(plan: Schedule, accept: int = 1) -> None:
     """What a step does to the sequences."""
-    plan.begin(accept)
+    shape = TreeShape(num_steps=accept - 1, topk=1, num_draft_tokens=accept)
+    plan.begin(shape)
     for one, _ in plan.decodes:
-        one.accepted_run(accept, accept)
+        one.accepted_run(accept, shape)
         one.tokens += [7] * accept
     for chunk in plan.chunks:
         chunk.sequence.prefilled(chunk.stop, chunk.final)
@@ -138,6 +139,21 @@ def test_a_prompt_that_another_one_is_computing_waits_for_it() -> None:
     assert names(plan) == (["a"], [("b", 39, 40), ("c", 39, 40)]), "nine pages, and three cells of the tenth"
     assert [s.cached_tokens for s in scheduler.running] == [0, 39, 39]
     assert [copy.tokens for copy in plan.copies] == [3, 3]
+
+
+def test_nobody_waits_for_a_prompt_of_another_salt_or_finds_it_cached() -> None:
+    scheduler = made(100, rows=8, budget=200, radix=True)
+    scheduler.waiting.extend(
+        of_tokens(name, list(range(40)), salt=salt) for name, salt in (("a", 0), ("b", 5), ("c", 5))
+    )
+    plan = scheduler.schedule()
+    assert names(plan) == ([], [("a", 0, 40), ("b", 0, 40)]), "c waits for b, and b for nobody"
+    advance(plan)
+    scheduler.waiting.append(of_tokens("d", list(range(40)), salt=6))
+    plan = scheduler.schedule()
+    assert names(plan)[1] == [("c", 39, 40), ("d", 0, 40)]
+    assert [s.cached_tokens for s in scheduler.running] == [0, 0, 39, 0]
+    scheduler._cache.check()
 
 
 def test_who_waits_follows_a_prompt_that_comes_in_chunks() -> None:

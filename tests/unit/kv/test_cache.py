@@ -18,8 +18,8 @@ def small(pages: int = 12, page_size: int = 4, rows: int = 3, radix: bool = True
     return KVCache(pages, PageTable(rows, 64, page_size, CPU), radix)
 
 
-def opened(cache: KVCache, tokens: list[int], reach: int) -> Lease:
-    lease = cache.open(tokens, reach)
+def opened(cache: KVCache, tokens: list[int], reach: int, salt: int = 0) -> Lease:
+    lease = cache.open(tokens, reach, salt=salt)
     assert lease is not None
     return lease
 
@@ -180,6 +180,30 @@ def test_two_who_would_compute_the_same_pages_are_known() -> None:
     assert small(radix=False).next(a, 2) is None
 
 
+def test_nothing_is_shared_between_salts_neither_whole_pages_nor_cells_nor_pages_to_come() -> None:
+    cache = small(24)
+    tokens = list(range(11))
+    for salt in (0, 5):
+        assert cache.most_cached(tokens, salt) < 4, "less than a page"
+        running = opened(cache, tokens, 12, salt)
+        other = opened(cache, [*range(7)], 7, salt)
+        assert (running.cached, other.cached, cache.take_copies()) == (0, 0, ())
+        cache.publish(running, tokens, 3)
+        filling = opened(cache, tokens[:4], 4, salt)
+        assert (filling.cached, len(cache.take_copies())) == (3, 1), "within a salt the cells of a page are copied"
+        cache.close(filling, tokens[:4], 0)
+        assert cache.next(tokens, 2, None, salt) == cache.next(tokens, 2, running, salt)
+        assert cache.next(tokens, 2, None, salt) != cache.next(tokens, 2, None, salt + 1)
+        cache.publish(running, tokens, 10)
+        cache.check()
+        cache.close(other, tokens[:7], 0)
+        cache.close(running, tokens, 10)
+        assert cache.most_cached(tokens, salt) >= 8
+        cache.check()
+    assert cache.cached == 4, "two pages of each"
+    assert opened(cache, tokens, 11, 5).cached == 8
+
+
 def test_a_page_that_is_not_committed_is_not_cached() -> None:
     cache = small()
     tokens = list(range(13))
@@ -261,13 +285,13 @@ def test_check_sees_wrong_locks_and_slots() -> None:
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
-    """Open, grow, commit, publish and close at random; texts come from few tokens, so that prefixes meet. A second
-    table follows the first one by its journal.
+    """Open, grow, commit, publish and close at random; texts come from few tokens and salts, so that prefixes meet. A
+    second table follows the first one by its journal.
     """
     random = Random(seed)
     cache = KVCache(48 // page_size, PageTable(4, 48, page_size, CPU), True)
     follower = PageTable(4, 48, page_size, CPU)
-    contents: dict[int, tuple[int, ...]] = {}  # slot -> the text up to and after it that was written there
+    contents: dict[int, tuple[int, ...]] = {}  # slot -> the salt, and the text up to and after it, written there
     running: list[tuple[Lease, list[int], int]] = []  # lease, tokens, committed
     hits = copied = swapped = 0
 
@@ -275,18 +299,19 @@ def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
         for index in range(start, stop):
             slot = int(held_slots(cache.table, lease.row, index + 1)[index])
             assert slot >= page_size, "a committed token lies in the sink"
-            contents[slot] = tuple(tokens[: index + 2])
+            contents[slot] = (lease.salt, *tokens[: index + 2])
 
     def holds(lease: Lease, tokens: list[int], count: int) -> None:
         for index, slot in enumerate(held_slots(cache.table, lease.row, count).tolist()):
-            assert contents[slot] == tuple(tokens[: index + 2]), "a cell was made of other tokens"
+            assert contents[slot] == (lease.salt, *tokens[: index + 2]), "a cell was made of other tokens"
 
-    for _ in range(600):
+    for _ in range(800):
         move = random.random()
         if move < 0.35:
             tokens = [int(random.random() < 0.15) for _ in range(random.randint(1, 16))]
             before = (cache.free, cache.cached, cache.free_rows)
-            lease = cache.open(tokens, len(tokens), spare=random.choice((0, 0, 3)))
+            salt = random.choice((0, 0, 0, 9))
+            lease = cache.open(tokens, len(tokens), random.choice((0, 0, 3)), salt)
             if lease is None:
                 assert (cache.free, cache.cached, cache.free_rows) == before
             else:

@@ -1,4 +1,4 @@
-"""Exact pages, with the EAGLE shift: a page is known by its tokens and by the token after it; eviction is LRU."""
+"""Exact pages, with the EAGLE shift: a page is known by salt, tokens and the token after them; eviction is LRU."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -145,9 +145,31 @@ def test_unlocking_twice_is_an_error(tree: RadixTree) -> None:
         tree.unlock(path)
 
 
+def test_what_one_salt_holds_no_other_finds(tree: RadixTree) -> None:
+    tokens = [1, 2, 3, 4, 5]
+    assert tree.match(tokens, 7) == [] and tree.nearest(tokens, [], 7) is None
+    assert pages(tree.insert(tokens, [20, 21], salt=7)) == [20, 21], "the same text, pages of its own"
+    assert (pages(tree.match(tokens)), pages(tree.match(tokens, 7)), tree.match(tokens, 8)) == ([10, 11], [20, 21], [])
+    assert pages(tree.insert([*tokens, 6, 7], [22], tree.match(tokens, 7), 7)) == [22]
+    near = tree.nearest([1, 2, 9], [], 7)
+    assert near is not None and (near[0].page, near[1]) == (20, 1)
+    tree.check()
+
+
+def test_a_salt_without_pages_leaves_nothing_behind() -> None:
+    tree = RadixTree(1)
+    for salt in range(1, 1000):
+        tree.insert([1], [salt], salt=salt)  # no page is full
+        tree.match([1, 2], salt)
+        tree.insert([1, 2, 3], [salt, salt], salt=salt)
+        assert len(tree.evict(2)) == 2
+    assert tree._roots == {} and tree.root(5) is None
+    tree.check()
+
+
 @dataclass
 class BruteForce:
-    """The same tree as a dictionary: a page by the text up to the token after it, found by looking at all of them."""
+    """The same tree as a dictionary: a page by salt and text up to the token after it, found by looking at all."""
 
     size: int
     clock: int = 0
@@ -155,25 +177,25 @@ class BruteForce:
     used: dict[tuple[int, ...], int] = field(default_factory=dict)
     locks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def texts(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        return [tuple(tokens[: end + 1]) for end in range(self.size, len(tokens), self.size)]
+    def texts(self, tokens: Sequence[int], salt: int) -> list[tuple[int, ...]]:
+        return [(salt, *tokens[: end + 1]) for end in range(self.size, len(tokens), self.size)]
 
     def use(self, texts: Sequence[tuple[int, ...]]) -> None:
         self.clock += 1
         for text in texts:
             self.used[text] = self.clock
 
-    def match(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    def match(self, tokens: Sequence[int], salt: int) -> list[tuple[int, ...]]:
         held = []
-        for text in self.texts(tokens):
+        for text in self.texts(tokens, salt):
             if text not in self.page:
                 break
             held.append(text)
         self.use(held)
         return held
 
-    def insert(self, tokens: Sequence[int], given: Sequence[int]) -> None:
-        texts = self.texts(tokens)[: len(given)]
+    def insert(self, tokens: Sequence[int], given: Sequence[int], salt: int) -> None:
+        texts = self.texts(tokens, salt)[: len(given)]
         for text, page in zip(texts, given, strict=False):
             self.page.setdefault(text, page)
         self.use(texts)
@@ -204,17 +226,18 @@ def brute_force_lives(operations: int, size: int, seed: int) -> tuple[int, int]:
     for number in range(operations):
         move = random.random()
         tokens = [random.choice((0, 0, 0, 1, 2)) for _ in range(random.randint(1, 8 * size))]
+        salt = random.choice((0, 0, 0, 0, 1, 1 << 70))
         if move < 0.3:
-            assert pages(tree.match(tokens)) == [model.page[text] for text in model.match(tokens)]
+            assert pages(tree.match(tokens, salt)) == [model.page[text] for text in model.match(tokens, salt)]
         elif move < 0.6:
             count = random.randint(0, len(tokens) // size)
             new = list(range(fresh, fresh + count))
             fresh += count
-            nodes = tree.insert(tokens, new)
-            model.insert(tokens, new)
-            assert pages(nodes) == [model.page[text] for text in model.texts(tokens)[:count]]
+            nodes = tree.insert(tokens, new, salt=salt)
+            model.insert(tokens, new, salt)
+            assert pages(nodes) == [model.page[text] for text in model.texts(tokens, salt)[:count]]
         elif move < 0.7 and len(locked) < 6:
-            path, texts = tree.match(tokens), model.match(tokens)
+            path, texts = tree.match(tokens, salt), model.match(tokens, salt)
             tree.lock(path)
             model.change_locks(texts, 1)
             locked.append((path, texts))

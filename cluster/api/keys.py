@@ -1,0 +1,233 @@
+"""API keys: who may use the server, and for what. Only their hashes are kept.
+
+A keys file has one key a line, `NAME SCOPE sha256:HEX`; `#` begins a comment. `aerie keys` makes such lines. The hash
+is plain SHA-256, without a salt and without stretching: those are for passwords, which can be guessed. A key that
+`aerie keys` made has 256 random bits, so neither guessing nor a table helps whoever reads the file, and a check takes
+microseconds. For the same reason keys that people think up come from the environment, never from a file.
+
+The file is looked at once a second at most, when a request comes, and read again when it has changed: keys are added
+and removed without a restart. A new file that cannot be read leaves the keys as they were; one without keys lets nobody
+in.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from cluster.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Scope = Literal["use", "admin"]
+ENVIRONMENT: Mapping[str, Scope] = {"AERIE_API_KEY": "use", "AERIE_ADMIN_API_KEY": "admin"}
+"""Variables with keys in plain text, several with commas between, and what these may do."""
+OPEN = frozenset({"/health", "/ready"})
+"""What needs no key: probes have none."""
+LOOK_S = 1.0
+LARGEST = 1 << 20  # bytes of a keys file
+EASY = 16  # keys of fewer characters can be guessed
+NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+LINE = re.compile(rf"\s*({NAME.pattern})\s+({'|'.join(get_args(Scope))})\s+sha256:([0-9a-f]{{64}})\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. `digest` is its SHA-256, which is shown nowhere. `admin` may do all that `use` may."""
+
+    name: str
+    scope: Scope
+    digest: bytes = field(repr=False)
+
+    def line(self) -> str:
+        """This key as a line of a keys file."""
+        return f"{self.name} {self.scope} sha256:{self.digest.hex()}\n"
+
+
+def digest_of(token: bytes) -> bytes:
+    """The SHA-256 of a key as a client sends it."""
+    return hashlib.sha256(token).digest()
+
+
+def cache_salt(key: Key | None, said: str | None) -> int:
+    """The salt under which a request shares computed prefixes: of its key, and of `cache_salt` in its body. 0 without
+    either. What one client sends as `cache_salt` cannot lead to the salt of another key.
+    """
+    if key is None and said is None:
+        return 0
+    secret = b"" if key is None else key.digest
+    text = (said or "").encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, key=secret, digest_size=16, person=b"aerie cache salt").digest(), "big")
+
+
+def parse(text: str, where: str) -> tuple[Key, ...]:
+    """The keys of a file's text; `where` names it in errors, which quote no line.
+
+    Raises:
+        ConfigError: a line has another form, or a name or a key is there twice.
+    """
+    keys = []
+    for number, line in enumerate(text.splitlines(), 1):
+        said = line.partition("#")[0]
+        found = LINE.fullmatch(said)
+        if found is not None:
+            keys.append(Key(found[1], "admin" if found[2] == "admin" else "use", bytes.fromhex(found[3])))
+        elif said.strip():
+            raise ConfigError(
+                f"{where}, line {number}: must be NAME SCOPE sha256:HEX, SCOPE being {' or '.join(get_args(Scope))}; "
+                "`aerie keys create` makes such lines"
+            )
+    return _distinct(keys, where)
+
+
+def _distinct(keys: Sequence[Key], where: str) -> tuple[Key, ...]:
+    names, digests = set[str](), set[bytes]()
+    for key in keys:
+        if key.name in names or key.digest in digests:
+            raise ConfigError(f"{where}: {key.name!r} is a name or a key that is there twice; remove one of them")
+        names.add(key.name)
+        digests.add(key.digest)
+    return tuple(keys)
+
+
+def read(path: Path) -> tuple[Key, ...]:
+    """The keys of a file.
+
+    Raises:
+        ConfigError: it is not what `parse` reads, or everyone on the machine may write it.
+        OSError: it cannot be read.
+    """
+    where, facts = f"api_keys_file {str(path)!r}", path.stat()
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size > LARGEST:
+        raise ConfigError(f"{where} must be a file of at most {LARGEST} bytes")
+    if facts.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{where} can be written by every user of the machine: chmod o-w it")
+    try:
+        return parse(path.read_bytes().decode(), where)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where} is not text in UTF-8") from None
+
+
+def of_environment(environment: Mapping[str, str]) -> tuple[Key, ...]:
+    """The keys that are set in `ENVIRONMENT`'s variables; each is named for its variable.
+
+    Raises:
+        ConfigError: a variable is set and holds no key, or one that cannot be sent in a header.
+    """
+    keys: list[Key] = []
+    for variable, scope in ENVIRONMENT.items():
+        tokens = [token.strip() for token in environment[variable].split(",")] if variable in environment else []
+        for number, token in enumerate(tokens, 1):
+            if not token or not all("!" <= sign <= "~" for sign in token):
+                raise ConfigError(f"{variable} must hold keys of printable ASCII, with commas between; or unset it")
+            if len(token) < EASY:
+                logger.warning("a key in %s has fewer than %d characters: it can be guessed", variable, EASY)
+            keys.append(Key(variable if number == 1 else f"{variable}.{number}", scope, digest_of(token.encode())))
+    return _distinct(keys, " and ".join(ENVIRONMENT))
+
+
+class Keys:
+    """The keys of one process. Used on one event loop, which a look at the file holds up for as long as it takes."""
+
+    def __init__(
+        self, path: Path | None, fixed: Sequence[Key] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`fixed` are valid whatever the file says.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds no key.
+        """
+        self._path, self._fixed, self._clock = path, tuple(fixed), clock
+        self._seen, self._trouble = _version(path), ""
+        self._keys = self._read()
+        if not self._keys:
+            raise ConfigError(f"api_keys_file {str(path)!r} holds no key; make one: aerie keys create {path} NAME")
+        self._looked = clock()
+
+    @classmethod
+    def load(cls, path: str | None, environment: Mapping[str, str] = os.environ) -> "Keys | None":
+        """The keys of a file and of the environment; None where neither is set.
+
+        Raises:
+            ConfigError: one of them is set, and cannot be used.
+        """
+        fixed = of_environment(environment)
+        if path is None and not fixed:
+            return None
+        try:
+            return cls(None if path is None else Path(path), fixed)
+        except OSError as error:
+            raise ConfigError(f"api_keys_file {path!r} cannot be read: {error.strerror}") from None
+
+    def find(self, token: bytes) -> Key | None:
+        """The key that a client sent, None if there is no such key. Takes equally long wherever it is, or is not."""
+        self._look()
+        digest, found = digest_of(token), None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key.name} ({key.scope})" for key in self._keys)
+
+    def _look(self) -> None:
+        """Read the file again if it has changed. One that cannot be read is one line in the log, not one a second."""
+        now = self._clock()
+        if self._path is None or now < self._looked + LOOK_S:
+            return
+        self._looked, trouble = now, ""
+        try:
+            version = _version(self._path)
+            if version != self._seen:
+                self._seen = version  # if it is broken, it is not read again before it changes
+                self._keys = self._read()
+                logger.info("the API keys are now: %s", self or "none, so that nobody is let in")
+        except (OSError, ConfigError) as error:
+            trouble = str(error)
+            if trouble != self._trouble:
+                logger.error("the API keys stay as they were: %s", error)
+        self._trouble = trouble
+
+    def _read(self) -> tuple[Key, ...]:
+        if self._path is None:
+            return self._fixed
+        return _distinct([*read(self._path), *self._fixed], f"api_keys_file {str(self._path)!r} and the environment")
+
+
+def _version(path: Path | None) -> tuple[int, ...]:
+    """What changes when a file is written or replaced."""
+    if path is None:
+        return ()
+    facts = path.stat()
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether only this machine reaches a server that listens on `host`."""
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_reach(host: str | None, keys: Keys | None, allowed: bool) -> None:
+    """Refuse to serve everyone who reaches the server, unless that is `allowed` in so many words.
+
+    Raises:
+        ConfigError: naming the settings that help.
+    """
+    if keys is None and not allowed and not is_loopback(host):
+        raise ConfigError(
+            f"http_host {host!r} is reachable from other machines and there are no API keys: set api_keys_file (`aerie "
+            "keys create FILE NAME` makes one) or the variable AERIE_API_KEY, or use 127.0.0.1 behind a gateway; to "
+            "serve everyone who reaches it, set allow_unauthenticated: true"
+        )

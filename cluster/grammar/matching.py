@@ -1,0 +1,193 @@
+"""Which tokens a grammar allows next in one request: after what is committed, and after any path that may follow it."""
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.grammar.asked import GrammarError
+from cluster.grammar.vocabulary import WORD_BITS, Row, Vocabulary
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar
+
+Encode = Callable[[str], list[int]]
+CACHED = 64  # compiled grammars that are kept as xgrammar reads them
+SLOW_S = 1.0  # processor time of one call; a grammar that needs more is ambiguous beyond use
+
+
+class Matchers:
+    """Makes the matchers of one vocabulary; requests with the same grammar share it."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
+        """`encode` is how the tokenizer writes a text; without it, or where it writes another one, the longest tokens
+        are taken one after the other.
+        """
+        self._vocabulary, self._encode = vocabulary, encode
+        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+
+    def matcher(self, compiled: str, after: Sequence[int] = ()) -> "TextMatcher":
+        """A matcher for one request; `compiled` comes from `Compiler.compile`; for `after` see `TextMatcher`.
+
+        Raises:
+            GrammarError: the text is none that this version of xgrammar reads, or is for another vocabulary.
+        """
+        from xgrammar import CompiledGrammar
+
+        key = hashlib.blake2b(compiled.encode()).digest()  # the text itself may have megabytes
+        found = self._compiled.pop(key, None)
+        if found is None:
+            try:
+                found = CompiledGrammar.deserialize_json(compiled, self._vocabulary.info)
+            except RuntimeError as error:
+                raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
+        self._compiled[key] = found
+        if len(self._compiled) > CACHED:
+            self._compiled.popitem(last=False)
+        return TextMatcher(found, self._vocabulary, self._spelled, after)
+
+    def _spelled(self, text: str) -> list[int]:
+        tokens = [] if self._encode is None or not text else self._encode(text)
+        written = b"".join(self._vocabulary.tokens[token] for token in tokens)
+        return tokens if written == text.encode() else self._vocabulary.longest(text.encode())
+
+
+class TextMatcher:
+    """One request's place in its grammar.
+
+    `after`: the grammar begins after these tokens, such as the one that ends the reasoning; until they have come, in
+    this order, everything is allowed. Paths are tokens that may follow the committed ones; asking about one changes
+    nothing, and is cheapest if it shares its beginning with the path before. For one thread at a time.
+    """
+
+    def __init__(
+        self, compiled: "CompiledGrammar", vocabulary: Vocabulary, spell: Encode, after: Sequence[int]
+    ) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher, self._spell = GrammarMatcher(compiled), spell
+        self._vocabulary = vocabulary
+        self._stops = frozenset(vocabulary.stops)
+        self._after = tuple(after)
+        self._recent: tuple[int, ...] = ()  # committed tokens that may begin `after`
+        self._free = bool(after)
+        self._ended = False
+        self._walked: list[int] = []  # tokens that xgrammar's matcher has taken beyond the committed ones
+        self._row: Row = np.zeros(vocabulary.words, np.int32)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output may end here, or has ended."""
+        return self._ended or (not self._free and self._go(()) and self._matcher.is_completed())
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop token has been committed."""
+        return self._ended
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Commit tokens.
+
+        Raises:
+            GrammarError: one of them is not allowed where it stands; those before it are committed.
+        """
+        for token in tokens:
+            if self._ended or token in self._stops:
+                if not (self._free or self.finished) or token not in self._stops:
+                    raise GrammarError(f"token {token} is not allowed by the grammar: the output " + self._state())
+                self._ended = True
+            elif self._free:
+                self._recent = (*self._recent, token)[-len(self._after) :]
+                self._free = self._recent != self._after
+            elif self._walked[:1] == [token]:
+                self._walked.pop(0)
+            elif self._go((token,)):
+                self._walked.clear()
+            else:
+                raise GrammarError(f"token {token} is not allowed by the grammar here")
+
+    def fill(self, path: Sequence[int], out: Row) -> None:
+        """Write the mask of what may follow committed tokens and `path` into `out`, int32 `[vocabulary.words]`.
+
+        Stop tokens are in it exactly where the output may end. After an end, and after a path that is not allowed and
+        so never comes, they are all that is in it. It is empty where the grammar goes on with text that no token of
+        this vocabulary begins.
+
+        Raises:
+            GrammarError: the grammar is so ambiguous that this took more than `SLOW_S`.
+        """
+        rest = self._constrained(path)
+        if rest is None:
+            out.fill(-1)
+            return
+        if not self._goes_on(rest):
+            out[:] = self._vocabulary.stop_row
+            return
+        began = time.thread_time()
+        self._matcher.fill_next_token_bitmask(out)
+        np.bitwise_and(out, self._vocabulary.usable_row, out=out)
+        self._check_time(began)
+
+    def forced(self, path: Sequence[int], most: int) -> list[int]:
+        """The tokens, at most `most`, that most likely follow committed tokens and `path` because no other text is
+        allowed: that text as the tokenizer writes it, and at its end tokens of which no other is allowed.
+        """
+        rest = self._constrained(path)
+        if rest is None or not self._goes_on(rest):
+            return []
+        found = self._spell(self._matcher.find_jump_forward_string())[:most]
+        while rest is not None and len(found) < most and self._goes_on([*rest, *found]):
+            self.fill([*path, *found], self._row)
+            words = np.flatnonzero(self._row)
+            word = int(self._row[words[0]]) & (2**WORD_BITS - 1) if len(words) == 1 else 0
+            if word.bit_count() != 1:
+                break
+            found.append(int(words[0]) * WORD_BITS + word.bit_length() - 1)
+        return found
+
+    def _state(self) -> str:
+        return "has ended" if self._ended else "may not end here"
+
+    def _constrained(self, path: Sequence[int]) -> Sequence[int] | None:
+        """The part of a path that the grammar describes; None while everything is allowed."""
+        if not self._free:
+            return path
+        if self._ended:
+            return ()
+        recent = self._recent
+        for at, token in enumerate(path):
+            if token in self._stops:
+                return path[at:]
+            recent = (*recent, token)[-len(self._after) :]
+            if recent == self._after:
+                return path[at + 1 :]
+        return None
+
+    def _goes_on(self, path: Sequence[int]) -> bool:
+        """Whether the grammar allows a path and has not ended on it."""
+        return not self._ended and self._stops.isdisjoint(path) and self._go(path)
+
+    def _go(self, path: Sequence[int]) -> bool:
+        """Take xgrammar's matcher to the end of a path; False if it is not allowed. It has no stop tokens."""
+        shared = 0
+        for mine, asked in zip(self._walked, path, strict=False):
+            if mine != asked:
+                break
+            shared += 1
+        began = time.thread_time()
+        if shared < len(self._walked):
+            self._matcher.rollback(len(self._walked) - shared)
+            del self._walked[shared:]
+        for token in path[shared:]:
+            if not self._matcher.accept_token(token):
+                return False
+            self._walked.append(token)
+        self._check_time(began)
+        return True
+
+    def _check_time(self, began: float) -> None:
+        if time.thread_time() - began > SLOW_S:
+            raise GrammarError("the grammar is too ambiguous: one token takes more than a second; make it simpler")

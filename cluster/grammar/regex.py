@@ -1,0 +1,282 @@
+"""Regular expressions as grammars: the part of the syntax that ECMAScript and Python share and mean alike.
+
+An expression describes the whole text. What would be read differently, or not at all, by xgrammar is refused by name;
+xgrammar itself never sees an expression. `.` is any character but line ends, `\\d` and `\\w` are ASCII's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cluster.grammar.asked import GrammarError
+from cluster.grammar.ebnf import (
+    EMPTY,
+    Alt,
+    Chars,
+    Literal,
+    Node,
+    Ref,
+    Repeat,
+    Seq,
+    alt,
+    chars,
+    complement,
+    minus,
+    one_of,
+    repeat,
+    seq,
+)
+
+MAX_DEPTH = 100
+MAX_REPEATS = 10_000
+DIGIT = one_of("0123456789")
+WORD = chars((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+SPACE = one_of(" \t\n\r\f\v")
+# What some reader takes for white space or a line end and another does not is in no class at all.
+WIDE_SPACE = chars(
+    (0x09, 0x0D), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+    (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+)  # fmt: skip
+ASCII = chars((0, 0x7F))
+CLASSES = {
+    "d": DIGIT,
+    "D": complement(DIGIT),
+    "w": WORD,
+    "W": complement(WORD),
+    "s": SPACE,
+    "S": complement(WIDE_SPACE),
+}
+OUTSIDE = CLASSES | {"s": WIDE_SPACE, "S": complement(SPACE)}  # in a class that is negated
+ANY = minus(complement(one_of("\n\r\x85")), chars((0x2028, 0x2029)))
+CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+UNSUPPORTED = {
+    "(?=": "lookahead",
+    "(?!": "lookahead",
+    "(?<=": "lookbehind",
+    "(?<!": "lookbehind",
+    "(?>": "atomic groups",
+    "(?P=": "backreferences",
+    "(?#": "comments",
+    "(?(": "conditions",
+}
+START, END = Ref("^"), Ref("$")  # while an expression is read
+
+
+def parse(expression: str) -> Node:
+    """What an expression matches from its first to its last character.
+
+    Raises:
+        GrammarError: it is not an expression, or uses what is not supported.
+    """
+    node = _Reader(expression).read()
+    _check_anchors(node, first=True, last=True)
+    return _without_anchors(node)
+
+
+@dataclass(slots=True)
+class _Reader:
+    text: str
+    at: int = 0
+    depth: int = 0
+
+    def read(self) -> Node:
+        node = self._branches()
+        if self.at < len(self.text):
+            raise self._wrong("unmatched )")
+        return node
+
+    def _wrong(self, what: str) -> GrammarError:
+        return GrammarError(f"at character {self.at + 1} of the expression: {what}")
+
+    def _next(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _skip(self, text: str) -> bool:
+        found = self.text.startswith(text, self.at)
+        self.at += len(text) if found else 0
+        return found
+
+    def _branches(self) -> Node:
+        branches = [self._sequence()]
+        while self._skip("|"):
+            branches.append(self._sequence())
+        return alt(*branches)
+
+    def _sequence(self) -> Node:
+        parts: list[Node] = []
+        while self._next() not in ("", "|", ")"):
+            parts.append(self._repeated(self._atom()))
+        return seq(*parts)
+
+    def _atom(self) -> Node:
+        character = self._next()
+        if character == "(":
+            return self._group()
+        if character == "[":
+            return self._class()
+        if character == "\\":
+            return self._escape(CLASSES)
+        if character in "*+?{":
+            raise self._wrong(f"{character} repeats nothing")
+        self.at += 1
+        if character in "^$":
+            return START if character == "^" else END
+        return ANY if character == "." else Literal(character)
+
+    def _group(self) -> Node:
+        for opening, what in UNSUPPORTED.items():
+            if self.text.startswith(opening, self.at):
+                raise self._wrong(f"{what} are not supported" if what[-1] == "s" else f"{what} is not supported")
+        self.at += 1
+        if self._skip("?") and not self._skip(":"):
+            self._skip("P")
+            name, closed, _ = self.text[self.at + 1 :].partition(">")
+            if self._next() != "<" or not closed or not name.isidentifier():
+                raise self._wrong("flags are not supported")
+            self.at += len(name) + 2
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise self._wrong(f"groups are nested more than {MAX_DEPTH} deep")
+        node = self._branches()
+        if not self._skip(")"):
+            raise self._wrong("a ( is not closed")
+        self.depth -= 1
+        return node
+
+    def _repeated(self, node: Node) -> Node:
+        count = self._count()
+        if count is None:
+            return node
+        if node in (START, END):
+            raise self._wrong("^ and $ cannot be repeated")
+        self._skip("?")  # how eagerly it matches does not change what it matches
+        if self._next() in ("*", "+", "?") or self._count() is not None:
+            raise self._wrong("two repetitions in a row")
+        return repeat(node, *count)
+
+    def _count(self) -> tuple[int, int | None] | None:
+        for sign, count in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._skip(sign):
+                return count
+        if not self._skip("{"):
+            return None
+        inside, closed, _ = self.text[self.at :].partition("}")
+        least, comma, most = inside.partition(",")
+        numbers = [part for part in (least, most) if part]
+        if not closed or not least or not all(part.isascii() and part.isdigit() and len(part) < 9 for part in numbers):
+            raise self._wrong("a repetition is {n}, {n,} or {n,m}; write \\{ for the character")
+        low, high = int(least), int(most) if most else None if comma else int(least)
+        if max(low, high or 0) > MAX_REPEATS or (high is not None and high < low):
+            raise self._wrong(f"a repetition ends at {MAX_REPEATS}, and not before it begins")
+        self.at += len(inside) + 1
+        return low, high
+
+    def _class(self) -> Node:
+        self.at += 1
+        negated = self._skip("^")
+        if self._next() == "]":
+            raise self._wrong("an empty class; write \\] for the character")
+        found: list[tuple[int, int]] = []
+        while not self._skip("]"):
+            low = self._member(negated)
+            if self._next() == "-" and self.text[self.at + 1 : self.at + 2] not in ("]", ""):
+                self.at += 1
+                high = self._member(negated)
+                if len(low) != 1 or len(high) != 1 or low[0][0] != low[0][1] or low[0][0] > high[0][0]:
+                    raise self._wrong("a range that is none")
+                low = ((low[0][0], high[0][0]),)
+            found += low
+        return complement(chars(*found)) if negated else chars(*found)
+
+    def _member(self, negated: bool) -> tuple[tuple[int, int], ...]:
+        character = self._next()
+        if not character:
+            raise self._wrong("a [ is not closed")
+        if character == "\\":
+            return self._escape(OUTSIDE if negated else CLASSES).ranges
+        pair = self.text[self.at : self.at + 2]
+        if pair in ("--", "&&", "||", "~~") or character == "[":
+            raise self._wrong(f"write \\{character} in a class")
+        self.at += 1
+        return ((ord(character), ord(character)),)
+
+    def _escape(self, classes: Mapping[str, Chars]) -> Chars:
+        character = self.text[self.at + 1 : self.at + 2]
+        if character in classes:
+            self.at += 2
+            return classes[character]
+        digits = {"x": 2, "u": 4}.get(character)
+        if digits:
+            number = self.text[self.at + 2 : self.at + 2 + digits]
+            if len(number) < digits or not all(digit in "0123456789abcdefABCDEF" for digit in number):
+                raise self._wrong(f"\\{character} takes {digits} hexadecimal digits")
+            self.at += 2 + digits
+            return Chars(((int(number, 16),) * 2,))
+        if character == "0" and self.text[self.at + 2 : self.at + 3].isdigit():
+            raise self._wrong("octal escapes are not supported")
+        if character not in CONTROL and (not character or character.isalnum()):
+            backwards = character.isdigit() or character == "k"
+            raise self._wrong("backreferences are not supported" if backwards else f"\\{character} is not supported")
+        self.at += 2
+        return one_of(CONTROL.get(character, character))
+
+
+def _check_anchors(node: Node, first: bool, last: bool) -> None:
+    """Refuse a ^ that something may precede and a $ that something may follow; `first`, `last`: of the whole text."""
+    match node:
+        case Ref():
+            if not (first if node == START else last):
+                raise GrammarError("the expression has ^ or $ inside, where it cannot match")
+        case Seq(parts):
+            for at, part in enumerate(parts):
+                begins = first and all(before in (START, END) for before in parts[:at])
+                ends = last and all(after in (START, END) for after in parts[at + 1 :])
+                _check_anchors(part, begins, ends)
+        case Alt(parts):
+            for part in parts:
+                _check_anchors(part, first, last)
+        case Repeat(part, _, _):
+            _check_anchors(part, first=False, last=False)
+
+
+def _without_anchors(node: Node) -> Node:
+    return mapped(node, lambda _: EMPTY, Ref)
+
+
+def mapped(node: Node, change: Callable[[Node], Node], kind: type[Node]) -> Node:
+    """The node with every part of a kind changed."""
+    if isinstance(node, kind):
+        return change(node)
+    match node:
+        case Seq(parts):
+            return seq(*(mapped(part, change, kind) for part in parts))
+        case Alt(parts):
+            return alt(*(mapped(part, change, kind) for part in parts))
+        case Repeat(part, least, most):
+            return repeat(mapped(part, change, kind), least, most)
+        case _:
+            return node
+
+
+def lengths(node: Node) -> tuple[int, int | None]:
+    """The least and the most characters of what matches; None: without end."""
+    match node:
+        case Literal(text):
+            return len(text), len(text)
+        case Seq(parts):
+            pairs = [lengths(part) for part in parts]
+            return sum(least for least, _ in pairs), _summed([most for _, most in pairs])
+        case Alt(parts):
+            pairs = [lengths(part) for part in parts]
+            ends = [most for _, most in pairs]
+            most = None if None in ends else max(end for end in ends if end is not None)
+            return min(least for least, _ in pairs), most
+        case Repeat(part, fewest, times):
+            least, most = lengths(part)
+            endless = most is None or (times is None and most > 0)
+            return least * fewest, None if endless else (most or 0) * (times or 0)
+        case _:
+            return 1, 1
+
+
+def _summed(numbers: list[int | None]) -> int | None:
+    return None if None in numbers else sum(number for number in numbers if number is not None)

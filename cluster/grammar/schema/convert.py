@@ -1,0 +1,132 @@
+"""JSON Schemas as grammars. Every output of the grammar is valid by the schema; not every valid value is an output:
+properties come in the order in which they are declared, and nothing is there that is not declared, unless
+`additionalProperties` or `items` says so.
+"""
+
+import json
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from cluster.grammar.asked import GrammarError
+from cluster.grammar.ebnf import Literal, Node, Ref, Rules, alt, seq
+from cluster.grammar.schema.arrays import array_of, items_of
+from cluster.grammar.schema.keywords import Reader, Schema, finite, parts_of, types_of
+from cluster.grammar.schema.numbers import NUMBER, integer, number
+from cluster.grammar.schema.objects import COLON, Members, members_of, object_of
+from cluster.grammar.schema.strings import any_string, literal, string
+
+BOOLEAN = alt(Literal("true"), Literal("false"))
+NULL = Literal("null")
+
+
+def schema_grammar(schema: Any) -> str:
+    """The grammar of a JSON schema, as `loaded`, in xgrammar's notation.
+
+    Raises:
+        GrammarError: it is not a schema, or asks for what is not enforced; the message says where.
+    """
+    converter = Converter(schema)
+    return converter.rules.written(converter.value(converter.root, "#"))
+
+
+def object_grammar() -> str:
+    """The grammar of any JSON object."""
+    converter = Converter(True)
+    return converter.rules.written(converter.any_object())
+
+
+def loaded(text: str) -> Any:
+    """JSON, with exact numbers.
+
+    Raises:
+        GrammarError: it is not.
+    """
+    try:
+        return json.loads(text, parse_float=Decimal, parse_constant=_refuse)
+    except ValueError as error:
+        raise GrammarError(f"not JSON: {error}") from error
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number in JSON")
+
+
+@dataclass(slots=True)
+class Converter:
+    """Turns the schemas inside one `root` into rules."""
+
+    root: Any
+    rules: Rules = field(default_factory=Rules)
+    _references: dict[str, Ref] = field(default_factory=dict)
+    _any: Ref | None = None
+
+    def value(self, schema: Any, path: str) -> Node:
+        """The grammar of the values that a schema allows; `path` is where it stands."""
+        reader = Reader(self.root)
+        kept = reader.checked(schema, path)
+        names = kept.keys()
+        if not names:
+            return self.any_value()
+        if names == {"$ref"}:
+            return self._referred(reader, kept["$ref"], path)
+        if len(names) == 1 and not names.isdisjoint(("anyOf", "oneOf", "allOf")):
+            (name,) = names
+            parts = parts_of(kept, name, path)
+            if name == "oneOf":
+                reader.check_apart([reader.choices(part, path) for part in parts], path)
+            if name != "allOf" or len(parts) == 1:
+                return alt(*(self.value(part, f"{path}/{name}/{at}") for at, part in enumerate(parts)))
+        return self.rules.add(alt(*(self._plain(choice, path) for choice in reader.choices(kept, path))))
+
+    def _referred(self, reader: Reader, reference: Any, path: str) -> Node:
+        target = reader.resolved(reference, path)
+        if reference not in self._references:
+            self._references[reference] = self.rules.reserve()
+            self.rules.tell(self._references[reference], self.value(target, reference))
+        return self._references[reference]
+
+    def _plain(self, schema: Schema, path: str) -> Node:
+        try:
+            values = finite(schema)
+            if values is None:
+                return alt(*(self._typed(name, schema, path) for name in sorted(types_of(schema))))
+            beside = schema.keys() - {"type", "enum", "const"}
+            if beside:
+                raise GrammarError(f"{min(beside)} is not enforced beside enum or const; leave it out")
+            if not values:
+                raise GrammarError("no value of enum is of the type")
+            return alt(*map(literal, values))
+        except GrammarError as error:
+            raise error if str(error).startswith("#") else GrammarError(f"{path}: {error}") from error
+
+    def _typed(self, name: str, schema: Schema, path: str) -> Node:
+        match name:
+            case "object":
+                return object_of(self.rules, members_of(self.rules, schema, path, self.value))
+            case "array":
+                return items_of(self.rules, schema, path, self.value)
+            case "string":
+                return string(self.rules, schema)
+            case "number":
+                return number(self.rules, schema)
+            case "integer":
+                return integer(self.rules, schema)
+            case "boolean":
+                return BOOLEAN
+            case _:
+                return NULL
+
+    def any_value(self) -> Node:
+        """Any JSON value."""
+        if self._any is None:
+            self._any = self.rules.reserve()
+            array = array_of(self.rules, [], self._any, 0, None)
+            parts = (self.any_object(), array, any_string(self.rules), NUMBER, BOOLEAN, NULL)
+            self.rules.tell(self._any, alt(*parts))
+        return self._any
+
+    def any_object(self) -> Node:
+        """Any JSON object."""
+        member = self.rules.add(seq(any_string(self.rules), COLON, self.any_value()))
+        return object_of(self.rules, Members([], member, 0, None))

@@ -1,0 +1,242 @@
+"""JSON numbers within bounds as grammars, exactly: bounds are decimals of any size, compared digit by digit."""
+
+import math
+from decimal import Decimal
+
+from cluster.grammar.asked import GrammarError
+from cluster.grammar.ebnf import EMPTY, Chars, Literal, Node, Ref, Repeat, Rules, alt, chars, one_of, repeat, seq
+from cluster.grammar.schema.keywords import Schema
+
+DIGIT = chars((0x30, 0x39))
+DIGITS = Repeat(DIGIT, 0, None)
+FRACTION = repeat(seq(Literal("."), DIGIT, DIGITS), 0, 1)
+WHOLE = alt(Literal("0"), seq(chars((0x31, 0x39)), DIGITS))
+MINUS = Literal("-")
+INTEGER = alt(Literal("0"), seq(repeat(MINUS, 0, 1), chars((0x31, 0x39)), DIGITS))
+EXPONENT = repeat(seq(one_of("eE"), repeat(one_of("+-"), 0, 1), DIGIT, DIGITS), 0, 1)
+NUMBER = seq(repeat(MINUS, 0, 1), WHOLE, FRACTION, EXPONENT)
+MAX_DIGITS = 100  # of a bound
+MAX_STEP = 128  # of multipleOf: a rule for each remainder
+MAX_MULTIPLES = 2000
+
+
+def integer(rules: Rules, schema: Schema) -> Node:
+    """An integer by `minimum`, `maximum`, their exclusive forms and `multipleOf`."""
+    low, above = _lower(schema)
+    high, below = _upper(schema)
+    least = None if low is None else math.ceil(low)
+    most = None if high is None else math.floor(high)
+    least = least + 1 if least is not None and above and least == low else least
+    most = most - 1 if most is not None and below and most == high else most
+    if least is not None and most is not None and least > most:
+        raise GrammarError("no integer lies between minimum and maximum")
+    step = _number(schema, "multipleOf")
+    if step is not None and step != 1:
+        return _multiples(rules, step, least, most)
+    if least is None and most is None:
+        return INTEGER
+    return rules.add(_signed(least, most))
+
+
+def number(rules: Rules, schema: Schema) -> Node:
+    """A number by `minimum`, `maximum` and their exclusive forms. Between bounds it is written without exponent."""
+    step = _number(schema, "multipleOf")
+    if step is not None:
+        if step == math.floor(step):
+            return integer(rules, schema)  # a multiple of a whole number is one
+        raise GrammarError("multipleOf is not enforced for a number that need not be whole; leave it out")
+    low, above = _lower(schema)
+    high, below = _upper(schema)
+    if low is None and high is None:
+        return NUMBER
+    if low is not None and high is not None and (low > high or (low == high and (above or below))):
+        raise GrammarError("no number lies between minimum and maximum")
+    parts = []
+    if low is None or low < 0:
+        smallest = (high.copy_abs(), below) if high is not None and high <= 0 else (Decimal(0), True)
+        parts.append(seq(MINUS, _magnitude(smallest, None if low is None else (low.copy_abs(), above))))
+    if high is None or high > 0 or (high == 0 and not below):
+        smallest = (low, above) if low is not None and low >= 0 else (Decimal(0), False)
+        parts.append(_magnitude(smallest, None if high is None else (high, below)))
+    return rules.add(alt(*parts))
+
+
+def _lower(schema: Schema) -> tuple[Decimal | None, bool]:
+    """The lower bound, and whether it is itself left out."""
+    low, over = _number(schema, "minimum"), _number(schema, "exclusiveMinimum")
+    return (over, True) if over is not None and (low is None or over >= low) else (low, False)
+
+
+def _upper(schema: Schema) -> tuple[Decimal | None, bool]:
+    high, under = _number(schema, "maximum"), _number(schema, "exclusiveMaximum")
+    return (under, True) if under is not None and (high is None or under <= high) else (high, False)
+
+
+def _number(schema: Schema, name: str) -> Decimal | None:
+    value = schema.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | Decimal):
+        raise GrammarError(f"{name} must be a number")
+    exact = Decimal(value)
+    if abs(exact.adjusted()) > MAX_DIGITS or len(exact.as_tuple().digits) > MAX_DIGITS:
+        raise GrammarError(f"{name} has more than {MAX_DIGITS} digits")
+    if name == "multipleOf" and exact <= 0:
+        raise GrammarError("multipleOf must be more than 0")
+    return Decimal(int(exact)) if exact == exact.to_integral_value() else exact
+
+
+def _signed(least: int | None, most: int | None) -> Node:
+    parts: list[Node] = []
+    if least is None or least < 0:
+        smallest = max(1, -most) if most is not None else 1
+        parts.append(seq(MINUS, _whole(smallest, None if least is None else -least)))
+    if (least is None or least <= 0) and (most is None or most >= 0):
+        parts.append(Literal("0"))
+    if most is None or most > 0:
+        parts.append(_whole(max(1, least or 1), most))
+    return alt(*parts)
+
+
+def _whole(least: int, most: int | None) -> Node:
+    """An integer from `least` (0 or more) to `most`, without leading zeros."""
+    low = str(least)
+    if most is None:
+        longer = seq(chars((0x31, 0x39)), repeat(DIGIT, len(low), len(low)), DIGITS)
+        return alt(_same_length(low, "9" * len(low)), longer)
+    high = str(most)
+    parts = []
+    for length in range(len(low), len(high) + 1):
+        first = low if length == len(low) else "1" + "0" * (length - 1)
+        last = high if length == len(high) else "9" * length
+        if int(first) <= int(last):
+            parts.append(_same_length(first, last))
+    return alt(*parts)
+
+
+def _same_length(low: str, high: str) -> Node:
+    """The digits from `low` to `high`, both of one length."""
+    if not low:
+        return EMPTY
+    rest = len(low) - 1
+    if set(low[1:]) <= {"0"} and set(high[1:]) <= {"9"}:
+        return seq(_digit(low[0], high[0]), repeat(DIGIT, rest, rest))
+    if low[0] == high[0]:
+        return seq(Literal(low[0]), _same_length(low[1:], high[1:]))
+    between = _digit(chr(ord(low[0]) + 1), chr(ord(high[0]) - 1))
+    return alt(
+        seq(Literal(low[0]), _same_length(low[1:], "9" * rest)),
+        seq(between, repeat(DIGIT, rest, rest)) if between.ranges else Chars(()),
+        seq(Literal(high[0]), _same_length("0" * rest, high[1:])),
+    )
+
+
+def _digit(low: str, high: str) -> Chars:
+    return chars((ord(low), ord(high))) if low <= high else Chars(())
+
+
+Bound = tuple[Decimal, bool]
+
+
+def _magnitude(low: Bound, high: Bound | None) -> Node:
+    """A number without sign from `low`, 0 or more, to `high`; a bound may be left out itself."""
+    whole, fraction = _digits(low[0])
+    if high is None:
+        return alt(seq(_whole(whole + 1, None), FRACTION), seq(Literal(str(whole)), _above(fraction, low[1])))
+    most, last = _digits(high[0])
+    if whole == most:
+        return seq(Literal(str(whole)), _between(fraction, low[1], last, high[1]))
+    return alt(
+        seq(Literal(str(whole)), _above(fraction, low[1])),
+        seq(_whole(whole + 1, most - 1), FRACTION) if most - whole > 1 else Chars(()),
+        seq(Literal(str(most)), _below(last, high[1])),
+    )
+
+
+def _digits(value: Decimal) -> tuple[int, str]:
+    whole, _, fraction = f"{value:f}".partition(".")
+    return int(whole), fraction.rstrip("0")
+
+
+def _above(bound: str, strict: bool) -> Node:
+    """A fraction, or none, of at least (or more than) the digits of a bound."""
+    if not bound and not strict:
+        return FRACTION
+    return seq(Literal("."), _more(bound, strict))
+
+
+def _below(bound: str, strict: bool) -> Node:
+    if not bound:
+        return Chars(()) if strict else repeat(seq(Literal("."), repeat(one_of("0"), 1)), 0, 1)
+    return repeat(seq(Literal("."), _less(bound, strict)), 0, 1)
+
+
+def _between(low: str, above: bool, high: str, below: bool) -> Node:
+    width = max(len(low), len(high))
+    inside = _inside(low.ljust(width, "0"), above, high.ljust(width, "0"), below)
+    none = not low and not above
+    return repeat(seq(Literal("."), inside), 0, 1) if none else seq(Literal("."), inside)
+
+
+def _more(bound: str, strict: bool) -> Node:
+    """Digits, one or more, that are at least (or more than) the bound's when both are read as fractions."""
+    if not bound:
+        return seq(repeat(one_of("0")), chars((0x31, 0x39)), DIGITS) if strict else seq(DIGIT, DIGITS)
+    rest = _more(bound[1:], strict)
+    after = alt(rest, EMPTY) if not bound[1:] and not strict else rest
+    return alt(seq(_digit(chr(ord(bound[0]) + 1), "9"), DIGITS), seq(Literal(bound[0]), after))
+
+
+def _less(bound: str, strict: bool) -> Node:
+    """Digits, one or more, that are at most (or less than) the bound's."""
+    if not bound:
+        return Chars(()) if strict else repeat(one_of("0"), 1)
+    smaller = _digit("0", chr(ord(bound[0]) - 1))
+    more_to_come = set(bound[1:]) - {"0"}
+    end: Node = EMPTY if more_to_come or not strict else Chars(())
+    return alt(
+        seq(smaller, DIGITS) if smaller.ranges else Chars(()),
+        seq(Literal(bound[0]), alt(end, _less(bound[1:], strict))),
+    )
+
+
+def _inside(low: str, above: bool, high: str, below: bool) -> Node:
+    """Digits, one or more, between two bounds of one length."""
+    if not low:
+        return Chars(()) if above or below else repeat(one_of("0"), 1)
+    if low[0] == high[0]:
+        reached = not above and not set(low[1:]) - {"0"}
+        return seq(Literal(low[0]), alt(EMPTY if reached else Chars(()), _inside(low[1:], above, high[1:], below)))
+    between = _digit(chr(ord(low[0]) + 1), chr(ord(high[0]) - 1))
+    rest, last = low[1:].rstrip("0"), high[1:].rstrip("0")
+    return alt(
+        seq(Literal(low[0]), alt(EMPTY if not rest and not above else Chars(()), _more(rest, above))),
+        seq(between, DIGITS) if between.ranges else Chars(()),
+        seq(Literal(high[0]), alt(EMPTY if last or not below else Chars(()), _less(last, below))),
+    )
+
+
+def _multiples(rules: Rules, step: Decimal, least: int | None, most: int | None) -> Node:
+    if step != math.floor(step):
+        raise GrammarError("multipleOf is not enforced unless it is a whole number")
+    by = int(step)
+    if least is not None and most is not None and (most - least) // by <= MAX_MULTIPLES:
+        found = [Literal(str(value)) for value in range(-(-least // by) * by, most + 1, by)]
+        if not found:
+            raise GrammarError("no multiple lies between minimum and maximum")
+        return rules.add(alt(*found))
+    if least not in (None, 0, 1) or most is not None:
+        raise GrammarError(f"multipleOf is not enforced beside bounds more than {MAX_MULTIPLES} multiples apart")
+    if by > MAX_STEP:
+        raise GrammarError(f"multipleOf is not enforced beyond {MAX_STEP}")
+    remainders = [rules.reserve() for _ in range(by)]
+    for value, rule in enumerate(remainders):
+        rules.tell(rule, alt(EMPTY if value == 0 else Chars(()), *_digits_on(remainders, value, "0123456789")))
+    positive = alt(*_digits_on(remainders, 0, "123456789"))
+    zero: Node = Literal("0") if least in (None, 0) else Chars(())
+    return alt(zero, seq(repeat(MINUS, 0, 1) if least is None else EMPTY, positive))
+
+
+def _digits_on(remainders: list[Ref], value: int, digits: str) -> list[Node]:
+    """A digit after a number of this remainder, and what may follow."""
+    return [seq(Literal(digit), remainders[(10 * value + int(digit)) % len(remainders)]) for digit in digits]

@@ -1,0 +1,165 @@
+"""JSON objects as grammars: properties in the order in which the schema declares them, then what else may be there."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.grammar.asked import GrammarError
+from cluster.grammar.ebnf import EMPTY, NOTHING, Literal, Node, Rules, alt, minus, one_of, repeat, seq
+from cluster.grammar.regex import parse
+from cluster.grammar.schema.keywords import Schema, finite, is_closed, size, spelled
+from cluster.grammar.schema.strings import COMMA, PLAIN, SPACES, any_string, literal, quoted, string
+
+MAX_STATES = 10_000
+COLON = seq(Literal(":"), alt(EMPTY, Literal(" ")))
+NAMED_BY = frozenset({"type", "pattern", "minLength", "maxLength", "format", "enum", "const"})
+
+
+@dataclass(slots=True)
+class Members:
+    """What an object may consist of: members in order, `required` or not, then any number of `extra` ones."""
+
+    ordered: list[tuple[Node, bool]]
+    extra: Node | None
+    least: int
+    most: int | None
+
+
+def object_of(rules: Rules, members: Members) -> Node:
+    """An object of these members. The rule of a state says what may come when so many members have been written."""
+    cap = members.least if members.most is None else members.most
+    cap = max(cap, 1)
+    if (len(members.ordered) + 1) * (cap + 1) > MAX_STATES:
+        raise GrammarError("minProperties and maxProperties are too large for so many properties")
+    states = _tail(rules, members, cap)
+    for member, required in reversed(members.ordered):
+        before: list[Node] = []
+        for written in range(cap + 1):
+            full = members.most is not None and written >= members.most
+            after = states[min(written + 1, cap)]
+            taken = NOTHING if full else seq(COMMA if written else EMPTY, member, after)
+            before.append(rules.add(taken if required else alt(taken, states[written])))
+        states = before
+    return rules.add(seq(Literal("{"), SPACES, states[0], Literal("}")))
+
+
+def _tail(rules: Rules, members: Members, cap: int) -> list[Node]:
+    """What may follow the declared members, by how many members have been written."""
+    ends: list[Node] = [SPACES if written else EMPTY for written in range(cap + 1)]
+    ends[: members.least] = [NOTHING] * members.least
+    if members.extra is None or members.most == 0:
+        return ends
+    more = seq(COMMA, members.extra)
+    if members.most is None:
+        full = rules.reserve()
+        rules.tell(full, alt(ends[cap], seq(more, full)))
+        states: list[Node] = [full]
+    else:
+        states = [ends[cap]]
+    for written in range(cap - 1, -1, -1):
+        one = more if written else members.extra
+        states.insert(0, rules.add(alt(ends[written], seq(one, states[0]))))
+    return states
+
+
+def members_of(rules: Rules, schema: Schema, path: str, value: Callable[[Any, str], Node]) -> Members:
+    """The members that a plain schema of an object allows. `value` makes a value's grammar from schema and path."""
+    declared, required = _declared(schema), _required(schema)
+    least, most = size(schema, "minProperties") or 0, size(schema, "maxProperties")
+    extra, patterns = _extra(schema), schema.get("patternProperties", {})
+    if not isinstance(patterns, dict):
+        raise GrammarError("patternProperties must be an object")
+    if extra is False and (missing := [name for name in required if name not in declared]):
+        raise GrammarError(f"required names {missing[0][:60]!r}, which no property declares")
+    for name in required:
+        declared.setdefault(name, True if extra is None else extra)
+    for pattern, inside in patterns.items():
+        parse(pattern)
+        for name in declared:
+            if _matches(pattern, name):
+                declared[name] = {"allOf": [declared[name], inside]}
+    ordered = [
+        (seq(literal(name), COLON, value(part, f"{path}/properties/{name[:60]}")), name in required)
+        for name, part in declared.items()
+        if part is not False or name in required
+    ]
+    keyed = _keyed(rules, schema, declared, extra)
+    other = None
+    if keyed is not None:
+        key, inside, where = keyed
+        other = rules.add(seq(key, COLON, value(inside, f"{path}/{where}")))
+        if least > max(1, len(required)):
+            raise GrammarError("minProperties is not enforced where names are free: one may come twice")
+    return Members(ordered, other, least, most)
+
+
+def _keyed(rules: Rules, schema: Schema, declared: dict[str, Any], extra: Any) -> tuple[Node, Any, str] | None:
+    """The key and the schema of members that are not declared, and the keyword that says so; None: there are none."""
+    patterns, names = schema.get("patternProperties", {}), schema.get("propertyNames")
+    if patterns:
+        if extra not in (None, False) or names is not None:
+            raise GrammarError("patternProperties is not enforced beside additionalProperties or propertyNames")
+        if len({spelled(inside) for inside in patterns.values()}) > 1:
+            raise GrammarError("patternProperties is not enforced for several patterns with schemas of their own")
+        key = quoted(rules, alt(*map(parse, patterns)))
+        return key, next(iter(patterns.values())), "patternProperties"
+    if extra is False or (extra is None and is_closed(schema) and names is None):
+        return None
+    inside = True if extra is None else extra
+    if names is None:
+        return _other_key(rules, declared), inside, "additionalProperties"
+    if declared:
+        raise GrammarError("propertyNames is not enforced beside properties; leave one of them out")
+    return _named_key(rules, names), inside, "additionalProperties"
+
+
+def _named_key(rules: Rules, names: Any) -> Node:
+    """A key by `propertyNames`."""
+    if not isinstance(names, dict) or names.get("type", "string") != "string" or names.keys() - NAMED_BY:
+        raise GrammarError("propertyNames is enforced for pattern, minLength, maxLength, format, enum and const only")
+    values = finite({"type": "string"} | names)
+    return string(rules, names) if values is None else alt(*map(literal, values))
+
+
+def _other_key(rules: Rules, declared: Iterable[str]) -> Node:
+    """A key that is none of these. It has no escapes, so it cannot spell one of them in another way."""
+    taken = [name for name in declared if literal(name) == Literal(f'"{name}"')]
+    if not taken:
+        return any_string(rules)
+    return quoted(rules, _unlike(taken))
+
+
+def _unlike(taken: list[str]) -> Node:
+    """The rest of a key that is not one of `taken`."""
+    firsts = sorted({name[0] for name in taken if name})
+    end: Node = NOTHING if "" in taken else EMPTY
+    other = seq(minus(PLAIN, one_of("".join(firsts))), repeat(PLAIN))
+    after = ((first, [name[1:] for name in taken if name.startswith(first)]) for first in firsts)
+    return alt(end, other, *(seq(one_of(first), _unlike(names)) for first, names in after))
+
+
+def _extra(schema: Schema) -> Any:
+    """The schema of members that nothing else describes: none, false, true or a schema."""
+    return schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+
+
+def _declared(schema: Schema) -> dict[str, Any]:
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        raise GrammarError("properties must be an object")
+    return dict(properties)
+
+
+def _required(schema: Schema) -> list[str]:
+    names = schema.get("required", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise GrammarError("required must be a list of names")
+    return list(dict.fromkeys(names))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error as error:
+        raise GrammarError(f"patternProperties: {error}") from error

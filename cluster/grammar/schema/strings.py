@@ -1,0 +1,150 @@
+"""JSON strings as grammars: bounded, by a pattern, by a format. What is written between the quotes is always JSON."""
+
+import json
+from decimal import Decimal
+from typing import Any
+
+from cluster.grammar.asked import GrammarError
+from cluster.grammar.ebnf import (
+    LAST,
+    NOTHING,
+    Alt,
+    Chars,
+    Literal,
+    Node,
+    Regular,
+    Repeat,
+    Rules,
+    Seq,
+    alt,
+    both,
+    chars,
+    fits_automaton,
+    minus,
+    one_of,
+    repeat,
+    seq,
+)
+from cluster.grammar.regex import lengths, parse
+from cluster.grammar.schema.formats import FORMATS
+from cluster.grammar.schema.keywords import size
+
+INDENT = 16
+# None, one, or a new line and an indent: what writers of JSON use, and nothing that a model could go on with forever.
+SPACES = alt(Literal(""), Literal(" "), seq(Literal("\n"), repeat(one_of(" \t"), 0, INDENT)))
+HEX = chars((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
+TO_ESCAPE = chars((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
+ALL = chars((0, LAST))
+PLAIN = minus(ALL, TO_ESCAPE)
+SHORT = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+ESCAPE = seq(Literal("\\"), alt(one_of('"\\/bfnrt'), seq(Literal("u"), HEX, HEX, HEX, HEX)))  # any that JSON has
+QUOTE = Literal('"')
+AFTER = seq(SPACES, one_of(",}]:"))  # what follows a value inside of another
+FEW = 8
+COMMA = seq(Literal(","), SPACES)
+
+
+def any_string(rules: Rules) -> Node:
+    """Any JSON string."""
+    return rules.add(Regular(seq(QUOTE, repeat(alt(PLAIN, ESCAPE)), QUOTE)), before=AFTER)
+
+
+def string(rules: Rules, schema: dict[str, Any]) -> Node:
+    """A JSON string by `minLength`, `maxLength`, `pattern` and `format`.
+
+    Raises:
+        GrammarError: it cannot be held to these.
+    """
+    least, most = size(schema, "minLength") or 0, size(schema, "maxLength")
+    if most is not None and most < least:
+        raise GrammarError(f"minLength {least} is more than maxLength {most}")
+    expression = _expression(schema)
+    if expression is None:
+        if (least, most) == (0, None):
+            return any_string(rules)
+        return quoted(rules, repeat(ALL, least, most))
+    node = parse(expression)
+    shortest, longest = lengths(node)
+    if shortest < least or (most is not None and (longest is None or longest > most)):
+        raise GrammarError(
+            "minLength and maxLength are not enforced beside a pattern or a format that allows other lengths; "
+            "write the bounds into the pattern, as in ^[a-z]{2,5}$"
+        )
+    return quoted(rules, node)
+
+
+def _expression(schema: dict[str, Any]) -> str | None:
+    pattern, name = schema.get("pattern"), schema.get("format")
+    if pattern is not None and name is not None:
+        raise GrammarError("pattern and format are not enforced together; leave one of them out")
+    if name is not None and name not in FORMATS:
+        raise GrammarError(f"format {str(name)[:40]!r} is not enforced; known are {', '.join(FORMATS)}")
+    found = pattern if name is None else FORMATS[str(name)]
+    if found is not None and not isinstance(found, str):
+        raise GrammarError("pattern must be a string")
+    return found
+
+
+def quoted(rules: Rules, inside: Node) -> Node:
+    """What is inside, as JSON writes it, between quotes. Quotes belong to the automaton: what a token brings beyond the
+    end of one must be looked into for each mask.
+    """
+    if fits_automaton(inside):
+        return rules.add(Regular(seq(QUOTE, _in_json(inside, counted=True), QUOTE)), before=AFTER)
+    return rules.add(seq(QUOTE, _in_json(inside, counted=False), QUOTE), before=AFTER)
+
+
+def _in_json(node: Node, counted: bool) -> Node:
+    """How JSON writes, between quotes, what the node matches: escaped is only what must be.
+
+    Without `counted` nothing is that would be counted beyond `FEW`: xgrammar is too slow with both.
+    """
+    match node:
+        case Chars():
+            return alt(minus(node, TO_ESCAPE), _escapes(both(node, TO_ESCAPE)))
+        case Repeat(Chars() as part, least, most) if not counted:
+            plain, escapes = minus(part, TO_ESCAPE), _escapes(both(part, TO_ESCAPE))
+            one = plain if plain.ranges and max(least, most or 0) > FEW else alt(plain, escapes)
+            if most is not None or escapes == NOTHING:
+                return repeat(one, least, most)
+            return seq(repeat(one, least, least), repeat(plain), repeat(seq(escapes, repeat(plain))))
+        case Repeat(part, least, most):
+            return repeat(_in_json(part, counted), least, most)
+        case Seq(parts):
+            return seq(*(_in_json(part, counted) for part in parts))
+        case Alt(parts):
+            return alt(*(_in_json(part, counted) for part in parts))
+        case Literal(text):
+            return Literal(literal(text).text[1:-1])
+        case _:
+            return node
+
+
+def _escapes(characters: Chars) -> Node:
+    codes = [code for low, high in characters.ranges for code in range(low, high + 1)]
+    short = "".join(SHORT[chr(code)] for code in codes if chr(code) in SHORT)
+    longer = [f"{code:02x}" for code in codes if chr(code) not in SHORT]
+    long = ((ten, "".join(digits[1] for digits in longer if digits[0] == ten)) for ten in "01")
+    return alt(
+        seq(Literal("\\"), one_of(short)) if short else NOTHING,
+        *(seq(Literal(f"\\u00{ten}"), one_of(last)) for ten, last in long if last),
+    )
+
+
+def literal(value: Any) -> Literal:
+    """One JSON value, in one spelling. Half a surrogate pair, which no text can hold, is escaped."""
+    text = _spelled(value, ascii_only=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = _spelled(value, ascii_only=True)
+    return Literal(text)
+
+
+def _spelled(value: Any, ascii_only: bool) -> str:
+    if isinstance(value, dict):
+        members = (f"{_spelled(name, ascii_only)}: {_spelled(part, ascii_only)}" for name, part in value.items())
+        return "{" + ", ".join(members) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_spelled(part, ascii_only) for part in value) + "]"
+    return str(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=ascii_only)

@@ -1,0 +1,98 @@
+"""The tokens of a model as bytes, which is all that a grammar knows of them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.config import ConfigError
+from cluster.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from xgrammar import TokenizerInfo
+
+WORD_BITS = 32
+Row = NDArray[np.int32]  # a mask: token i is bit i % 32 of word i // 32, set if it is allowed
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`tokens[i]` is what token i writes, for each of the model's logits.
+
+    It is empty for what no grammar allows: special tokens, ids beyond the tokenizer's, and `stops`, the ids that end
+    an output.
+    """
+
+    tokens: tuple[bytes, ...]
+    stops: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer, vocab_size: int, stops: Iterable[int]) -> Self:
+        """The vocabulary of a model with `vocab_size` logits that ends its outputs with `stops`.
+
+        Raises:
+            ConfigError: what this tokenizer's tokens write cannot be told from each of them alone.
+        """
+        if not tokenizer.byte_wise:
+            raise ConfigError(
+                "constrained output needs a byte-level or SentencePiece tokenizer (in tokenizer.json a decoder with "
+                "ByteLevel, ByteFallback or Metaspace); this model's joins its tokens in another way"
+            )
+        ends = tuple(sorted({stop for stop in stops if 0 <= stop < vocab_size}))
+        texts = [b""] * vocab_size
+        for token in tokenizer.textual(range(vocab_size)):
+            texts[token] = b"" if token in ends else tokenizer.token_text(token)[1]
+        return cls(tuple(texts), ends)
+
+    @property
+    def words(self) -> int:
+        """The length of a mask."""
+        return -(-len(self.tokens) // WORD_BITS)
+
+    @cached_property
+    def info(self) -> "TokenizerInfo":
+        """The same for xgrammar, made on first use: importing it takes seconds."""
+        from xgrammar import TokenizerInfo, VocabType
+
+        stops = list(self.stops)
+        return TokenizerInfo(list(self.tokens), VocabType.RAW, vocab_size=len(self.tokens), stop_token_ids=stops)
+
+    def longest(self, text: bytes) -> list[int]:
+        """A text as tokens, each the longest one that fits; it ends where none does."""
+        found: list[int] = []
+        at = 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((size for size in sizes if text[at : at + size] in self._ids), 0)
+            if not size:
+                break
+            found.append(self._ids[text[at : at + size]])
+            at += size
+        return found
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """The first token that writes each text."""
+        return {text: token for token, text in reversed([*enumerate(self.tokens)]) if text}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
+    @cached_property
+    def stop_row(self) -> Row:
+        """A mask that allows `stops` and nothing else."""
+        return self._row_of(stop in self.stops for stop in range(len(self.tokens)))
+
+    @cached_property
+    def usable_row(self) -> Row:
+        """A mask of the tokens that a grammar may allow at all: those that write something, and `stops`."""
+        return self._row_of(bool(text) or token in self.stops for token, text in enumerate(self.tokens))
+
+    def _row_of(self, bits: Iterable[bool]) -> Row:
+        padded = np.zeros(self.words * WORD_BITS, np.bool_)
+        padded[: len(self.tokens)] = list(bits)
+        return np.packbits(padded, bitorder="little").view(np.dtype("<i4"))

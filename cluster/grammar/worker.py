@@ -1,0 +1,165 @@
+"""The process that compiles grammars: what a client sent may take it all its time and memory, or its life.
+
+Run by `compiler.py` as `python -m cluster.grammar.worker`. Frames on both pipes are eight bytes of length and as many
+bytes; the first one in is the vocabulary, then each is a grammar and is answered.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.matching import Matchers, TextMatcher
+from cluster.grammar.sources import source
+from cluster.grammar.vocabulary import Vocabulary
+
+READY, COMPILED, REFUSED, BROKEN = b"=", b"+", b"-", b"!"
+MEMORY = 1 << 30  # bytes of address space that one grammar may take
+TOO_LARGE = "it is nested too deeply, or takes more than 1 GiB of memory to compile; make it shorter or simpler"
+LEFT_BEHIND = 256 << 20  # bytes that grammars may leave taken before the process makes room for another
+MAX_COMPILED = 64 << 20  # characters; it is read again where it is used
+THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+SHOWN = 300  # characters of xgrammar's reason
+WALKS = 2
+WALK_TOKENS = 48
+SLOW_TOKEN_S = 0.05  # processor time of a token, on average over a walk
+WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: |^Check failed: \(.*?\) is false: ")
+
+
+class Worker:
+    """Compiles grammars for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from xgrammar import GrammarCompiler
+
+        self._vocabulary = vocabulary
+        self._matchers = Matchers(vocabulary)
+        self._compiler = GrammarCompiler(vocabulary.info, max_threads=THREADS, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> str:
+        """The compiled grammar as text, after it was tried out.
+
+        Raises:
+            GrammarError: it is refused; the message says why.
+        """
+        text = source(grammar)
+        try:
+            if grammar.kind == "structural_tag":
+                compiled = self._compiler.compile_structural_tag(text)
+            else:
+                compiled = self._compiler.compile_grammar(text)
+            found = str(compiled.serialize_json())
+        except MemoryError:
+            raise
+        except Exception as error:  # of many types, by what its C++ code raised
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
+            raise GrammarError(shortened(str(error))) from error
+        if len(found) > MAX_COMPILED:
+            raise GrammarError(f"compiled it is larger than {MAX_COMPILED >> 20} MiB; bound fewer or shorter strings")
+        for seed in range(WALKS):
+            try_out(self._matchers.matcher(found), self._vocabulary, seed)
+        return found
+
+
+def shortened(reason: str) -> str:
+    """A reason of xgrammar's without the place in its code, on one line, cut short."""
+    line = " ".join(WHERE.sub("", WHERE.sub("", reason.strip())).split())
+    return line if len(line) <= SHOWN else line[: SHOWN - 3] + "..."
+
+
+def try_out(matcher: TextMatcher, vocabulary: Vocabulary, seed: int) -> None:
+    """Walk at random through a grammar, as a model would.
+
+    Raises:
+        GrammarError: it has a dead end, or takes too long.
+    """
+    random = np.random.default_rng(seed)
+    row = np.zeros(vocabulary.words, np.int32)
+    stops = list(vocabulary.stops)
+    spent = 0.0
+    for step in range(WALK_TOKENS):
+        began = time.thread_time()
+        matcher.fill((), row)
+        spent += time.thread_time() - began
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        texts = np.setdiff1d(allowed, stops)
+        if not len(texts):
+            if not matcher.finished:
+                raise GrammarError("nothing can match" if not step else "it has a dead end: nothing can follow there")
+            break
+        began = time.thread_time()
+        matcher.accept([int(random.choice(texts))])
+        spent += time.thread_time() - began
+        if spent > SLOW_TOKEN_S * (step + 4):
+            raise GrammarError(
+                f"it is too ambiguous: a token takes {1000 * spent / (step + 1):.0f} ms; make it simpler"
+            )
+
+
+def address_space() -> int:
+    """Bytes of address space that this process has taken; 0 where the system does not say."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[0]) * resource.getpagesize() if file.exists() else 0
+
+
+def limit(seconds: float) -> None:
+    """End the process if it takes longer than `seconds`, and refuse it more than `MEMORY` beyond what it has."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    taken = address_space()
+    if taken:
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next frame; None at the end."""
+    head = stream.read(8)
+    return stream.read(int.from_bytes(head, "big")) if len(head) == 8 else None
+
+
+def frame(content: bytes) -> bytes:
+    """The bytes of a frame."""
+    return len(content).to_bytes(8, "big") + content
+
+
+def main() -> None:
+    """Answer frames until the parent closes the pipe."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends by it, and this process with the parent
+    replies = os.fdopen(os.dup(1), "wb", 0)
+    os.dup2(2, 1)  # what libraries print must not come between frames
+    requests = sys.stdin.buffer
+    try:
+        first = json.loads(read_frame(requests) or b"{}")
+        tokens = tuple(token.encode("latin-1") for token in first["tokens"])
+        worker = Worker(Vocabulary(tokens, tuple(first["stops"])))
+        replies.write(frame(READY))
+    except Exception as error:
+        replies.write(frame(BROKEN + repr(error).encode()))
+        raise
+    at_start = address_space()
+    while (asked := read_frame(requests)) is not None:
+        request = json.loads(asked)
+        limit(request["seconds"])
+        try:
+            reply = COMPILED + worker.compile(Grammar(request["kind"], request["text"])).encode()
+        except GrammarError as error:
+            reply = REFUSED + str(error).encode("utf-8", "backslashreplace")
+        except MemoryError:
+            reply = REFUSED + TOO_LARGE.encode()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.write(frame(reply))
+        if address_space() > at_start + LEFT_BEHIND:
+            return
+
+
+if __name__ == "__main__":
+    main()

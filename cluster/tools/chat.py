@@ -1,0 +1,156 @@
+"""`aerie chat`: a conversation in the terminal, with a server or with an engine of this process.
+
+Each step's accepted run has another colour than the one before it, so that speculation can be seen. With a server
+nothing of torch is imported.
+"""
+
+import argparse
+import importlib
+import sys
+import time
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+
+from cluster.config import ConfigError
+from cluster.tools.answers import Answers, Run, ServerAnswers
+from cluster.tools.client import Client, NoAnswerError, add_server_arguments
+from cluster.tools.conversation import Conversation
+from cluster.tools.engine_flags import add_engine_arguments, engine_flags_given
+from cluster.tools.terminal import Colour, Screen
+
+PROMPT = "> "
+COLOURS: tuple[Colour, Colour] = ("cyan", "magenta")
+SETTINGS = {"temperature": "0.7", "seed": "7", "max_tokens": "256"}  # with an example each
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `aerie chat`."""
+    parser.add_argument("dir", metavar="DIR", nargs="?", help="folder of a target, to run in this process")
+    add_server_arguments(parser, None)
+    parser.add_argument("--model", metavar="NAME", help="with --url: a name of the model (default: the one it has)")
+    parser.add_argument("--system", metavar="TEXT", default="", help="what the model is told first")
+    for name, example in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=example, help="as /set in the chat")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the input ends. Returns 1 where there is no server, or where the input is no terminal and a line of it
+    came to nothing.
+
+    Raises:
+        ConfigError: a setting cannot be honoured.
+        ValueError: a field cannot have the value given.
+    """
+    talk, screen = Conversation(args.system), Screen()
+    for name in SETTINGS:
+        talk.set(name, getattr(args, name) or "")
+    try:
+        answers = _answers(args)
+    except NoAnswerError as error:
+        print(f"aerie chat: {error}", file=sys.stderr)
+        return 1
+    typed = sys.stdin.isatty()
+    if typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401 - edits the lines of input()
+        screen.line(f"{answers.name}; /help lists commands, Ctrl-D ends", "dim")
+    whole = True
+    while (line := _line(typed, screen)) not in (None, "/exit"):
+        if line.startswith("/"):
+            whole &= _obey(line, talk, screen)
+        elif line.strip():
+            whole &= _ask(line, talk, answers, screen)
+    return 0 if typed or whole else 1
+
+
+def _answers(args: argparse.Namespace) -> Answers:
+    """Who the flags say will answer.
+
+    Raises:
+        ConfigError: nobody, two, or flags that are for the other one.
+        NoAnswerError: there is no server.
+    """
+    if (args.dir is None) == (args.url is None):
+        raise ConfigError("who shall answer? aerie chat DIR, or aerie chat --url http://127.0.0.1:8000")
+    if args.url is not None:
+        if given := engine_flags_given(args):
+            raise ConfigError(f"{given[0]} is for an engine here; with --url, the server has its own settings")
+        return ServerAnswers(Client(args.url, args.api_key), args.model)
+    if args.model is not None or args.api_key is not None:
+        raise ConfigError("--model and --api-key go with --url")
+    answers: Answers = importlib.import_module("cluster.tools.engine_answers").engine_answers(args)
+    return answers
+
+
+def _line(typed: bool, screen: Screen) -> str | None:
+    """The next line of the input; None at its end. Ctrl-C drops what was typed so far."""
+    while True:
+        if typed and not screen.is_terminal:
+            print(PROMPT, end="", file=sys.stderr, flush=True)
+        try:
+            return input(PROMPT if typed and screen.is_terminal else "")
+        except EOFError:
+            if typed:
+                screen.line("")
+            return None
+        except KeyboardInterrupt:
+            if not typed:
+                raise
+            screen.line("")
+
+
+def _obey(line: str, talk: Conversation, screen: Screen) -> bool:
+    try:
+        screen.line(talk.command(line), "dim")
+    except ValueError as error:
+        print(f"aerie chat: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as it grows: its text, and the tokens of each step that gave any."""
+
+    text: str = ""
+    runs: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    began: float = field(default_factory=time.perf_counter)
+
+    def add(self, run: Run) -> None:
+        """Add what the next step gave."""
+        self.text += run.text
+        self.runs += [run.tokens] if run.tokens else []
+        self.finish_reason = run.finish_reason or self.finish_reason
+
+    def summary(self) -> str:
+        """What the answer was, in one line. The first run ends the prompt; each later one is an accepted path."""
+        tokens, trees = sum(self.runs), self.runs[1:]
+        length = f"accept length {sum(trees) / len(trees):.2f}, " if trees else ""
+        pace = tokens / (time.perf_counter() - self.began)
+        end = "stopped" if self.finish_reason is None else f"finished by {self.finish_reason}"
+        return f"[{tokens} tokens, {length}{pace:.1f} tokens/s, {end}]"
+
+
+def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) -> bool:
+    """Show the answer to a question as it comes; returns whether there was one. Only then both are said."""
+    answer = Answer()
+    try:
+        with closing(answers.answer(talk.body(question))) as runs:
+            for run in runs:
+                colour = COLOURS[len(answer.runs) % 2]
+                answer.add(run)  # before it is shown: Ctrl-C may come in between
+                screen.write(run.text, colour)
+    except KeyboardInterrupt:
+        if not answer.runs:
+            screen.line("")
+            return False
+    except ValueError as error:
+        screen.write("\n" if answer.text else "")
+        print(f"aerie chat: {error}", file=sys.stderr)
+        return False
+    screen.line("")
+    screen.line(answer.summary(), "dim")
+    talk.answered(question, answer.text)
+    return True

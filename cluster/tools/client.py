@@ -1,0 +1,125 @@
+"""A server's pages and streams over plain HTTP. Whatever goes wrong is one line."""
+
+import argparse
+import json
+import os
+from collections.abc import Generator, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from cluster.config import ConfigError
+
+KEY = "OPENAI_API_KEY"  # where OpenAI's own clients look
+PAGE_TIMEOUT_S = 10.0
+STREAM_TIMEOUT_S = 600.0  # a stream pauses while a lost gang restarts
+SHOWN = 200  # characters of an answer that is no envelope
+
+
+class NoAnswerError(ValueError):
+    """The server is not there, or what it says is an error."""
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, url: str | None) -> None:
+    """Declare the flags; `url` is the default."""
+    parser.add_argument("--url", default=url, help="the server, as http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help=f"for a server that asks for one (default: {KEY})")
+
+
+class Client:
+    """One server. Each call has a connection of its own."""
+
+    def __init__(self, url: str, api_key: str | None = None, page_timeout_s: float = PAGE_TIMEOUT_S) -> None:
+        """`url` may end in /v1, as OpenAI's clients have it; without `api_key` it is that of the environment, if any.
+
+        Raises:
+            ConfigError: the URL is none.
+        """
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigError(f"--url must be as http://127.0.0.1:8000, got {url!r}")
+        self.url, self._page_timeout_s = url, page_timeout_s
+        self._make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._place = (parts.hostname, port)
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        key = os.environ.get(KEY, "") if api_key is None else api_key
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def page(self, path: str) -> str:
+        """The answer to GET `path`.
+
+        Raises:
+            NoAnswerError: there is none, or it is an error.
+        """
+        connection = self._make(*self._place, timeout=self._page_timeout_s)
+        try:
+            return self._answer(connection, "GET", path).read().decode()
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._no_answer(error) from None
+        finally:
+            connection.close()
+
+    def json(self, path: str) -> dict[str, Any]:
+        """The object that GET `path` answers.
+
+        Raises:
+            NoAnswerError: as `page`, or it is no JSON object.
+        """
+        try:
+            found = json.loads(self.page(path))
+        except json.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict):
+            raise NoAnswerError(f"{self.url}{path} is no JSON object; is it a server of Aerie's?")
+        return found
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of the stream that POST `path` answers. Closing it closes the connection, which ends the request.
+
+        Raises:
+            NoAnswerError: there is no stream, it ends early, or one of its events is an error.
+        """
+        connection = self._make(*self._place, timeout=self._page_timeout_s)
+        try:
+            connection.connect()
+            connection.sock.settimeout(STREAM_TIMEOUT_S)
+            for line in self._answer(connection, "POST", path, json.dumps(body)):
+                if line.startswith(b"data: [DONE]"):
+                    return
+                if line.startswith(b"data: "):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise NoAnswerError(_one_line(event["error"].get("message")))
+                    yield event
+            raise NoAnswerError("the stream ended before the answer did")
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._no_answer(error) from None
+        finally:
+            connection.close()
+
+    def _answer(self, connection: HTTPConnection, method: str, path: str, body: str | None = None) -> HTTPResponse:
+        connection.request(method, self._base + path, body, {"Content-Type": "application/json", **self._headers})
+        answer = connection.getresponse()
+        if answer.status == 200:
+            return answer
+        said = answer.read(1 << 16).decode(errors="replace")
+        try:
+            message = json.loads(said)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"status {answer.status}: {said[:SHOWN]}"
+        after = answer.headers.get("Retry-After")
+        raise NoAnswerError(_one_line(message) + (f" (try again in {after} s)" if after else ""))
+
+    def _no_answer(self, error: Exception) -> NoAnswerError:
+        if isinstance(error, NoAnswerError):
+            return error
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return NoAnswerError(f"no answer from {self.url}: {_one_line(said or type(error).__name__)}")
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -1,0 +1,77 @@
+"""A conversation as the client of a chat keeps it: messages and settings, and the words that change them."""
+
+import json
+from typing import Any
+
+from cluster.api.openai.errors import ApiError
+from cluster.api.openai.protocol import ChatRequest
+
+OURS = ("messages", "model", "stream", "stream_options", "n", "return_token_ids", "logprobs", "top_logprobs")
+HELP = """\
+/set NAME VALUE   a field of the requests, such as temperature, top_p, seed, max_tokens or stop; without VALUE: the
+                  server's default again; without NAME: what is set
+/system TEXT      what the model is told first; without TEXT: nothing
+/reset            forget what was said
+/exit             as Ctrl-D
+Ctrl-C stops an answer. A line that begins with a space may begin with a slash after it."""
+
+
+class Conversation:
+    """What was said, what the model is told first (`system`), and the `settings` of each request."""
+
+    def __init__(self, system: str = "") -> None:
+        self.system = system
+        self.settings: dict[str, Any] = {}
+        self._said: list[dict[str, str]] = []
+
+    def body(self, question: str) -> dict[str, Any]:
+        """The request that asks `question`."""
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        return {**self.settings, "messages": [*told, *self._said, {"role": "user", "content": question}]}
+
+    def answered(self, question: str, answer: str) -> None:
+        """Both are said now."""
+        self._said += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def command(self, line: str) -> str:
+        """Do what a line that begins with a slash says; returns what to tell the user.
+
+        Raises:
+            ValueError: there is no such command, or no such field or value.
+        """
+        word, _, rest = line.partition(" ")
+        if word == "/set":
+            name, _, value = rest.strip().partition(" ")
+            self.set(name, value.strip())
+            return " ".join(f"{key}={json.dumps(value)}" for key, value in self.settings.items()) or "nothing is set"
+        if word == "/system":
+            self.system = rest.strip()
+            return "told first from now on" if self.system else "nothing is told first"
+        if word == "/reset":
+            self._said = []
+            return "forgotten"
+        if word == "/help":
+            return HELP
+        raise ValueError(f"there is no command {word!r}; /help lists them")
+
+    def set(self, name: str, value: str) -> None:
+        """Set a field of the requests to a value in JSON, or to a text; an empty value removes it.
+
+        Raises:
+            ValueError: there is no such field, or it cannot have this value.
+        """
+        if not value:
+            self.settings.pop(name, None)
+            return
+        try:
+            given = json.loads(value)
+        except json.JSONDecodeError:
+            given = value
+        settings = {**self.settings, name: given}
+        try:
+            _, unknown = ChatRequest.read({**settings, "messages": [{"role": "user", "content": ""}]})
+        except ApiError as error:
+            raise ValueError(error.message) from None
+        if name in OURS or unknown:
+            raise ValueError(unknown[0].replace(" ignored", "") if unknown else f"{name} cannot be set in a chat")
+        self.settings = settings

@@ -1,0 +1,46 @@
+"""The flags of commands that run an engine of their own, as settings; without torch."""
+
+import argparse
+
+from cluster.config import ConfigError
+
+TREE = (
+    ("num_steps", "speculative_num_steps", "depth of the tree"),
+    ("topk", "speculative_eagle_topk", "children per node"),
+    ("num_draft_tokens", "speculative_num_draft_tokens", "nodes of the tree, root included"),
+)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument(
+        "--draft", metavar="DIR", help="folder of a draft, EAGLE, EAGLE-3 or MTP layers; without it, plain decoding"
+    )
+    for flag, _, text in TREE:
+        parser.add_argument(f"--{flag.replace('_', '-')}", type=int, help=text)
+    parser.add_argument("--no-speculation", action="store_true", help="ignore --draft")
+    dtypes = ["auto", "float64", "float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=dtypes, help="(default: auto, the checkpoint's on a GPU, float32 on a CPU)")
+    parser.add_argument("--page-size", type=int)
+
+
+def engine_flags_given(args: argparse.Namespace) -> list[str]:
+    """Those of the flags that are on the command line."""
+    names = ("draft", *(flag for flag, _, _ in TREE), "no_speculation", "dtype", "page_size")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
+
+
+def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
+    """The engine's settings for the target in folder `model`, as `EngineConfig.from_kwargs` takes them.
+
+    Raises:
+        ConfigError: flags that do not go together.
+    """
+    plain = {"dtype": args.dtype, "page_size": args.page_size}
+    settings: dict[str, object] = {"model_path": model} | {k: v for k, v in plain.items() if v is not None}
+    if args.draft and not args.no_speculation:
+        settings["speculative_draft_model_path"] = args.draft
+        settings |= {name: given for flag, name, _ in TREE if (given := getattr(args, flag)) is not None}
+    elif not args.draft and any(getattr(args, flag) for flag, _, _ in TREE):
+        raise ConfigError("--num-steps, --topk and --num-draft-tokens need --draft")
+    return settings

@@ -1,0 +1,94 @@
+"""What a server does now, from its /server_info and /metrics pages; JSON-ready."""
+
+import time
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.tools.client import Client, NoAnswerError
+
+REMEMBERED_S = 15.0  # a gang that no page was of for so long is gone
+RANK_FACTS = ("step", "phase", "running", "waiting", "accept_length")
+
+
+class Watch:
+    """Looks at one server again and again. Of several replicas any one answers /server_info, so gangs are remembered;
+    /metrics is the sum over all.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._gangs: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._before: tuple[float, dict[str, float]] | None = None
+
+    def look(self) -> dict[str, Any]:
+        """The server's state now. Rates and the accept length are those since the last look; None where there was none,
+        or nothing was drafted.
+
+        Raises:
+            NoAnswerError: there is no server.
+        """
+        info = self._client.json("/server_info")
+        if "healthy" not in info:
+            raise NoAnswerError(f"{self._client.url} is no server of Aerie's")
+        sums = totals(self._client.page("/metrics"))
+        now = time.monotonic()
+        self._gangs[info.get("gang", "")] = now, info
+        self._gangs = {name: seen for name, seen in self._gangs.items() if now - seen[0] < REMEMBERED_S}
+        then, before = self._before or (now, sums)
+        self._before = now, sums
+        grew = {name: value - before.get(name, 0.0) for name, value in sums.items()}
+        tokens, drafts = grew.get("aerie_generated_tokens_total", 0.0), grew.get("aerie_drafts_total", 0.0)
+        accepted = grew.get("aerie_accepted_draft_tokens_total", 0.0)
+        return {
+            "url": self._client.url,
+            "model": info.get("model_id"),
+            "version": info.get("version"),
+            # a sum over replicas falls when one of them leaves
+            "tokens_per_second": max(0.0, tokens) / (now - then) if now > then else None,
+            "accept_length": 1.0 + accepted / drafts if drafts > 0 and accepted >= 0 else None,
+            "streaming": int(sums.get("aerie_open_requests/streaming", 0)),
+            "waiting": int(sums.get("aerie_open_requests/waiting", 0)),
+            "losses": int(sums.get("aerie_rank_losses_total", 0)),
+            "restarts": int(sums.get("aerie_gang_restarts_total", 0)),
+            "resumed_streams": int(sums.get("aerie_resumed_streams_total", 0)),
+            "gangs": [{**gang_of(facts), "age_s": now - at} for _, (at, facts) in sorted(self._gangs.items())],
+        }
+
+
+def totals(page: str) -> dict[str, float]:
+    """The sums of the series of a Prometheus page over their labels; those with a `state` by `name/state`."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            name = f"{sample.name}/{sample.labels['state']}" if "state" in sample.labels else sample.name
+            sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
+
+
+def gang_of(info: dict[str, Any]) -> dict[str, Any]:
+    """The state of one gang from its /server_info; a rank without a heartbeat is `silent`."""
+    beats = {beat["rank"]: beat for beat in info.get("ranks", [])}
+    return {
+        "gang": info.get("gang", ""),
+        "healthy": info["healthy"],
+        "reason": info["reason"],
+        "epoch": info["epoch"],
+        "queued_tokens": info["queued_tokens"],
+        "restarts": info["restarts"],
+        "ranks": [_rank_of(rank, beats.get(rank)) for rank in range(info.get("world", len(beats)))],
+    }
+
+
+def _rank_of(rank: int, beat: dict[str, Any] | None) -> dict[str, Any]:
+    if beat is None:
+        return {"rank": rank, "state": "silent"}
+    pages = {state: beat[f"pages_{state}"] for state in ("free", "used", "cached")}
+    whole = sum(pages.values()) or 1
+    return {
+        "rank": rank,
+        "state": "busy" if beat["busy"] else "idle",
+        **{name: beat[name] for name in RANK_FACTS},
+        "kv_used": pages["used"] / whole,
+        "kv_cached": pages["cached"] / whole,
+    }

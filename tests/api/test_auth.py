@@ -1,0 +1,308 @@
+"""Who may ask for what: every route with every kind of key, by every spelling and method; and what is shown of keys."""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from cluster.api.keys import Key, Keys, digest_of
+from cluster.api.replica.guard import SCOPES
+from cluster.api.replica.ingress import make_app
+from cluster.logs import TextLines
+from tests.api.scripted import MODEL, Client, ScriptedService
+
+ANN, BOB, ROOT = "sk-aerie-key-of-ann", "sk-aerie-key-of-bob", "sk-aerie-key-of-root"
+KEYS = Keys(None, [Key("ann", "use", digest_of(ANN.encode())), Key("bob", "use", digest_of(BOB.encode())),
+                   Key("root", "admin", digest_of(ROOT.encode()))])  # fmt: skip
+HEALTH, ADMINS = {"/health", "/ready"}, {"/server_info"}
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def bearer(token: str) -> Headers:
+    return [(b"authorization", f"Bearer {token}".encode())]
+
+
+STRANGERS: dict[str, Headers] = {
+    "none": [],
+    "wrong": bearer("sk-aerie-key-of-eve"),
+    "prefix": bearer(ANN[:-1]),
+    "longer": bearer(ROOT + "x"),
+    "prefix of all": bearer("sk-aerie-"),
+    "empty": bearer(""),
+    "its hash": bearer(digest_of(ROOT.encode()).hex()),
+    "its hash as in the file": bearer("sha256:" + digest_of(ROOT.encode()).hex()),
+    "name": bearer("root"),
+    "other letters": bearer(ROOT.upper()),
+    "not ascii": [(b"authorization", b"Bearer \xff\xfe")],
+    "no scheme": [(b"authorization", ROOT.encode())],
+    "another scheme": [(b"authorization", f"Basic {ROOT}".encode())],
+    "two keys": [*bearer(ANN), *bearer(ROOT)],
+    "two keys in two headers": [*bearer(ANN), (b"x-api-key", ROOT.encode())],
+    "a list": bearer(f"{ANN},{ROOT}"),
+    "in a cookie": [(b"cookie", f"api_key={ROOT}".encode())],
+}
+FRIENDS: dict[str, tuple[Headers, bool]] = {
+    "use": (bearer(ANN), False),
+    "another of use": (bearer(BOB), False),
+    "x-api-key": ([(b"x-api-key", ANN.encode())], False),
+    "the same twice": ([*bearer(ANN), (b"x-api-key", ANN.encode())], False),
+    "small letters": ([(b"authorization", f"bearer  {ANN} ".encode())], False),
+    "admin": (bearer(ROOT), True),
+}
+
+
+def spellings(path: str) -> Iterator[str]:
+    """The path as it is, and as others might write it, as on the wire."""
+    yield path
+    yield path + "/"
+    yield "/" + path
+    yield path.replace("/", "//")
+    yield path.upper()
+    yield path[:2].upper() + path[2:]
+    yield "/%" + f"{ord(path[1]):02x}" + path[2:]
+    yield path + "%2F"
+    yield "/" + path[1:].replace("/", "%2f")
+    yield "/." + path
+    yield "/x/.." + path
+    yield path + "/../health"
+    yield "/health/.." + path
+    yield "/health;" + path
+    yield path + "%00"
+    yield path + "?x=/health"
+    yield path + ".json"
+
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "get", "HEALTH")
+
+
+async def asked(app: FastAPI, method: str, target: str, headers: Headers) -> tuple[int, bytes, Any]:
+    """Status, body and headers of an answer, from an app that is called as uvicorn calls it."""
+    path, _, query = target.partition("?")
+    sent: list[Any] = []
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": method, "path": unquote(path), "raw_path": path.encode(), "root_path": "",
+        "query_string": query.encode(), "headers": [(b"content-type", b"application/json"), *headers],
+        "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }  # fmt: skip
+    await app(scope, receive, send)  # type: ignore[arg-type]
+    whole = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], whole, {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+
+
+@pytest.fixture
+def guarded(service: ScriptedService) -> FastAPI:
+    return make_app(service, keys=KEYS)
+
+
+def paths(app: FastAPI, *more: str) -> list[str]:
+    """The paths of all routes that the app declares, with their parameters filled in, and some that it does not."""
+    found = {"/v1/embeddings", *more}
+    for route in app.routes:
+        assert isinstance(route, Route), "a mount or a websocket: say here how to ask for it"
+        assert route.methods is not None and {*route.methods} <= {*METHODS}
+        found.add(re.sub(r"{[^}]*}", MODEL, route.path))
+    return sorted(found)
+
+
+def test_every_route_has_a_scope_and_every_scope_a_route(guarded: FastAPI) -> None:
+    assert {route.path for route in guarded.routes if isinstance(route, Route)} == {*SCOPES}
+    assert {path for path, scope in SCOPES.items() if scope == "admin"} == ADMINS
+
+
+def is_health(method: str, target: str) -> bool:
+    return method in ("GET", "HEAD") and unquote(target.partition("?")[0]) in HEALTH
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_sees_health_and_nothing_else(guarded: FastAPI, service: ScriptedService, stranger: str) -> None:
+    async def scene() -> None:
+        seen = set()
+        for path in paths(guarded, "/docs", "/-/routes"):
+            for target in spellings(path):
+                for method in METHODS:
+                    status, body, headers = await asked(guarded, method, target, STRANGERS[stranger])
+                    seen.add(status)
+                    if is_health(method, target):
+                        assert status == 200 and body == b"", (method, target)
+                        continue
+                    assert status == 401, (method, target, body)
+                    assert json.loads(body)["error"]["code"] == "invalid_api_key"
+                    assert headers["www-authenticate"] == "Bearer"
+                    assert "sk-aerie" not in body.decode()
+        assert seen == {200, 401}
+
+    asyncio.run(scene())
+    assert service.engine.requests == []
+
+
+@pytest.mark.parametrize("friend", FRIENDS)
+def test_a_key_gets_what_its_scope_allows_as_if_there_were_no_keys(guarded: FastAPI, app: FastAPI, friend: str) -> None:
+    headers, admin = FRIENDS[friend]
+
+    async def scene() -> None:
+        seen = set()
+        for path in paths(guarded):
+            for target in spellings(path):
+                for method in METHODS:
+                    status, body, _ = await asked(guarded, method, target, headers)
+                    seen.add(status)
+                    if not admin and unquote(target.partition("?")[0]) in ADMINS:
+                        assert status == 403, (method, target)
+                        assert json.loads(body)["error"]["code"] == "insufficient_permissions"
+                        continue
+                    open_status, open_body, _ = await asked(app, method, target, [])
+                    assert status == open_status, (method, target)
+                    if open_status >= 400:
+                        assert body == open_body
+        assert {200, 400, 404, 405} <= seen and (403 in seen) != admin
+
+    asyncio.run(scene())
+
+
+def test_a_call_with_a_key_is_answered(guarded: FastAPI) -> None:
+    client = Client(guarded)
+    good = {"Authorization": f"Bearer {ANN}"}
+    assert client.complete().status_code == 401
+    answer = client.post("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 4, "seed": 1}, headers=good)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_websockets_are_closed_before_they_open(guarded: FastAPI) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    for headers in ([], bearer(ROOT)):
+        scope = {"type": "websocket", "path": "/health", "raw_path": b"/health", "headers": headers}
+        asyncio.run(guarded(scope, receive, send))  # type: ignore[arg-type]
+    assert [message["type"] for message in sent] == ["websocket.close"] * 2
+
+
+def test_a_route_behind_a_prefix_keeps_its_scope(guarded: FastAPI) -> None:
+    """With `route_prefix: /two` Serve passes on the whole path, and the prefix as root_path."""
+
+    async def through(path: str, token: str) -> int:
+        status = 0
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+
+        scope = {
+            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "root_path": "/two",
+            "query_string": b"", "headers": bearer(token), "http_version": "1.1", "scheme": "http",
+        }  # fmt: skip
+        await guarded(scope, receive, send)  # type: ignore[arg-type]
+        return status
+
+    async def scene() -> list[int]:
+        return [await through(f"/two/{path}", token) for path in ("health", "server_info") for token in ("", ANN, ROOT)]
+
+    assert asyncio.run(scene()) == [200, 200, 200, 401, 403, 200]
+
+
+def test_why_the_engine_is_sick_is_for_those_with_a_key(guarded: FastAPI, service: ScriptedService) -> None:
+    service.engine.reason = "rank 1 died at step 7: 10.0.0.7 reset the connection"
+    client = Client(guarded)
+    for path in ("/health", "/ready"):
+        strangers = client.get(path)
+        assert (strangers.status_code, "retry-after" in strangers.headers) == (503, True)
+        assert strangers.json()["error"]["message"] == "the engine is not healthy"
+        assert "10.0.0.7" in client.get(path, headers={"x-api-key": ANN}).text
+
+
+def test_calls_of_one_key_share_a_salt(service: ScriptedService, guarded: FastAPI, app: FastAPI) -> None:
+    def salt_of(client: Client, token: str | None, **fields: Any) -> int:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        body = {"model": MODEL, "prompt": "same", "max_tokens": 1, "n": 2, **fields}
+        assert client.post("/v1/completions", body, headers=headers).status_code == 200
+        one, other = service.engine.requests[-2:]
+        assert one.cache_salt == other.cache_salt
+        return one.cache_salt
+
+    said = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    plain, keyed = Client(app), Client(guarded)
+    salts = [salt_of(plain, None, **fields) for fields in said]
+    salts += [salt_of(keyed, token, **fields) for token in (ANN, BOB, ROOT) for fields in said]
+    assert salts[0] == 0 and len(set(salts)) == 12
+    assert salt_of(keyed, ANN, cache_salt="a") == salts[4]
+    for wrong in ("", "x" * 257, 7, ["a"]):
+        refused = plain.complete(cache_salt=wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+    assert plain.chat(cache_salt="a", max_tokens=1).status_code == 200
+    assert service.engine.requests[-1].cache_salt == salts[1]
+
+
+def test_no_key_hash_or_salt_is_shown_anywhere(
+    guarded: FastAPI, service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.handler.setFormatter(TextLines())
+    caplog.set_level(logging.DEBUG)
+    client, shown = Client(guarded), []
+    for headers in ({"Authorization": f"Bearer {ROOT}"}, {"x-api-key": ROOT}, {"x-api-key": ROOT + "x"}):
+        pages = ("/server_info", "/metrics", "/openapi.json", "/v1/models", "/health", "/nothing")
+        shown += [client.get(path, headers=headers).text for path in pages]
+        bodies = ({"prompt": "x", "max_tokens": 2, "cache_salt": "pepper"}, {"prompt": "x", "n": 99}, {})
+        shown += [client.post("/v1/completions", {"model": MODEL, **b}, headers=headers).text for b in bodies]
+        service.engine.fail_at = 0
+        shown.append(client.post("/v1/completions", {"model": MODEL, "prompt": "x"}, headers=headers).text)
+        service.engine.fail_at = None
+    text = "\n".join([*shown, caplog.text])
+    salts = {request.cache_salt for request in service.engine.requests}
+    salts = {form for salt in salts for form in (str(salt), f"{salt:x}")}
+    assert len(salts) == 4
+    for secret in (ROOT, digest_of(ROOT.encode()).hex(), repr(digest_of(ROOT.encode())), "pepper", *salts):
+        assert secret not in text
+    assert "key=root" in caplog.text, "the log names who asked"
+
+
+def test_pages_of_other_origins_may_ask_if_they_are_named(service: ScriptedService) -> None:
+    app = make_app(service, keys=KEYS, origins=["https://chat.example"])
+    ours, other = [(b"origin", b"https://chat.example")], [(b"origin", b"https://evil.example")]
+    asks = {"method": b"POST", "headers": b"authorization,x-api-key"}
+    may_i = [(f"access-control-request-{name}".encode(), value) for name, value in asks.items()]
+
+    async def scene() -> None:
+        status, _, headers = await asked(app, "OPTIONS", "/v1/completions", [*ours, *may_i])
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        assert "x-api-key" in headers["access-control-allow-headers"]
+        assert "POST" in headers["access-control-allow-methods"]
+        status, _, headers = await asked(app, "OPTIONS", "/v1/completions", [*other, *may_i])
+        assert status == 400 and "access-control-allow-origin" not in headers
+        status, _, headers = await asked(app, "OPTIONS", "/v1/completions", ours)
+        assert (status, headers["access-control-allow-origin"]) == (401, "https://chat.example"), "no preflight: a call"
+        status, _, headers = await asked(app, "GET", "/v1/models", [*ours, *bearer(ANN)])
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        assert "access-control-allow-credentials" not in headers
+        status, _, headers = await asked(app, "GET", "/v1/models", [*other, *bearer(ANN)])
+        assert status == 200 and "access-control-allow-origin" not in headers
+        status, _, headers = await asked(make_app(service), "OPTIONS", "/v1/completions", [*ours, *may_i])
+        assert status == 405 and "access-control-allow-origin" not in headers, "without the setting there is no CORS"
+
+    asyncio.run(scene())

@@ -1,0 +1,97 @@
+"""Constrained output over HTTP, with a real engine: a tree and plain decoding give the same text, in its grammar."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.api.replica.ingress import make_app
+from tests.api.scripted import Client, events
+from tests.api.test_engine import VOCAB, EngineService
+from tests.tiny import draft_folder, target_folder
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ASKED: dict[str, tuple[dict[str, Any], str]] = {
+    "schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, ""),
+    "guided": ({"guided_json": PERSON}, ""),
+    "structured": ({"structured_outputs": {"json": PERSON}}, ""),
+    "regex": ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no", "perhaps"]}}, "yes|no|perhaps"),
+    "ebnf": ({"ebnf": 'root ::= "<" [a-z]+ ">"', "max_tokens": 200}, "<[a-z]+>"),
+}
+
+SAMPLINGS = ({"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9, "repetition_penalty": 1.2})
+
+
+@pytest.fixture(scope="module")
+def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, EngineService]]:
+    target = target_folder(vocab_size=VOCAB, max_position=1024)
+    tree = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": draft_folder(target),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 12,
+    }
+    made = (EngineService(str(tokenizer_folder), **tree), EngineService(str(tokenizer_folder)))
+    yield made
+    for service in made:
+        service.grammars.close()
+        assert service.engine.loop.stop()
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9, "repetition_penalty": 1.2}]
+)
+def test_the_text_is_what_was_asked_for(
+    services: tuple[EngineService, EngineService], name: str, sampling: dict[str, Any]
+) -> None:
+    fields, pattern = ASKED[name]
+    body = {"prompt": "once", "max_tokens": 120, **sampling, **fields}
+    tree, plain = (Client(make_app(service)) for service in services)
+    said = [client.complete(**body).json()["choices"][0] for client in (tree, plain)]
+    assert said[0]["text"] == said[1]["text"] and said[0]["finish_reason"] == said[1]["finish_reason"] == "stop"
+    streamed = "".join(chunk["choices"][0]["text"] for chunk in events(tree.complete(**body, stream=True)))
+    assert streamed == said[0]["text"]
+    if pattern:
+        assert re.fullmatch(pattern, streamed)
+    else:
+        person = json.loads(streamed)
+        assert len(person["name"]) <= 8 and 0 <= person["age"] <= 99 and set(person) == {"name", "age"}
+
+
+def test_what_is_forced_makes_runs_longer(services: tuple[EngineService, EngineService]) -> None:
+    body = {"prompt": "once", "max_tokens": 120, "temperature": 0}
+    tree = Client(make_app(services[0]))
+    bound, free = (tree.complete(**body, **more).json() for more in (ASKED["schema"][0], {"ignore_eos": True}))
+    counts = [answer["metrics"]["speculative_decoding"] for answer in (bound, free)]
+    lengths = [1 + count["num_accepted_draft_tokens"] / count["num_spec_steps"] for count in counts]
+    print(lengths)
+    assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
+        ({"regex": "("}, "regex", ""),
+        ({"guided_json": {"not": {}}}, "guided_json", "not"),
+        ({"regex": "a", "ebnf": "b"}, "ebnf", "send one of them"),
+        ({"ebnf": "root = nothing"}, "ebnf", ""),
+    ],
+)
+def test_a_grammar_that_is_not_honoured(
+    services: tuple[EngineService, EngineService], fields: dict[str, Any], param: str, words: str
+) -> None:
+    answer = Client(make_app(services[0])).complete(prompt="once", **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"]

@@ -1,0 +1,143 @@
+"""Constrained requests over trees: always in the grammar, and what plain decoding gives under the same masks."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
+from cluster.grammar.asked import GrammarError
+from cluster.request import Adjustments, Request
+from tests.parity.automata import EOS, Walker, automaton, follows, walked
+from tests.parity.harness import SAMPLING, Run, config_of, prompts, request, run, scarce, speculative, tiny_pair
+
+SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
+WORDS = ((5,), (7, 3))
+BANS = Adjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
+
+
+def asked(sampling: str) -> list[Request]:
+    """Eight constrained ones, every other one adjusted besides, and two that are free."""
+    made = []
+    for i in range(10):
+        grammar = None if i in (2, 7) else automaton(i)
+        adjustments = BANS if i % 2 else None
+        params = {"seed": 40 + i, "max_tokens": 20, "grammar": grammar, "adjustments": adjustments}
+        made.append(request(f"{i}", prompts()[i % 8], SAMPLING[sampling], **params))
+    return made
+
+
+def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
+    target, draft = tiny_pair()
+    return config_of(target, draft, topk, num_steps, **settings) if topk else config_of(target, **settings)
+
+
+@cache
+def plain(sampling: str) -> Run:
+    engine, whole = walked(build_engine(config(0, 0, disable_radix_cache=True))), Run()
+    for one in asked(sampling):
+        alone = run(engine, [one])
+        whole.tokens |= alone.tokens
+        whole.last |= alone.last
+    return whole
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_every_text_follows_its_grammar(sampling: str) -> None:
+    unbound = [replace(one, params=replace(one.params, grammar=None)) for one in asked(sampling)]
+    free = run(build_engine(config(0, 0)), unbound)
+    broken = 0
+    for one in asked(sampling):
+        if one.params.grammar is not None:
+            assert follows(one.params.grammar, plain(sampling).tokens[one.request_id])
+            broken += not follows(one.params.grammar, free.tokens[one.request_id])
+    assert broken > 5, "without their grammars they would not"
+    assert {"stop", "length"} == {last.finish_reason for last in plain(sampling).last.values()}
+
+
+@pytest.mark.parametrize("kind", ["model", "corrected"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
+def test_trees_give_what_plain_decoding_gives(topk: int, num_steps: int, sampling: str, kind: str) -> None:
+    said = plain(sampling).tokens
+    truth = {one.request_id: [*one.prompt_token_ids, *said[one.request_id]] for one in asked(sampling)}
+    engine = walked(speculative(config(topk, num_steps), kind, truth))
+    result = run(engine, asked(sampling))
+    assert result.ended == plain(sampling).ended
+    assert result.accept_length > 1.3
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])
+def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
+    scanty = scarce(config(topk, num_steps, chunked_prefill_size=7), asked("0.8"), more=3)
+    result = run(walked(build_engine(scanty)), asked("0.8"))
+    assert result.retracted > 0
+    assert result.ended == plain("0.8").ended
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
+def test_a_stream_is_resumed_in_the_middle_of_its_grammar(topk: int, num_steps: int) -> None:
+    engine = walked(build_engine(config(topk, num_steps)))
+    resumed = []
+    for one in asked("0.8"):
+        tokens = plain("0.8").tokens[one.request_id]
+        for sent in range(1, len(tokens), 3):
+            prompt = (*one.prompt_token_ids, *tokens[:sent])
+            name = f"{one.request_id}/{sent}"
+            resumed.append(replace(one, request_id=name, prompt_token_ids=prompt, resumed_tokens=sent))
+    result = run(engine, resumed)
+    for one in resumed:
+        name = one.request_id.split("/")[0]
+        assert result.tokens[one.request_id] == plain("0.8").tokens[name][one.resumed_tokens :]
+
+
+def test_a_row_is_free_for_the_next_request() -> None:
+    engine = walked(build_engine(config(0, 0, max_running_requests=1)))
+    assert run(engine, asked("greedy")).ended == plain("greedy").ended
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
+def test_what_is_forced_goes_beyond_what_is_drafted(topk: int, num_steps: int) -> None:
+    """A text of 30 forced tokens with a choice after every tenth: each step commits as many as a tree has levels."""
+    lines = [{str(2 + i % 20): i + 1} if i % 10 else {"5": i + 1, "6": i + 1} for i in range(40)]
+    grammar = json.dumps([*lines, {str(EOS): -1}])
+    forced = request("forced", prompts()[3], SAMPLING["0.8"], seed=8, max_tokens=36, grammar=grammar)
+    free = request("free", prompts()[3], SAMPLING["0.8"], seed=8, max_tokens=36, ignore_eos=True)
+    alone = run(walked(build_engine(config(0, 0))), [forced, free])
+    result = run(walked(build_engine(config(topk, num_steps))), [forced, free])
+    assert result.ended == alone.ended
+    counts = {name: last.speculation for name, last in result.last.items()}
+    assert counts["forced"] is not None and counts["free"] is not None
+    assert counts["forced"].accept_length > 5
+    assert max(j for j, count in enumerate(counts["forced"].accepted) if count) > num_steps
+    assert not any(counts["free"].accepted[num_steps + 1 :])
+
+
+@pytest.mark.parametrize("method", ["accept", "fill", "forced"])
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
+def test_a_grammar_that_fails_ends_its_own_request(
+    topk: int, num_steps: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some calls that worked. Those beside it get the tokens that they get without it."""
+    calls, true = 0, getattr(Walker, method)
+
+    def failing(self: Walker, tokens: list[int], *rest: Any) -> Any:
+        nonlocal calls
+        if self.text == automaton(3):
+            calls += 1
+            if calls > 4:
+                raise GrammarError("it is too ambiguous")
+        return true(self, tokens, *rest)
+
+    expected = plain("0.8").ended
+    monkeypatch.setattr(Walker, method, failing)
+    result = run(walked(build_engine(config(topk, num_steps))), asked("0.8"))
+    if topk or method != "forced":
+        last = result.last["3"]
+        assert (last.finish_reason, last.error_code) == ("error", "nonfinite_logits")
+        assert last.error is not None and "grammar is too ambiguous" in last.error
+        expected = expected | {"3": result.ended["3"]}
+    assert result.ended == expected

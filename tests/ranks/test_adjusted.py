@@ -1,0 +1,45 @@
+"""Adjusted and constrained requests on several ranks: their own group works on each row, wherever its columns are."""
+
+from itertools import product
+
+import pytest
+
+from tests.parity.harness import VOCAB, tiny_pair
+from tests.ranks.compare import Tally, check
+from tests.ranks.gang import Case
+from tests.ranks.test_parity import Gangs, config
+from tests.ranks.workload import ADJUSTED, CONSTRAINED, workload
+from tests.tiny import draft_folder
+
+MESHES = ((2, 1), (2, 2), (4, 2))
+SHARDS = tuple(product(("attention", "world"), ("sharded", "replicated")))
+
+
+def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: tuple[str, str], **settings: object) -> Tally:
+    target, draft = tiny_pair()
+    if "draft_vocab" in settings:
+        draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))  # type: ignore[arg-type]
+    tp, dp = mesh
+    given = {"vocab_parallel": shards[0], "speculative_draft_parallel": shards[1]}
+    besides = (*ADJUSTED, *CONSTRAINED)
+    actions = workload(tp + dp, dp, 20, vocab=VOCAB, horizon=10, aborts=0.1, besides=besides)
+    return check(ranks(tp), Case(config(target, draft, tp_size=tp, attn_dp_size=dp, **given, **settings), actions))
+
+
+@pytest.mark.parametrize(("mesh", "shards"), [((2, 1), SHARDS[0]), ((2, 2), SHARDS[2])])
+def test_a_gang_adjusts_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: tuple[str, str]) -> None:
+    tally = tally_of(ranks, mesh, shards, debug_lockstep=True)
+    assert not tally.mismatches, tally.mismatches
+    assert tally.compared > 15 and sum(tally.accepted[j] for j in tally.accepted if j) > 3, tally
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{"topk": 1, "num_steps": 5}, {"topk": 3, "draft_vocab": 17, "max_total_tokens": 96}])
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_adjusted_requests_on_all_meshes(
+    ranks: Gangs, mesh: tuple[int, int], shards: tuple[str, str], shape: dict[str, int]
+) -> None:
+    tally = tally_of(ranks, mesh, shards, **shape)
+    assert not tally.mismatches, tally.mismatches
+    assert tally.compared > 12, tally

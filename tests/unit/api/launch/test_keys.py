@@ -1,0 +1,105 @@
+"""`aerie keys`: a key is printed once, its hash is kept, and servers that read the file see the old keys or the new."""
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from cluster.api.keys import Keys
+from cluster.api.launch import keys as command
+from cluster.cli import main
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys"
+
+
+def created(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["keys", "create", *words]) == 0
+    out, err = capsys.readouterr()
+    assert "shown this once" in err and out.strip() not in err
+    return out.removesuffix("\n")
+
+
+def scope_of(file: Path, token: str) -> str | None:
+    found = Keys(file).find(token.encode())
+    return found and f"{found.name} {found.scope}"
+
+
+def test_from_the_first_key_to_the_last(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ann = created(capsys, str(file), "ann")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert ann.startswith("sk-aerie-") and len(ann) == len("sk-aerie-") + 43, "256 random bits"
+    assert ann not in file.read_text()
+    file.write_text("# ours\n" + file.read_text().rstrip("\n"))
+    file.chmod(0o640)
+    bob = created(capsys, str(file), "bob", "--scope", "admin")
+    assert (scope_of(file, ann), scope_of(file, bob), scope_of(file, bob[:-1])) == ("ann use", "bob admin", None)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640, "what its owner chose stays"
+    assert main(["keys", "list", str(file)]) == 0
+    assert capsys.readouterr().out == "ann use\nbob admin\n"
+    assert main(["keys", "remove", str(file), "ann"]) == 0
+    assert (scope_of(file, ann), scope_of(file, bob)) == (None, "bob admin")
+    assert file.read_text().startswith("# ours\n")
+    assert main(["keys", "remove", str(file), "bob"]) == 0
+    assert file.read_text() == "# ours\n"
+    assert list(file.parent.iterdir()) == [file], "nothing is left beside it"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["create", "FILE", "ann"], "has a key 'ann' already"),
+        (["create", "FILE", "a b"], "NAME must be 1 to 64"),
+        (["remove", "FILE", "bob"], "has no key 'bob'"),
+        (["list", "/no/such/file"], "No such file"),
+        (["create", "/no/such/folder/file", "ann"], "No such file"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_changes_nothing(
+    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    created(capsys, str(file), "ann")
+    before = file.read_text()
+    assert main(["keys", *(str(file) if word == "FILE" else word for word in words)]) == 2
+    assert said in capsys.readouterr().err
+    assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_a_broken_file_is_not_made_worse(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("sk-aerie-a-key-in-the-wrong-place\n")
+    assert main(["keys", "create", str(file), "ann"]) == 2
+    err = capsys.readouterr().err
+    assert "line 1" in err and "wrong-place" not in err
+    assert file.read_text() == "sk-aerie-a-key-in-the-wrong-place\n"
+
+
+def test_who_change_it_at_once_lose_nothing_and_readers_never_see_half(file: Path) -> None:
+    command.create(file, "first", "use")
+    stop, broken = threading.Event(), []
+
+    def reading() -> None:
+        while not stop.is_set():
+            try:
+                Keys(file)
+            except Exception as error:
+                broken.append(error)
+
+    def writing(who: int) -> None:
+        for number in range(15):
+            command.create(file, f"{who}.{number}", "use")
+        for number in range(0, 15, 2):
+            command.remove(file, f"{who}.{number}")
+
+    reader = threading.Thread(target=reading)
+    writers = [threading.Thread(target=writing, args=(who,)) for who in range(4)]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert broken == []
+    assert len(file.read_text().splitlines()) == 1 + 4 * 7

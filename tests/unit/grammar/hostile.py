@@ -1,0 +1,112 @@
+"""A hundred grammars that mean harm, or could be written by somebody who does."""
+
+import json
+from typing import Any
+
+from cluster.grammar.asked import Grammar, Kind
+from cluster.grammar.sources import MAX_CHARACTERS
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(value))
+
+
+def nested(opening: str, inside: str, closing: str, depth: int) -> str:
+    return opening * depth + inside + closing * depth
+
+
+def letters(count: int, kind: str) -> str:
+    """Rules each of which is the next one twice."""
+    return "\n".join(f"r{at} ::= r{at + 1} {kind} r{at + 1}" for at in range(count)) + f'\nr{count} ::= "a"'
+
+
+KINDS: tuple[Kind, ...] = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
+WRONG = ("", "{", "\x00", "[[[", "null", '"', "a" * MAX_CHARACTERS, "a" * (MAX_CHARACTERS + 1), "\U0010ffff", "\ud800")
+REGEXES = (
+    "(a|b)*a(a|b){16}",
+    "(((a{0,100}){0,100}){0,100}){0,100}",
+    "([a-z]{1,20}){1,500}",
+    "(a*)*b",
+    "(a|a)*b",
+    "(a?){50}a{50}",
+    "(.*,){20}x",
+    "[\\s\\S]{9999}",
+    nested("(", "a", ")", 5000),
+    nested("(", "a", ")*", 90),
+    "|".join("abcdefgh" * 3 for _ in range(3000)),
+    "|" * 50_000,
+    "[" + "".join(chr(0x100 + 2 * at) for at in range(5000)) + "]{1,100}",
+    "(x+x+)+y",
+)
+RULES = (
+    "root ::= root",
+    "root ::= root root",
+    'root ::= "a" root',
+    'root ::= root root | "a" | ""',
+    "root ::= s\ns ::= s s s | s s | [a-z]",
+    "root ::= ([a-z]{1,20}){1,500}",
+    "root ::= ((([a-z]{0,9}){0,9}){0,9}){0,9}",
+    'root ::= "a"{1000000000}',
+    "root ::= [a-z]{1,100000000}",
+    "root ::= r0\n" + letters(60, ""),
+    "root ::= r0\n" + letters(60, "|"),
+    "root ::= " + nested("(", '"a"', ")", 50_000),
+    "root ::= " + nested("(", '"a"', ")*", 900),
+    "root ::= " + " ".join("[a-z]*" for _ in range(400)),
+    "root ::= " + " | ".join(f'"{at}"' for at in range(15_000)),
+    "root ::= r0\n" + "\n".join(f"r{at} ::= r{at + 1}" for at in range(9000)) + '\nr9000 ::= "a"',
+    'root ::= Regex("(a|b)*a(a|b){18}")',
+    'root ::= Regex("((((a{0,99}){0,99}){0,99}){0,99})")',
+    'root ::= "a" x\nx ::= x "b"',
+    "root ::= [^]*\n" * 3,
+)
+SCHEMAS = (
+    {"$ref": "#"},
+    {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+    {"allOf": [{"$ref": "#"}, {"type": "object"}]},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 5},
+    {"type": "string", "maxLength": 100_000},
+    {"type": "string", "minLength": 100_000},
+    {"type": "array", "minItems": 100_000},
+    {"type": "object", "maxProperties": 9000, "properties": {"a": {}, "b": {}}},
+    {"type": "integer", "minimum": -(10**99), "maximum": 10**99},
+    {"type": "integer", "maximum": 10**4000},
+    {"type": "integer", "multipleOf": 128},
+    {"enum": [f"value {at}" for at in range(12_000)]},
+    {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(3000)}},
+    {"type": "object", "properties": {f"p{at}": {} for at in range(400)}, "additionalProperties": True},
+    {"type": "object", "properties": {"a" * 5000: {}}, "additionalProperties": True},
+    {"type": "object", "patternProperties": {"(a+)+$": {}}, "properties": {"a" * 40 + "b": {}}},
+    {"type": "string", "pattern": "^(\\w+\\s?)*$"},
+    {"type": "string", "pattern": "(a|b)*a(a|b){18}"},
+    {"anyOf": [{"properties": {f"a{at}": {}}} for at in range(900)]},
+    {"oneOf": [{"type": "object", "properties": {"k": {"const": at}}, "required": ["k"]} for at in range(300)]},
+    {"allOf": [{"anyOf": [{"minimum": at}, {"maximum": at}]} for at in range(9)], "type": "integer"},
+    {"$defs": {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(60)}, "$ref": "#/$defs/d0"},
+    {"const": json.loads(nested("[", "1", "]", 150))},
+)
+HOSTILE = (
+    *(Grammar(kind, text) for kind in KINDS for text in WRONG[:-1]),
+    Grammar("regex", WRONG[-1]),
+    *(Grammar("regex", text) for text in REGEXES),
+    *(Grammar("ebnf", text) for text in RULES),
+    *map(schema, SCHEMAS),
+    Grammar("json_schema", nested('{"items":', "{}", "}", 20_000)),
+    Grammar("json_schema", nested('{"items":', "{}", "}", 150)),
+    Grammar("json_schema", nested('{"anyOf":[', "{}", "]}", 200)),
+    Grammar("json_schema", nested("[", "1", "]", 100_000)),
+    Grammar("choice", json.dumps(["x" * at for at in range(1, 400)])),
+    Grammar("choice", json.dumps([f"{at}" for at in range(10_000)])),
+    Grammar(
+        "structural_tag",
+        json.dumps({"type": "structural_tag", "format": {"type": "plus", "content": {"type": "any_text"}}}),
+    ),
+    Grammar(
+        "structural_tag",
+        '{"type":"structural_tag","format":'
+        + nested('{"type":"star","content":', '{"type":"any_text"}', "}", 300)
+        + "}",
+    ),
+)

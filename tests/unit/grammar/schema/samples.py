@@ -1,0 +1,287 @@
+"""Schemas of the kinds that clients send, each with a value that its grammar must take."""
+
+from typing import Any
+
+PERSON = {
+    "title": "Person",
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "title": "Name"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "email": {"anyOf": [{"type": "string", "format": "email"}, {"type": "null"}], "default": None},
+    },
+    "required": ["name", "age"],
+}
+TREE = {
+    "$ref": "#/$defs/Node",
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+            },
+            "required": ["value", "children"],
+            "additionalProperties": False,
+        }
+    },
+}
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "name": {"type": "string"}}, "required": ["kind"]}
+CALL = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["get_weather", "get_time"]},
+        "arguments": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "minLength": 1}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city"],
+        },
+    },
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+SAMPLES: dict[str, tuple[Any, Any]] = {
+    "anything": (True, {"a": [1, None, "x"]}),
+    "empty schema": ({}, [1.5e3]),
+    "annotations only": ({"title": "x", "description": "y", "default": 3, "$schema": "s", "x-order": 1}, "z"),
+    "string": ({"type": "string"}, 'a"\\\n€😀'),
+    "integer": ({"type": "integer"}, -12),
+    "number": ({"type": "number"}, -0.5e-7),
+    "boolean": ({"type": "boolean"}, True),
+    "null": ({"type": "null"}, None),
+    "any object": ({"type": "object"}, {"b": {"c": []}}),
+    "any array": ({"type": "array"}, [{}, []]),
+    "several types": ({"type": ["string", "null", "integer"]}, None),
+    "bounds beside several types": ({"type": ["integer", "null"], "minimum": 3}, 3),
+    "person": (PERSON, {"name": "Ada", "age": 36, "email": None}),
+    "optional left out": (PERSON, {"name": "Ada", "age": 36}),
+    "tree": (TREE, {"value": 1, "children": [{"value": 2, "children": []}]}),
+    "call": (CALL, {"name": "get_time", "arguments": {"city": "Rome"}}),
+    "all optional": (
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "c": {"type": "null"}}},
+        {"b": 1},
+    ),
+    "no properties": ({"type": "object", "properties": {}}, {}),
+    "properties without type": ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"a": 1}),
+    "open": (
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True},
+        {"a": 1, "ab": 0},
+    ),
+    "a map": ({"type": "object", "additionalProperties": {"type": "number"}}, {"x": 1.5, "y": 2}),
+    "open with names that need escapes": (
+        {"type": "object", "properties": {'a"b': {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
+        {'a"b': None, "c": True},
+    ),
+    "required undeclared": (
+        {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]},
+        {"a": None, "b": 1},
+    ),
+    "required only": (
+        {"type": "object", "required": ["b"], "additionalProperties": {"type": "integer"}},
+        {"b": 1, "c": 2},
+    ),
+    "pattern of names": ({"type": "object", "patternProperties": {"^x-[a-z]{1,3}$": {"type": "integer"}}}, {"x-ab": 1}),
+    "pattern over a property": (
+        {"type": "object", "properties": {"n1": {"minimum": 3}}, "patternProperties": {"^n\\d$": {"type": "integer"}}},
+        {"n1": 4, "n2": 0},
+    ),
+    "names by length": ({"type": "object", "propertyNames": {"maxLength": 2}}, {"ab": 1}),
+    "names by enum": ({"propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "integer"}}, {"y": 1}),
+    "at most two": (
+        {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+        {"a": 1, "b": 2},
+    ),
+    "none at all": ({"type": "object", "maxProperties": 0}, {}),
+    "at least one": ({"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1}, {"a": 1}),
+    "two or three of four": (
+        {
+            "type": "object",
+            "properties": {name: {"type": "boolean"} for name in "abcd"},
+            "required": ["c"],
+            "minProperties": 2,
+            "maxProperties": 3,
+        },
+        {"a": True, "c": False, "d": True},
+    ),
+    "a forbidden property": (
+        {"type": "object", "properties": {"a": False, "b": {"type": "null"}}, "additionalProperties": True},
+        {"b": None, "c": 1},
+    ),
+    "unevaluated": ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, {"a": 1}),
+    "array of integers": ({"type": "array", "items": {"type": "integer"}}, [1, 2, 3]),
+    "array bounds": (
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+        [True, False, True],
+    ),
+    "no item": ({"type": "array", "maxItems": 0}, []),
+    "bounds without items": ({"type": "array", "minItems": 1, "maxItems": 2}, [None]),
+    "tuple": ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}, [1, "a"]),
+    "tuple and more": (
+        {
+            "type": "array",
+            "prefixItems": [{"type": "integer"}],
+            "items": {"type": "null"},
+            "minItems": 2,
+            "maxItems": 3,
+        },
+        [1, None],
+    ),
+    "tuple cut short": ({"prefixItems": [{"type": "integer"}, {"type": "string"}], "maxItems": 1}, [1]),
+    "matrix": (
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
+            "maxItems": 2,
+        },
+        [[1, 2], [3.5, -4]],
+    ),
+    "not unique is no demand": ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, [1, 1]),
+    "min length": ({"type": "string", "minLength": 3}, "a\nb"),
+    "max length": ({"type": "string", "maxLength": 3}, 'é"😀'),
+    "both lengths": ({"type": "string", "minLength": 2, "maxLength": 5}, "abcde"),
+    "long": ({"type": "string", "maxLength": 300}, "a" * 300),
+    "long enough": ({"type": "string", "minLength": 120}, "a" * 121),
+    "pattern": ({"type": "string", "pattern": "^[A-Z]{2}\\d{3}$"}, "AB123"),
+    "pattern with quotes": ({"type": "string", "pattern": '^"[^"]{0,3}"\\\\$'}, '"a\n"\\'),
+    "pattern of any": ({"type": "string", "pattern": "^.{1,4}$"}, 'a"\\é'),
+    "pattern within lengths": ({"type": "string", "pattern": "^[ab]{2,4}$", "minLength": 1, "maxLength": 4}, "abab"),
+    "date": ({"type": "string", "format": "date"}, "2024-02-29"),
+    "date-time": ({"type": "string", "format": "date-time"}, "2024-12-31T23:59:59.5+02:00"),
+    "time": ({"type": "string", "format": "time"}, "00:00:00Z"),
+    "duration": ({"type": "string", "format": "duration"}, "P1Y2M3DT4H"),
+    "email": ({"type": "string", "format": "email"}, "a.b+c@example.org"),
+    "uuid": ({"type": "string", "format": "uuid"}, "123e4567-e89b-12d3-a456-426614174000"),
+    "ipv4": ({"type": "string", "format": "ipv4"}, "192.168.0.255"),
+    "ipv6": ({"type": "string", "format": "ipv6"}, "2001:db8::1"),
+    "hostname": ({"type": "string", "format": "hostname"}, "www.example-1.org"),
+    "uri": ({"type": "string", "format": "uri"}, "https://example.org:80/a/b?c=d#e"),
+    "enum": ({"enum": ["a", 1, None, {"x": [1.5]}, 'q"']}, {"x": [1.5]}),
+    "enum of a type": ({"type": "string", "enum": ["a", 1, "b"]}, "b"),
+    "const": ({"const": {"a": [True, "é"]}}, {"a": [True, "é"]}),
+    "const of null": ({"const": None}, None),
+    "any of": ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 2}]}, "ab"),
+    "any of beside properties": (
+        of(a={"type": "integer"}, b={"type": "integer"})
+        | {"required": [], "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"b": 1},
+    ),
+    "one of by type": ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, 3),
+    "one of by constant": (
+        {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}], "$defs": {"c": CAT, "d": DOG}},
+        {"kind": "dog"},
+    ),
+    "one of by what is required": (
+        {"oneOf": [of(meow={"type": "string"}), of(bark={"type": "string"})]},
+        {"bark": "w"},
+    ),
+    "all of one": ({"allOf": [{"type": "integer", "minimum": 3}]}, 4),
+    "all of several": (
+        {
+            "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {"type": "string"}}, "required": ["b"]}],
+            "$defs": {"base": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+        },
+        {"a": 1, "b": ""},
+    ),
+    "all of bounds": (
+        {"allOf": [{"type": "number", "minimum": 1}, {"type": "integer", "maximum": 3, "minimum": 0}]},
+        2,
+    ),
+    "reference with bounds": ({"$ref": "#/$defs/s", "maxLength": 1, "$defs": {"s": {"type": "string"}}}, "x"),
+    "reference to the root": (
+        {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+        {"next": {"next": None}},
+    ),
+    "escaped reference": ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "null"}}}, None),
+    "old definitions": ({"$ref": "#/definitions/x", "definitions": {"x": {"type": "boolean"}}}, False),
+    "integer bounds": ({"type": "integer", "minimum": -5, "exclusiveMaximum": 1200}, 1199),
+    "number bounds": ({"type": "number", "minimum": 0.25, "exclusiveMaximum": 2}, 1.99),
+    "a share": ({"type": "number", "minimum": 0, "maximum": 1}, 0.5),
+    "multiples": ({"type": "integer", "multipleOf": 7}, -21),
+    "multiples within bounds": ({"type": "integer", "multipleOf": 5, "minimum": 3, "maximum": 21}, 20),
+    "whole numbers": ({"type": "number", "multipleOf": 1}, 12),
+    "deep": (
+        of(a=of(b=of(c=of(d={"type": "array", "items": of(e={"enum": [1, 2]})})))),
+        {"a": {"b": {"c": {"d": [{"e": 1}, {"e": 2}]}}}},
+    ),
+    "reviews": (
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": of(
+                stars={"type": "integer", "minimum": 1, "maximum": 5}, text={"type": "string", "maxLength": 40}
+            ),
+        },
+        [{"stars": 5, "text": "good"}],
+    ),
+}
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "not": ({"not": {"type": "null"}}, "'not'"),
+    "if": ({"type": "object", "if": {}, "then": {}}, "'if'"),
+    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
+    "dependentSchemas": ({"type": "object", "dependentSchemas": {}}, "'dependentSchemas'"),
+    "dependencies": ({"type": "object", "dependencies": {}}, "'dependencies'"),
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+    "contains": ({"type": "array", "contains": {}}, "'contains'"),
+    "contentEncoding": ({"type": "string", "contentEncoding": "base64"}, "'contentEncoding'"),
+    "a dynamic reference": ({"$dynamicRef": "#x"}, "'$dynamicRef'"),
+    "nullable": ({"type": "string", "nullable": True}, "'nullable'"),
+    "a mistyped keyword": ({"type": "string", "maxlength": 3}, "'maxlength'"),
+    "deep inside": ({"properties": {"a": {"items": {"not": {}}}}}, "#/properties/a/items"),
+    "multiples that are not whole": ({"type": "number", "multipleOf": 0.01}, "multipleOf"),
+    "multiples above": ({"type": "integer", "multipleOf": 7, "minimum": 3}, "multipleOf"),
+    "an unknown format": ({"type": "string", "format": "idn-email"}, "idn-email"),
+    "pattern beside length": ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "beside a pattern"),
+    "pattern beside format": ({"type": "string", "pattern": "^a+$", "format": "date"}, "together"),
+    "a lookahead": ({"type": "string", "pattern": "^(?=a)"}, "lookahead"),
+    "one of that overlaps": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    "one of objects that overlap": ({"oneOf": [of(a={}), of(a={})]}, "oneOf"),
+    "one of with an optional constant": (
+        {"oneOf": [{**CAT, "required": []}, {**DOG, "required": []}]},
+        "oneOf",
+    ),
+    "closed inside all of": (
+        {"allOf": [of(a={"type": "null"}), {"properties": {"b": {}}}]},
+        "additionalProperties",
+    ),
+    "different patterns": (
+        {"allOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]},
+        "pattern",
+    ),
+    "enum beside a bound": ({"enum": ["a", "bb"], "maxLength": 1}, "maxLength"),
+    "free names at least twice": ({"type": "object", "minProperties": 2}, "minProperties"),
+    "patterns and more": ({"patternProperties": {"a": {}}, "additionalProperties": True}, "patternProperties"),
+    "several patterns": ({"patternProperties": {"a": {"type": "null"}, "b": {"type": "integer"}}}, "several patterns"),
+    "names beside properties": ({"properties": {"a": {}}, "propertyNames": {"maxLength": 1}}, "propertyNames"),
+    "keywords of several types": ({"minimum": 3, "maxLength": 3}, "which type"),
+    "draft 4 items": ({"type": "array", "items": [{}]}, "items"),
+    "draft 4 bound": ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "exclusiveMinimum"),
+    "a reference elsewhere": ({"$ref": "https://example.org/x"}, "$ref"),
+    "a reference to nothing": ({"$ref": "#/$defs/x"}, "points to nothing"),
+    "itself": ({"$ref": "#"}, "nothing can match"),
+    "no end": (of(a={"$ref": "#"}), "nothing can match"),
+    "itself with bounds": ({"$ref": "#", "type": "object"}, "itself"),
+    "false": (False, "false"),
+    "a list": ([], "must be an object"),
+    "an unknown type": ({"type": "float"}, "type must be"),
+    "no type": ({"type": []}, "type must be"),
+    "types apart": ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "no value"),
+    "no number": ({"type": "integer", "minimum": 4, "maximum": 3}, "no integer"),
+    "no fraction": ({"type": "number", "exclusiveMinimum": 1, "maximum": 1}, "no number"),
+    "lengths apart": ({"type": "string", "minLength": 4, "maxLength": 3}, "minLength"),
+    "items apart": ({"type": "array", "minItems": 4, "maxItems": 3}, "minItems"),
+    "a huge bound": ({"type": "string", "maxLength": 4294967298}, "maxLength"),
+    "a null keyword": ({"type": "string", "maxLength": None}, "null"),
+    "required twice forbidden": ({"properties": {}, "additionalProperties": False, "required": ["a"]}, "required"),
+    "no enum": ({"enum": []}, "enum"),
+    "no enum of the type": ({"type": "string", "enum": [1]}, "no value"),
+    "an empty any of": ({"anyOf": []}, "anyOf"),
+    "too many cases": ({"allOf": [{"anyOf": [{"minimum": i} for i in range(40)]} for _ in range(3)]}, "multiply"),
+}

@@ -1,0 +1,147 @@
+"""Every output of a schema's grammar is valid, by a validator that knows nothing of grammars; the rest is refused."""
+
+import ipaddress
+import json
+import re
+from collections.abc import Callable
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import pytest
+from jsonschema import Draft202012Validator, FormatChecker
+
+from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.schema.convert import loaded, schema_grammar
+from tests.unit.grammar.schema.samples import REFUSED, SAMPLES
+from tests.unit.grammar.walks import bytewise, demo, walk
+
+CHECKS = FormatChecker(formats=())
+READ = {
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "date-time": datetime.fromisoformat,
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+    "uuid": UUID,
+    "hostname": lambda text: text.encode("idna"),
+}
+WRITTEN = {
+    "email": r"[^@\s.]+(\.[^@\s.]+)*@[\w-]+(\.[\w-]+)*",
+    "uri": r"[A-Za-z][\w+.-]*:[!-~]+",
+    "duration": r"P(?!$)(\d+[YMWD])*(T(?!$)(\d+[HMS])*)?",
+    "time": r".*(Z|[+-]\d\d:\d\d)",
+    "date-time": r".*T.*(Z|[+-]\d\d:\d\d)",
+}
+
+
+def check(name: str) -> Callable[[object], bool]:
+    def is_one(value: object) -> bool:
+        if not isinstance(value, str):
+            return True
+        return READ.get(name, str)(value) is not None and bool(re.fullmatch(WRITTEN.get(name, ".*"), value, re.ASCII))
+
+    return is_one
+
+
+for format_name in READ | WRITTEN:
+    CHECKS.checks(format_name, (ValueError, UnicodeError))(check(format_name))
+
+
+def grammar(schema: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_outputs_are_valid(name: str) -> None:
+    schema, _ = SAMPLES[name]
+    validator = Draft202012Validator(schema, format_checker=CHECKS)
+    ended = 0
+    for grammars, walks in ((demo(), 25), (bytewise(), 8)):
+        for seed in range(walks):
+            output = walk(grammars, grammars.matcher(grammar(schema)), seed, most=seed * 2)
+            if output is not None:
+                ended += 1
+                value = json.loads(output.decode(), parse_float=Decimal)
+                validator.validate(value)
+    assert ended >= 15
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_valid_value_is_accepted(name: str) -> None:
+    schema, value = SAMPLES[name]
+    Draft202012Validator(schema, format_checker=CHECKS).validate(value)
+    written = [json.dumps(value, ensure_ascii=False)]
+    if not {"enum", "const"} & (schema.keys() if isinstance(schema, dict) else set()):
+        written.append(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+        written += [json.dumps(value, ensure_ascii=False, indent=indent) for indent in (2, "\t")]
+    for text in written:
+        assert demo().accepts(grammar(schema), text), text
+
+
+def test_spaces_that_a_model_could_go_on_with_have_an_end() -> None:
+    held = grammar({"type": "object"})
+    assert demo().accepts(held, '{\n  "a": 1\n}')
+    for text in (
+        '{\n\n"a": 1}',
+        '{  "a": 1}',
+        '{"a" : 1}',
+        '{"a":  1}',
+        '{"a": 1 , "b": 2}',
+        "{\n" + " " * 17 + '"a": 1}',
+    ):
+        assert not demo().accepts(held, text), text
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_not_valid_is_not_accepted(name: str) -> None:
+    schema = SAMPLES[name][0]
+    validator = Draft202012Validator(schema, format_checker=CHECKS)
+    for other in (
+        *(sample for _, sample in SAMPLES.values()),
+        2,
+        131,
+        -6,
+        0.1,
+        "",
+        "abcd",
+        "2023-02-29",
+        [1],
+        [[1]],
+        {},
+        {"a": "x"},
+    ):
+        text = json.dumps(other, ensure_ascii=False)
+        if demo().accepts(grammar(schema), text):
+            assert validator.is_valid(other), text
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_enforced_is_refused_by_name(name: str) -> None:
+    schema, why = REFUSED[name]
+    with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
+        schema_grammar(loaded(json.dumps(schema)))
+    assert len(str(refusal.value)) < 300
+
+
+def test_no_output_has_a_control_character_in_a_string() -> None:
+    """xgrammar's own bounded strings have them, and so are not JSON."""
+    for bounds in ({"maxLength": 4}, {"minLength": 2}, {"maxLength": 200}, {"pattern": "^[\\s\\S]{3}$"}):
+        for seed in range(20):
+            schema = grammar({"type": "string", **bounds})
+            output = walk(bytewise(), bytewise().matcher(schema), seed, most=3, end=40)
+            assert output is not None and isinstance(json.loads(output), str)
+
+
+def test_a_key_cannot_be_spelled_in_another_way() -> None:
+    schema = grammar({"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True})
+    assert demo().accepts(schema, '{"a": null, "b": 1}')
+    for text in ('{"a": 1}', '{"\\u0061": 1}', '{"a": null, "a": 1}', '{"b": 1, "a": 1}'):
+        assert not demo().accepts(schema, text)
+
+
+def test_not_json_is_refused() -> None:
+    for text in ("", "{", "NaN", "{'a': 1}", '{"minimum": Infinity}'):
+        with pytest.raises(GrammarError, match="not JSON"):
+            loaded(text)

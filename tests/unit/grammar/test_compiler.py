@@ -1,0 +1,225 @@
+"""What a client sends delays its own request at most: compilers live in processes of their own, with limits."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.grammar import compiler
+from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.compiler import Compiler, CompilerError, Process
+from tests.unit.grammar.hostile import HOSTILE
+from tests.unit.grammar.walks import demo, walk
+
+GOOD = Grammar("choice", '["yes", "no"]')
+SLOW = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "string"} for at in range(3000)}}))
+LARGE = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "string"} for at in range(500)}}))
+
+
+@pytest.fixture
+def compile_in_two() -> Iterator[Compiler]:
+    made = Compiler(demo().vocabulary, workers=2, seconds=2.0)
+    yield made
+    made.close()
+
+
+async def refusal(compiler: Compiler, grammar: Grammar) -> str:
+    with pytest.raises(GrammarError) as error:
+        await compiler.compile(grammar)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("some", [HOSTILE[::7], pytest.param(HOSTILE, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_hundred_hostile_grammars(compile_in_two: Compiler, some: tuple[Grammar, ...]) -> None:
+    assert len(set(HOSTILE)) >= 100
+
+    async def all_of_them() -> None:
+        for at in range(0, len(some), 2):
+            began = time.monotonic()
+            pair = [compile_in_two.compile(grammar) for grammar in some[at : at + 2]]
+            for found in await asyncio.gather(*pair, return_exceptions=True):
+                assert isinstance(found, str | GrammarError), found
+                if isinstance(found, GrammarError):
+                    assert 0 < len(str(found)) < 500 and "\n" not in str(found)
+                else:
+                    demo().matchers.matcher(found)
+            # The limit, and the start of a process anew on a machine that is busy.
+            assert time.monotonic() - began < 60, some[at : at + 2]
+        assert walk(demo(), demo().matchers.matcher(await compile_in_two.compile(GOOD)), 1) in (b"yes", b"no")
+
+    asyncio.run(all_of_them())
+
+
+def test_a_slow_grammar_is_given_up_while_others_are_compiled(compile_in_two: Compiler) -> None:
+    async def both() -> None:
+        await asyncio.gather(compile_in_two.compile(GOOD), compile_in_two.compile(Grammar("json_object")))  # both run
+        began = time.monotonic()
+        slow = asyncio.create_task(refusal(compile_in_two, SLOW))
+        for at in range(20):
+            await compile_in_two.compile(Grammar("regex", f"a{{{at}}}"))
+        assert not slow.done() or time.monotonic() - began > 2
+        assert re.search(r"longer than 2 s|GiB of memory|too large", await slow)
+
+    asyncio.run(both())
+
+
+def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None:
+    async def killed() -> None:
+        await asyncio.gather(compile_in_two.compile(GOOD), compile_in_two.compile(Grammar("json_object")))
+        before = [process.pid for process in compile_in_two._processes]
+        assert None not in before
+        for pid in before:
+            os.kill(pid or 0, signal.SIGKILL)
+        again = [Grammar("regex", "a"), Grammar("regex", "b"), Grammar("regex", "c")]
+        assert all(await asyncio.gather(*map(compile_in_two.compile, again)))
+        after = [process.pid for process in compile_in_two._processes]
+        assert None not in after and not set(before) & set(after)
+
+    asyncio.run(killed())
+
+
+def test_a_process_that_is_killed_at_work_takes_up_the_work_again() -> None:
+    process = Process(demo().vocabulary, seconds=4.0)
+    try:
+        assert isinstance(process.compile(GOOD), str)
+
+        async def killed_twice() -> str | GrammarError:
+            work = asyncio.create_task(asyncio.to_thread(process.compile, SLOW))
+            pid: int | None = None
+            for _ in range(2):  # at work, and while the next one starts
+                while process.pid in (None, pid):
+                    await asyncio.sleep(0.01)
+                pid = process.pid
+                await asyncio.to_thread(busy, pid)
+                os.kill(pid or 0, signal.SIGKILL)
+            return await work
+
+        assert "longer than 4 s" in str(asyncio.run(killed_twice()))
+        assert isinstance(process.compile(GOOD), str)
+    finally:
+        process.end()
+
+
+def busy(pid: int | None) -> None:
+    """Wait until a process is at work: until it uses its processor without asking for anything."""
+    until = time.monotonic() + 100
+    at_first = used(pid)
+    while time.monotonic() < until and used(pid) < at_first + 0.3:
+        time.sleep(0.01)
+
+
+def used(pid: int | None) -> float:
+    """Processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_memory_is_limited() -> None:
+    process = Process(demo().vocabulary, seconds=60.0)
+    try:
+        assert isinstance(process.compile(GOOD), str)
+        assert isinstance(process.compile(Grammar("ebnf", "nothing")), GrammarError)
+        taken = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        line = next(line for line in limits.splitlines() if line.startswith("Max address space"))
+        assert taken < int(line.split()[3]) < taken + (3 << 29)
+        assert "GiB" in str(process.compile(LARGE))
+        assert isinstance(process.compile(GOOD), str)
+    finally:
+        process.end()
+
+
+def test_grammars_are_compiled_once(compile_in_two: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Grammar] = []
+    compile_one = Process.compile
+
+    def counting(self: Process, grammar: Grammar) -> str | GrammarError:
+        asked.append(grammar)
+        return compile_one(self, grammar)
+
+    monkeypatch.setattr(Process, "compile", counting)
+    monkeypatch.setattr(compiler, "CACHED", 3)
+    wrong = Grammar("regex", "(")
+
+    async def often() -> None:
+        same = await asyncio.gather(*(compile_in_two.compile(GOOD) for _ in range(5)))
+        assert len(set(same)) == 1 and asked == [GOOD]
+        assert await refusal(compile_in_two, wrong) == await refusal(compile_in_two, wrong)
+        assert asked == [GOOD, wrong]
+        await compile_in_two.compile(Grammar("regex", "a"))
+        await compile_in_two.compile(GOOD)
+        await compile_in_two.compile(Grammar("regex", "b"))  # now the refusal is the oldest of four
+        del asked[:]
+        await compile_in_two.compile(GOOD)
+        assert asked == []
+        await refusal(compile_in_two, wrong)
+        assert asked == [wrong]
+
+    asyncio.run(often())
+
+
+def test_a_request_that_is_cancelled_leaves_the_others(compile_in_two: Compiler) -> None:
+    async def cancelled() -> None:
+        first = asyncio.create_task(compile_in_two.compile(GOOD))
+        second = asyncio.create_task(compile_in_two.compile(GOOD))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second
+        assert await compile_in_two.compile(GOOD)
+
+    asyncio.run(cancelled())
+
+
+def test_closing_ends_the_processes_and_what_they_compile() -> None:
+    async def closed() -> None:
+        made = Compiler(demo().vocabulary, workers=1, seconds=30.0)
+        await made.compile(GOOD)
+        pid = made._processes[0].pid
+        slow = asyncio.create_task(made.compile(SLOW))
+        await asyncio.to_thread(busy, pid)
+        await asyncio.to_thread(made.close)
+        with pytest.raises((GrammarError, CompilerError)):
+            await slow
+        assert made._processes[0].pid is None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid or 0, 0)
+
+    asyncio.run(closed())
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    """Even if the parent is killed: its end of the pipe closes."""
+    code = (
+        "from tests.unit.grammar.walks import demo\n"
+        "from cluster.grammar.compiler import Process\nfrom cluster.grammar.asked import Grammar\n"
+        "process = Process(demo().vocabulary, 10.0)\nprocess.compile(Grammar('choice', '[\"a\"]'))\n"
+        "print(process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pid = int(done.stdout)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and alive(pid):
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_compiler_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    process = Process(demo().vocabulary, 2.0)
+    with pytest.raises(CompilerError, match="does not start"):
+        process.compile(GOOD)

@@ -1,0 +1,172 @@
+"""A matcher's masks are its grammar's, wherever it is asked, and asking changes nothing."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cluster.grammar import matching
+from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.matching import TextMatcher
+from cluster.grammar.vocabulary import Vocabulary
+from tests.unit.grammar.schema.samples import CALL, PERSON, TREE
+from tests.unit.grammar.walks import STOPS, allowed, bytewise, demo, grammars_of, mask
+
+GRAMMARS = {
+    "person": Grammar("json_schema", json.dumps(PERSON)),
+    "tree": Grammar("json_schema", json.dumps(TREE)),
+    "call": Grammar("json_schema", json.dumps(CALL)),
+    "long strings": Grammar("json_schema", '{"type": "array", "items": {"type": "string", "maxLength": 300}}'),
+    "object": Grammar("json_object"),
+    "words": Grammar("regex", "([a-z]{2,5} ?){1,4}"),
+    "rules": Grammar("ebnf", 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"'),
+    "choice": Grammar("choice", '["yes", "no", "maybe"]'),
+}
+END = STOPS[0]
+
+
+def tokens_of(text: str) -> list[int]:
+    """Bytes one by one."""
+    return list(text.encode())
+
+
+def paths(matcher: TextMatcher, random: np.random.Generator, most: int) -> list[int]:
+    """A path that the grammar allows."""
+    path: list[int] = []
+    for _ in range(most):
+        found = [token for token in allowed(mask(matcher, demo().vocabulary, tuple(path))) if token not in STOPS]
+        if not found:
+            break
+        path.append(int(random.choice(found)))
+    return path
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_mask_after_a_path_is_the_mask_when_it_is_committed(name: str) -> None:
+    grammars = demo()
+    for seed in range(6):
+        random = np.random.default_rng(seed)
+        matcher = grammars.matcher(GRAMMARS[name])
+        committed: list[int] = []
+        for _ in range(4):
+            tree = [paths(matcher, random, int(random.integers(0, 6))) for _ in range(3)]
+            asked = [path[: int(random.integers(0, len(path) + 1))] for path in tree * 2]
+            for path in asked:
+                fresh = grammars.matcher(GRAMMARS[name])
+                fresh.accept([*committed, *path])
+                assert np.array_equal(mask(matcher, grammars.vocabulary, tuple(path)), mask(fresh, grammars.vocabulary))
+            step = tree[0][: int(random.integers(0, len(tree[0]) + 1))]
+            matcher.accept(step)
+            committed += step
+        fresh = grammars.matcher(GRAMMARS[name])
+        fresh.accept(committed)
+        assert np.array_equal(mask(matcher, grammars.vocabulary), mask(fresh, grammars.vocabulary))
+        assert matcher.finished == fresh.finished
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_mask_is_what_can_be_committed(name: str) -> None:
+    grammars = demo()
+    start = grammars.matcher(GRAMMARS[name])
+    path = paths(start, np.random.default_rng(1), 5)
+    found = set(allowed(mask(start, grammars.vocabulary, tuple(path))).tolist())
+    for token in range(0, len(grammars.vocabulary.tokens), 7):
+        matcher = grammars.matcher(GRAMMARS[name])
+        matcher.accept(path)
+        if token in found:
+            matcher.accept([token])
+        else:
+            with pytest.raises(GrammarError, match=f"token {token} is not allowed"):
+                matcher.accept([token])
+
+
+def test_stops_are_allowed_exactly_where_the_output_may_end() -> None:
+    grammars = bytewise()
+    matcher = grammars.matcher(Grammar("regex", "ab?"))
+    assert not matcher.finished and allowed(mask(matcher, grammars.vocabulary)).tolist() == tokens_of("a")
+    with pytest.raises(GrammarError, match="may not end here"):
+        matcher.accept([256])
+    assert allowed(mask(matcher, grammars.vocabulary, tuple(tokens_of("a")))).tolist() == [*tokens_of("b"), 256]
+    matcher.accept(tokens_of("a"))
+    assert matcher.finished and not matcher.ended
+    matcher.accept(tokens_of("b"))
+    assert matcher.finished and allowed(mask(matcher, grammars.vocabulary)).tolist() == [256]
+    matcher.accept([256])
+    assert matcher.ended and matcher.finished
+    matcher.accept([256])  # as where an output goes on after its end because ignore_eos is set
+    assert allowed(mask(matcher, grammars.vocabulary, (5, 6))).tolist() == [256]
+    with pytest.raises(GrammarError, match="has ended"):
+        matcher.accept(tokens_of("a"))
+
+
+def test_paths_that_end_or_are_not_allowed_lead_only_to_stops() -> None:
+    grammars = bytewise()
+    matcher = grammars.matcher(Grammar("regex", "ab?"))
+    for path in ([*tokens_of("a"), 256], [*tokens_of("a"), 256, 256], tokens_of("x"), tokens_of("abb"), [9999]):
+        assert allowed(mask(matcher, grammars.vocabulary, tuple(path))).tolist() == [256]
+    assert allowed(mask(matcher, grammars.vocabulary)).tolist() == tokens_of("a")
+
+
+def test_special_and_padding_tokens_are_never_allowed() -> None:
+    padded = Vocabulary((*demo().vocabulary.tokens, *[b""] * 45), STOPS)
+    grammars = grammars_of(padded)
+    matcher = grammars.matcher(Grammar("ebnf", "root ::= [^]*"))
+    found = set(allowed(mask(matcher, padded)).tolist())
+    assert found >= set(STOPS) and max(found) < 2048 and 1 not in found
+    assert all(padded.tokens[token] for token in found - set(STOPS))
+
+
+def test_what_is_forced() -> None:
+    grammars = bytewise()
+    matcher = grammars.matcher(Grammar("regex", "(abcd|x)ef"))
+    assert matcher.forced((), 8) == []
+    assert matcher.forced(tokens_of("a"), 2) == tokens_of("bc")
+    assert matcher.forced(tokens_of("a"), 20) == [*tokens_of("bcdef"), 256]
+    assert matcher.forced(tokens_of("y"), 5) == [] and matcher.forced([*tokens_of("xef"), 256], 5) == []
+    matcher.accept(tokens_of("x"))
+    assert matcher.forced((), 9) == [*tokens_of("ef"), 256]
+    matcher.accept([*tokens_of("ef"), 256])
+    assert matcher.forced((), 9) == []
+
+
+def test_everything_is_allowed_until_the_reasoning_is_over() -> None:
+    grammars = bytewise()
+    after = tuple(tokens_of("</t>"))
+    matcher = grammars.matcher(Grammar("regex", "ab"), after)
+    for path in ("", "<", "</t", "</</t"):
+        assert (mask(matcher, grammars.vocabulary, tuple(tokens_of(path))) == -1).all()
+        assert matcher.forced(tokens_of(path), 3) == []
+    assert not matcher.finished
+    first = tokens_of("a")
+    for path in ("</t>", "x</t>", "<</t>"):
+        assert allowed(mask(matcher, grammars.vocabulary, tuple(tokens_of(path)))).tolist() == first
+    assert matcher.forced(tokens_of("</t>"), 9) == [*tokens_of("ab"), 256]
+    matcher.accept(tokens_of("b </"))
+    assert allowed(mask(matcher, grammars.vocabulary, tuple(tokens_of("t>")))).tolist() == first
+    matcher.accept(tokens_of("t>a"))
+    assert allowed(mask(matcher, grammars.vocabulary)).tolist() == tokens_of("b")
+    with pytest.raises(GrammarError):
+        matcher.accept(tokens_of("<"))
+
+
+def test_reasoning_that_ends_the_output() -> None:
+    grammars = bytewise()
+    matcher = grammars.matcher(Grammar("regex", "ab"), (7,))
+    matcher.accept([1, 256])
+    assert matcher.ended and allowed(mask(matcher, grammars.vocabulary, (3,))).tolist() == [256]
+
+
+def test_a_text_that_is_no_compiled_grammar_is_refused() -> None:
+    compiled = demo().worker.compile(Grammar("json_object"))
+    for wrong in ("", "{}", compiled[: len(compiled) // 2]):
+        with pytest.raises(GrammarError, match="cannot be read"):
+            demo().matchers.matcher(wrong)
+    with pytest.raises(GrammarError, match="cannot be read"):
+        bytewise().matchers.matcher(compiled)  # of another vocabulary
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = demo().matcher(GRAMMARS["object"])
+    monkeypatch.setattr(matching, "SLOW_S", 0.0)
+    with pytest.raises(GrammarError, match="too ambiguous"):
+        mask(matcher, demo().vocabulary)

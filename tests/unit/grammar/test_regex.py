@@ -1,0 +1,161 @@
+"""Expressions mean what Python's `re.fullmatch` says, or are refused by name."""
+
+import itertools
+import json
+import random
+import re
+
+import pytest
+
+from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.regex import lengths, parse
+from tests.unit.grammar.walks import bytewise, demo, walk
+
+EXPRESSIONS = [
+    r"a",
+    r"",
+    r"a|",
+    r"(yes|no|maybe)",
+    r"^abc$",
+    r"(?:^a|b$)",
+    r"[a-c]{2,4}",
+    r"[a-c]{0}b",
+    r"\d{3}-\d{4}",
+    r"[^ab]{1,3}",
+    r".{1,3}",
+    r"a.c",
+    r"\w+",
+    r"\w+@\w+\.com",
+    r"\s\S{2}",
+    r"[\s\S]{1,2}",
+    r"[\w.+-]{1,5}",
+    r"[^\s]{2}",
+    r"[^\d\W]+",
+    r"\-?(0|[1-9]\d*)(\.\d+)?",
+    r"(a|b)*abb",
+    r"(ab?){2,3}",
+    r"(?:a{1,2}){2}",
+    r"(?P<year>\d{2})-(?:0[1-9]|1[0-2])",
+    r"[a\]\-^]+",
+    r"[-a]+",
+    r"\[\{\(\)\}\]",
+    r"a+?b*?c??",
+    r"é[à-ü]{1,2}",
+    r"\u20ac\x41\t",
+    r"[\u4e00-\u9fff]{1,3}",
+    r"[a-z]{3,130}",
+    r"[\u0400-\u04ffa-z]{1,200}",
+    r"\.\*\+\?\\\/\|",
+    r"}]",
+]
+ALPHABET = 'abc019 -.@\n\t"\\]^{}é€中A_yesno'
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_walks_match(expression: str) -> None:
+    ended = 0
+    for grammars in (demo(), bytewise()):
+        for seed in range(12):
+            output = walk(grammars, grammars.matcher(Grammar("regex", expression)), seed, end=250)
+            if output is not None:
+                ended += 1
+                text = output.decode()  # never half a character
+                assert re.fullmatch(expression, text, re.ASCII), text
+    assert ended >= 6
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_what_matches_is_accepted_and_nothing_else(expression: str) -> None:
+    chance = random.Random(5)
+    grammar = Grammar("regex", expression)
+    texts = ["".join(chance.choices(ALPHABET, k=chance.randint(0, 6))) for _ in range(300)]
+    texts += [
+        "a",
+        "abc",
+        "yes",
+        "12-09",
+        "555-1234",
+        "ab",
+        "aabb",
+        "x@y.com",
+        "-1.5",
+        "€A\t",
+        "éà",
+        "中",
+        "[{()}]",
+        ".*+?\\/|",
+    ]
+    for text in texts:
+        assert demo().accepts(grammar, text) == bool(re.fullmatch(expression, text, re.ASCII)), text
+
+
+@pytest.mark.parametrize(
+    ("expression", "why"),
+    [
+        ("(?=a)b", "lookahead"),
+        ("a(?!b)", "lookahead"),
+        ("(?<=a)b", "lookbehind"),
+        (r"(a)\1", "backreferences"),
+        (r"(?P<x>a)(?P=x)", "backreferences"),
+        (r"\bword", "is not supported"),
+        (r"\p{L}", "is not supported"),
+        ("(?i)a", "flags"),
+        ("a$b", "inside"),
+        ("(a^)*", "inside"),
+        ("(a", "not closed"),
+        ("a)", "unmatched"),
+        ("[a", "not closed"),
+        ("[]", "empty class"),
+        ("[z-a]", "range"),
+        ("*a", "repeats nothing"),
+        ("a**", "two repetitions"),
+        ("a{2,1}", "repetition"),
+        ("a{,3}", "repetition"),
+        ("a{99999}", "repetition"),
+        ("[[:alpha:]]", "in a class"),
+        ("(" * 200 + ")" * 200, "deep"),
+        ("^*", "cannot be repeated"),
+    ],
+)
+def test_what_is_not_supported_is_named(expression: str, why: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(why)):
+        parse(expression)
+
+
+def test_lengths_of_what_matches() -> None:
+    assert lengths(parse("ab?(c|de){2,3}")) == (3, 8)
+    assert lengths(parse("a+")) == (1, None)
+    assert lengths(parse("(|ab)*")) == (0, None)
+    assert lengths(parse("")) == (0, 0)
+
+
+def made_up(chance: random.Random, depth: int) -> str:
+    kind = chance.random()
+    if not depth or kind < 0.25:
+        return chance.choice(["a", "b", "c", "[ab]", "[^a]", "é", ".", "ab", '"', "\\\\"])
+    if kind < 0.5:
+        return "".join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))
+    if kind < 0.7:
+        return (
+            "(?:"
+            + "|".join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))
+            + chance.choice(["", "|"])
+            + ")"
+        )
+    counts = ["?", "*", "+", "{2}", "{0,2}", "{1,3}", "{2,}", "{0,1}", "{1,}"]
+    return f"(?:{made_up(chance, depth - 1)}){chance.choice(counts)}"
+
+
+SHORT = ["".join(text) for size in range(4) for text in itertools.product('abcé"\\', repeat=size)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_made_up_expressions_mean_what_python_says(seed: int) -> None:
+    """xgrammar's own automata do not: `(?:ab*)?` matches b there."""
+    expression = made_up(random.Random(seed), 3)
+    for text in SHORT:
+        matches = bool(re.fullmatch(expression, text))
+        assert bytewise().accepts(Grammar("regex", expression), text) == matches, (expression, text)
+        schema = Grammar("json_schema", json.dumps({"type": "string", "pattern": expression}))
+        written = json.dumps(text, ensure_ascii=False)
+        assert bytewise().accepts(schema, written) == matches, (expression, text)

@@ -1,0 +1,83 @@
+"""What the tokens of a vocabulary write is what the tokenizer decodes, and special ones write nothing."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from cluster.config import ConfigError
+from cluster.grammar.vocabulary import Vocabulary
+from cluster.text import TextTokenizer
+from tests.unit.grammar.walks import DEMO, STOPS, allowed
+from tests.unit.test_text import byte_fallback, byte_level
+
+TOKENIZERS = {"demo": lambda: TextTokenizer.load(str(DEMO)), "byte-level": byte_level, "byte-fallback": byte_fallback}
+
+
+def first_letter(tokenizer: TextTokenizer) -> int:
+    found = tokenizer.library.token_to_id("a")
+    assert found is not None
+    return int(found)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_every_token_writes_what_it_decodes_to(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    size = tokenizer.library.get_vocab_size()
+    vocabulary = Vocabulary.of(tokenizer, size, ())
+    special = {i for i, token in tokenizer.library.get_added_tokens_decoder().items() if token.special}
+    before = first_letter(tokenizer)  # so that a space after it is not the first character, which decoding may strip
+    for token in range(size):
+        written = vocabulary.tokens[token]
+        assert bool(written) == (token not in special), token
+        decoded = tokenizer.library.decode([before, token], skip_special_tokens=True)
+        assert decoded == "a" + written.decode("utf-8", "replace")
+        assert written in (b"", vocabulary.info.decoded_vocab[token])
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_sequences_decode_to_their_tokens_bytes(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    size = tokenizer.library.get_vocab_size()
+    tokens = Vocabulary.of(tokenizer, size, ()).tokens
+    random = np.random.default_rng(3)
+    checked = 0
+    for _ in range(2000):
+        ids = [first_letter(tokenizer), *random.integers(0, size, 4).tolist()]
+        written = b"".join(tokens[i] for i in ids)
+        try:
+            text = written.decode()
+        except UnicodeDecodeError:
+            continue
+        checked += 1
+        assert tokenizer.decode(ids) == text
+    assert checked > 20
+
+
+def test_a_character_in_parts() -> None:
+    tokenizer = byte_level()
+    tokens = Vocabulary.of(tokenizer, 263, ()).tokens
+    assert b"".join(tokens[i] for i in tokenizer.encode("a€ 😀")) == "a€ 😀".encode()
+    assert any(text == b"\xe2\x82" for text in tokens)
+
+
+def test_padding_special_tokens_and_stops_write_nothing() -> None:
+    tokenizer = TextTokenizer.load(str(DEMO))
+    vocabulary = Vocabulary.of(tokenizer, 2100, (*STOPS, 5, 9999))
+    assert len(vocabulary.tokens) == 2100 and vocabulary.words == 66
+    assert not any(vocabulary.tokens[2048:])
+    assert [vocabulary.tokens[i] for i in (0, 1, 2, 5)] == [b""] * 4
+    assert vocabulary.stops == (0, 2, 5)
+    assert allowed(vocabulary.stop_row).tolist() == [0, 2, 5]
+    usable = set(allowed(vocabulary.usable_row).tolist())
+    assert usable == {i for i, text in enumerate(vocabulary.tokens) if text} | {0, 2, 5}
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer() -> None:
+    assert len(Vocabulary.of(TextTokenizer.load(str(DEMO)), 1000, STOPS).tokens) == 1000
+
+
+def test_a_tokenizer_that_joins_words_is_refused() -> None:
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    with pytest.raises(ConfigError, match="byte-level or SentencePiece"):
+        Vocabulary.of(TextTokenizer(words), 3, (0,))

@@ -1,0 +1,100 @@
+"""A server's answers, right and wrong, over a socket."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from cluster.config import ConfigError
+from cluster.tools.client import KEY, Client, NoAnswerError
+
+STREAM = b'data: {"at": 1}\n\n: a comment\n\ndata: {"at": 2}\n\n'
+
+
+class Handler(BaseHTTPRequestHandler):
+    heard: ClassVar[list[tuple[str, str | None]]] = []
+    answers: ClassVar[dict[str, tuple[int, bytes]]] = {
+        "/ok": (200, b'{"a": 1}'),
+        "/list": (200, b"[1]"),
+        "/html": (200, b"<html>"),
+        "/refused": (503, b'{"error": {"message": "the queue\\n is full", "code": "overloaded"}}'),
+        "/proxy": (502, b"<h1>Bad\nGateway</h1>"),
+        "/stream": (200, STREAM + b"data: [DONE]\n\n"),
+        "/cut": (200, STREAM),
+        "/failed": (200, STREAM + b'data: {"error": {"message": "rank 1 died"}}\n\n'),
+        "/no-json": (200, b"data: {\n\n"),
+    }
+
+    def do_GET(self) -> None:
+        self.heard.append((self.path, self.headers["Authorization"]))
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        status, body = self.answers[self.path]
+        self.send_response(status)
+        if status == 503:
+            self.send_header("Retry-After", "7")
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_pages_and_streams(url: str) -> None:
+    assert Client(url).json("/ok") == {"a": 1}
+    assert Client(f"{url}/v1/").page("/html") == "<html>"
+    assert list(Client(url).events("/stream", {})) == [{"at": 1}, {"at": 2}]
+
+
+def test_the_key_is_that_of_the_flag_or_of_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "env")
+    for key, sent in ((None, "Bearer env"), ("flag", "Bearer flag"), ("", None)):
+        Client(url, key).page("/ok")
+        assert Handler.heard[-1] == ("/ok", sent)
+    monkeypatch.delenv(KEY)
+    Client(url).page("/ok")
+    assert Handler.heard[-1] == ("/ok", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/refused", "the queue is full (try again in 7 s)"),
+        ("/proxy", "status 502: <h1>Bad Gateway</h1>"),
+        ("/cut", "the stream ended before the answer did"),
+        ("/failed", "rank 1 died"),
+        ("/no-json", "no answer from"),
+    ],
+)
+def test_a_stream_that_fails_says_why_in_one_line(url: str, path: str, said: str) -> None:
+    events = Client(url).events(path, {})
+    with pytest.raises(NoAnswerError) as failed:
+        for at, event in enumerate(events, 1):
+            assert event == {"at": at}, "what came before the failure is there"
+    assert said in str(failed.value) and "\n" not in str(failed.value)
+
+
+def test_a_server_that_is_not_there_or_is_another_says_so(url: str) -> None:
+    with pytest.raises(NoAnswerError, match="Connection refused"):
+        Client("http://127.0.0.1:1").page("/ok")
+    for path in ("/list", "/html"):
+        with pytest.raises(NoAnswerError, match="no JSON object"):
+            Client(url).json(path)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://", "http://a:b", "http://a:99999", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--url must be as"):
+        Client(url)

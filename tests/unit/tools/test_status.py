@@ -1,0 +1,131 @@
+"""From two pages of a server to the lines of the table."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Loss
+from cluster.api.openai.service import Limits
+from cluster.api.replica.server_info import facts_of
+from cluster.metrics import EngineMetrics, ServingMetrics, StepStats, merge
+from cluster.status import EngineStatus
+from cluster.tools import server_state
+from cluster.tools.client import NoAnswerError
+from cluster.tools.server_state import REMEMBERED_S, Watch
+from cluster.tools.status import lines_of
+from tests.info import rank_info
+
+STEP = StepStats(committed_tokens=5, drafts=2, accept_lens=[2, 3], accepted_by_depth=[2, 1])
+LOSS = Loss(1, "died", 218, "target", "the process died", epoch=0, at=1_700_000_000.0, noticed_s=0.1, attempts=1)
+BEAT = Heartbeat(
+    0,
+    steps=9,
+    busy=True,
+    age_s=0.0,
+    step=10,
+    phase="draft",
+    status=EngineStatus(running=2, waiting=1, accept_length=2.5, pages_free=6, pages_used=3, pages_cached=1),
+)
+
+
+def info(gang: str, reason: str = "", losses: tuple[Loss, ...] = ()) -> dict[str, Any]:
+    ranks = tuple(rank_info(rank=rank, world=2) for rank in range(2))
+    history = GangHistory(epoch=len(losses), restarts=losses, gang=gang)
+    status = GangStatus(not reason, reason, 12, 2, history, ranks, (BEAT,))
+    found: dict[str, Any] = json.loads(json.dumps(facts_of("demo", Limits(), status)))
+    return found
+
+
+class Pages:
+    """A server whose pages are set by hand."""
+
+    url = "http://there"
+
+    def __init__(self) -> None:
+        self.engine = EngineMetrics(model_name="m", rank=0)
+        self.serving = ServingMetrics(model_name="m")
+        self.info = info("a/b/one")
+
+    def json(self, path: str) -> dict[str, Any]:
+        assert path == "/server_info"
+        return self.info
+
+    def page(self, path: str) -> str:
+        assert path == "/metrics"
+        return merge([self.engine.serialize(), self.serving.serialize()]).decode()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(server_state.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_rates_are_those_between_two_looks(clock: list[float]) -> None:
+    pages = Pages()
+    watch = Watch(pages)  # type: ignore[arg-type]
+    pages.engine.observe_step(STEP)
+    first = watch.look()
+    assert (first["tokens_per_second"], first["accept_length"]) == (None, None)
+    clock[0] += 2.0
+    pages.engine.observe_step(STEP)
+    timer = pages.serving.on_start()
+    pages.serving.on_start()
+    timer.on_tokens(1)
+    second = watch.look()
+    assert (second["tokens_per_second"], second["accept_length"]) == (2.5, 2.5)
+    assert (second["streaming"], second["waiting"], second["losses"]) == (1, 1, 0)
+    clock[0] += 1.0
+    quiet = watch.look()
+    assert (quiet["tokens_per_second"], quiet["accept_length"]) == (0.0, None)
+    pages.engine = EngineMetrics(model_name="m", rank=0)  # a replica left: the sum falls
+    clock[0] += 1.0
+    assert watch.look()["tokens_per_second"] == 0.0
+
+
+def test_gangs_that_answer_in_turn_are_all_shown_until_they_are_gone(clock: list[float]) -> None:
+    pages = Pages()
+    watch = Watch(pages)  # type: ignore[arg-type]
+    ages = []
+    for name in itertools.chain(("two", "one"), itertools.repeat("one", int(REMEMBERED_S) + 1)):
+        pages.info = info(f"a/b/{name}")
+        ages.append({gang["gang"]: gang["age_s"] for gang in watch.look()["gangs"]})
+        clock[0] += 1.0
+    assert ages[1] == {"a/b/one": 0.0, "a/b/two": 1.0}
+    assert ages[-1] == {"a/b/one": 0.0}
+
+
+def test_another_kind_of_server_is_named() -> None:
+    pages = Pages()
+    pages.info = {"vllm_config": ""}
+    with pytest.raises(NoAnswerError, match="no server of Aerie's"):
+        Watch(pages).look()  # type: ignore[arg-type]
+
+
+def test_the_table(clock: list[float]) -> None:
+    pages = Pages()
+    watch = Watch(pages)  # type: ignore[arg-type]
+    watch.look()
+    clock[0] += 2.0
+    pages.engine.observe_step(STEP)
+    pages.serving.on_loss(1, "died")
+    long = "rank 1 died at step 218, phase target: " + "the process died " * 9 + "(restarting)"
+    pages.info = info("a/b/one", long, (LOSS,))
+    lines = lines_of(watch.look())
+    text = [line for line, _ in lines]
+    assert text[1].split("   ") == [
+        *("2.5 tokens/s", "accept length 2.50", "streaming 0", "waiting 0"),
+        *("losses 1", "restarts 0", "resumed streams 0"),
+    ]
+    assert lines[3] == ("gang a/b/one, life 1, 12 tokens queued: not serving", "red")
+    at = next(i for i, line in enumerate(text) if line.startswith("rank"))
+    assert " ".join(line.strip() for line in text[4:at]) == long, "whole, over several lines"
+    assert text[at + 1].split() == ["0", "busy", "10", "draft", "2", "1", "30%", "10%", "2.50"]
+    assert text[at + 2].split() == ["1", "silent", *["-"] * 7]
+    assert len({len(line) for line in text[at : at + 3]}) == 1, "columns"
+    assert text[at + 3] == "latest loss, 2023-11-14 22:13:20Z: rank 1 died at step 218; not back yet"
+    pages.info = info("a/b/one")
+    assert ("gang a/b/one, life 0, 12 tokens queued: serving", "green") in lines_of(watch.look())
