@@ -36,6 +36,7 @@ GROUND = (
 LAYERS = (
     "ground",
     "grammar",
+    "chat",
     "arch",
     "kernels",
     "kv",

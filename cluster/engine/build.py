@@ -132,9 +132,8 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepa
     _same_everywhere(resolved, mesh)
     _threads(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
-    deepest = (
-        context_length + 2 * resolved.shape.forcing().num_steps + 3
-    )  # a step that began before its request's end was known
+    # A step may begin before its request's end is known.
+    deepest = context_length + 2 * resolved.shape.forcing().num_steps + 3
     models = load_models(resolved, mesh, device, deepest)
     return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
 
@@ -304,6 +303,6 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         kv_tokens=tokens,
         kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
         kv_sized_by=memory.capacity.sized_by,
-        max_request_tokens=min(prepared.context_length, tokens - shape.window),
+        max_request_tokens=min(prepared.context_length, tokens - shape.forcing().window),
         step_costs=None if pace is None else pace.costs(),
     )

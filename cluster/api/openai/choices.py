@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.actors.messages import EngineClient, Overloaded, Unavailable
 from cluster.api.openai.errors import ApiError, internal, overloaded, unavailable
+from cluster.chat.events import Event, Said
 from cluster.metrics import Outcome, RequestTimer
 from cluster.request import FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
 from cluster.text import StoppedText
@@ -17,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back."""
+    """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back.
+
+    `events` are the same text read in the family's format: what is said, thought, and which tools are called.
+    """
 
     index: int
     text: str = ""
@@ -25,6 +29,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    events: tuple[Event, ...] = ()
 
 
 class Choice:
@@ -85,7 +90,8 @@ class Choice:
             if self.finished:
                 text += self._text.finish()
         end = (output.finish_reason, output.stop_reason)
-        return Delta(self.index, text, output.token_ids, output.logprobs, *end)
+        events = (Said(text),) if text else ()
+        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events)
 
 
 def joined(index: int, deltas: Sequence[Delta]) -> Delta:
@@ -97,6 +103,7 @@ def joined(index: int, deltas: Sequence[Delta]) -> Delta:
         tuple(logprob for delta in deltas for logprob in delta.logprobs),
         deltas[-1].finish_reason if deltas else None,
         deltas[-1].stop_reason if deltas else None,
+        tuple(event for delta in deltas for event in delta.events),
     )
 
 

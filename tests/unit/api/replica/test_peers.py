@@ -55,7 +55,8 @@ def test_a_replica_that_does_not_answer_takes_no_other_s_sample_away(
     engine: Any = None
 
     async def ingresses(*answers: bytes | Exception | None) -> list[bytes]:
-        service = ResilientService(engine, None, None, ServingMetrics(model_name="m"), Peers(*answers))
+        rest = app.Rest(make_app=None, tokenizer=None, model_info=None, grammars=lambda tokenizer, model: None)
+        service = ResilientService(engine, None, rest, ServingMetrics(model_name="m"), Peers(*answers))
         return await service._ingresses()
 
     assert asyncio.run(ingresses(b"one", silent, b"two")) == [b"one", b"two"]

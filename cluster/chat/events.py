@@ -1,0 +1,37 @@
+"""What an answer consists of besides its end, in no API's format; every API's answer is made of these."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of what a family that thinks writes before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """The model calls a tool: `call` counts the calls of an answer from 0, `call_id` is unique in the conversation."""
+
+    call: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of the arguments, a JSON text, of the call that was begun as `call`."""
+
+    call: int
+    text: str
+
+
+Event = Said | Thought | CallBegun | Arguments
