@@ -73,9 +73,11 @@ class GrammarTable:
     def forced(self, row: int, path: Sequence[int], most: int) -> list[int]:
         """Tokens that the grammar of the request in `row` forces after a path; none if it has no grammar."""
         matcher = self._matchers.get(row)
-        with self._failing(row):
-            return [] if matcher is None else matcher.forced(path, most)
-        return []
+        run: list[int] = []
+        if matcher is not None:
+            with self._failing(row):
+                run = matcher.forced(path, most)
+        return run
 
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         """Logits `[R, n, V]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not accepted yet (-1
