@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from cluster.api.keys import cache_salt
 from cluster.api.openai.body import Intake
+from cluster.api.openai.chatting import Chat, chat_of
 from cluster.api.openai.choices import Choice, Delta, run
 from cluster.api.openai.errors import ApiError, overloaded, shown
 from cluster.api.openai.fields import warning_headers
@@ -21,6 +22,7 @@ from cluster.api.openai.protocol import ChatRequest, CompletionRequest, Detokeni
 from cluster.api.openai.responses import ChatShape, CompletionShape, Extras, Shape
 from cluster.api.openai.service import Limits, Served, Service
 from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
+from cluster.api.openai.tokenizer import Encoded
 from cluster.api.replica import access
 from cluster.api.replica.guard import key_of
 from cluster.request import Request
@@ -121,15 +123,18 @@ async def understand(
     for field in ("stop", "bad_words"):
         if getattr(fields, field) and tokenizer is None:
             raise _needs_tokenizer(field)
+    chat = Chat()
     if isinstance(fields, ChatRequest):
-        prompts = [await _chat_ids(service, fields, length, fields.add_special_tokens, model.room)]
+        encoded = await _encoded(service, fields, length, fields.add_special_tokens, model.room)
+        assert tokenizer is not None
+        chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
+        constraint, prompts = chat.constraint, [tuple(encoded.ids)]
         blamed, default_tokens, prefix = ["messages"], model.room, "chatcmpl-"
     else:
-        prompts = await _prompt_ids(service, limits, fields, length)
+        constraint, prompts = fields.constraint(), await _prompt_ids(service, limits, fields, length)
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
         default_tokens, prefix = limits.default_completion_tokens, "cmpl-"
 
-    constraint = fields.constraint()
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
     unique = uuid.uuid4().hex
     call_id = prefix + (fields.request_id or unique)
@@ -146,11 +151,11 @@ async def understand(
                 text = None
                 if tokenizer is not None:
                     included, least = fields.include_stop_str_in_output, fields.min_tokens
-                    text = StoppedText(tokenizer.text, ids, params.stop, included, least)
+                    text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
-                choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output))
+                choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader()))
         return choices
 
     choices = await off_loop(length, make_choices)
@@ -160,6 +165,7 @@ async def understand(
         token_ids=fields.return_token_ids,
         usage_at_end=options is not None and options.include_usage,
         usage_in_chunks=options is not None and options.continuous_usage_stats,
+        thought=not isinstance(fields, ChatRequest) or fields.include_reasoning,
     )
     shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
         call_id, int(time.time()), model.model_id, choices, None if tokenizer is None else tokenizer.text, extras
@@ -167,24 +173,17 @@ async def understand(
     return Call(call_id, choices, shape, fields.stream, warning_headers(warnings))
 
 
-async def _chat_ids(
+async def _encoded(
     service: Served,
     fields: ChatRequest | TokenizeRequest,
     length: int,
     special: bool,
     context_length: int | None = None,
-) -> tuple[int, ...]:
+) -> Encoded:
     if service.tokenizer is None:
         raise _needs_tokenizer("messages")
-    return tuple(
-        await service.tokenizer.encode_chat(
-            fields.messages,
-            length,
-            add_generation_prompt=fields.add_generation_prompt,
-            add_special_tokens=special,
-            template_kwargs=fields.chat_template_kwargs,
-            context_length=context_length,
-        )
+    return await service.tokenizer.encode_chat(
+        fields.messages, fields, length, add_special_tokens=special, context_length=context_length
     )
 
 
@@ -195,7 +194,7 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
         ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
     """
     if fields.prompt is None:
-        return await _chat_ids(service, fields, length, special=False)
+        return tuple((await _encoded(service, fields, length, special=False)).ids)
     if service.tokenizer is None:
         raise _needs_tokenizer("prompt")
     return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens, length))
