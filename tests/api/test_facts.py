@@ -7,6 +7,7 @@ import pytest
 
 from cluster.actors.messages import GangHistory
 from cluster.api.openai.fields import HARMLESS, WARNING_HEADER
+from cluster.api.openai.protocol import ChatRequest
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica import ingress
 from cluster.api.replica.ingress import make_app
