@@ -61,7 +61,7 @@ class Assembler:
     def send(self, order: Order) -> Inputs:
         """Bring the tables and the pools up to date, and send what the step needs."""
         staging = Staging(self._device)
-        if Mode.ADJUSTED in order.mode:
+        if order.adjustings or Mode.ADJUSTED in order.mode:
             self._adjusting.adjustments.make()
         finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
         staging.add("rows", [row for row, _ in order.decodes] + finals)
