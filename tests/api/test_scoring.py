@@ -72,7 +72,7 @@ def test_an_echo_is_the_prompt_and_its_scores(services: Services, prompt: str | 
             shifted = [len(text) + at for at in plain["logprobs"]["text_offset"]]
             after = {name: column[len(ids) :] for name, column in told.items()}
             assert after == approximately({**plain["logprobs"], "text_offset": shifted})
-        for token, at in zip(told["tokens"], told["text_offset"], strict=True):
+        for token, at in list(zip(told["tokens"], told["text_offset"], strict=True))[: len(ids)]:
             assert answer["text"].startswith(token, at) or "\ufffd" in token or token == "<|im_start|>"
 
 

@@ -67,8 +67,8 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
         return await _streamed(request, call, deltas)
     async with aclosing(deltas):
         said = await until_client_leaves(request.receive, _all(deltas))
-    body = await off_loop(call.scores, lambda: json_bytes(call.shape.body(said)))
-    return Response(body, media_type="application/json", headers=call.headers)
+    whole = await off_loop(call.scores, lambda: json_bytes(call.shape.body(said)))
+    return Response(whole, media_type="application/json", headers=call.headers)
 
 
 async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
@@ -145,7 +145,8 @@ async def understand(
     constraint = fields.constraint()
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
     whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
-    scores, echoes = _scores(fields, prompts, limits), ()
+    scores = _scores(fields, prompts, limits)
+    echoes: tuple[str, ...] = ()
     if isinstance(fields, CompletionRequest) and fields.echo:
         given = [
             text if isinstance(text, str) and len(ids) == len(kept) else None
