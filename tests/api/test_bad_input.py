@@ -322,4 +322,29 @@ def test_every_known_field_is_refused_by_name_or_neutral(served: tuple[Client, S
 def test_routes_that_do_not_exist(served: tuple[Client, ScriptedService], method: str, path: str, status: int) -> None:
     response = served[0].request(method, path)
     assert response.status_code == status
-    assert response.json()["error"]["type"] == "invalid_request_error"
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    if status == 404 and not path.startswith("/v1/models"):
+        assert error["code"] == "unknown_url" and "/v1/completions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("embeddings", "no embeddings"),
+        ("audio/speech", "no speech"),
+        ("images/generations", "no images"),
+        ("moderations", "no moderation"),
+        ("files/x/content", "no files"),
+        ("batches", "no batches"),
+        ("fine_tuning/jobs", "no fine-tuning"),
+        ("assistants", "no assistants"),
+        ("threads/x/runs", "no assistants"),
+    ],
+)
+def test_what_others_serve_is_named_as_missing(served: tuple[Client, ScriptedService], path: str, words: str) -> None:
+    for method in ("GET", "POST"):
+        response = served[0].request(method, f"/v1/{path}")
+        error = response.json()["error"]
+        assert response.status_code == 404 and error["code"] == "unknown_url" and error["param"] is None
+        assert words in error["message"] and "/v1/chat/completions" in error["message"]

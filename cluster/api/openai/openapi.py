@@ -20,7 +20,12 @@ from cluster.api.openai.service import Limits
 BODIES: tuple[type[Strict], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 PLACE = "#/components/schemas/{model}"
 GENERATES = ("/v1/completions", "/v1/chat/completions")
-PAGES: Mapping[str, Mapping[str, Any]] = {"/health": {}, "/ready": {}, "/metrics": {"text/plain": {"schema": {}}}}
+PAGES: Mapping[str, Mapping[str, Any]] = {
+    "/health": {},
+    "/ready": {},
+    "/metrics": {"text/plain": {"schema": {}}},
+    "/docs": {"text/html": {"schema": {"type": "string"}}},
+}
 STATUSES: Mapping[str, str] = {
     "400": "A field is wrong; `param` names it",
     "401": "The server has API keys, and none of them came with the request",

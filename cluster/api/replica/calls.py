@@ -146,13 +146,7 @@ async def understand(
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
     whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
     scores = _scores(fields, prompts, limits)
-    echoes: tuple[str, ...] = ()
-    if isinstance(fields, CompletionRequest) and fields.echo:
-        given = [
-            text if isinstance(text, str) and len(ids) == len(kept) else None
-            for text, ids, kept in zip(fields.prompt, whole, prompts, strict=True)
-        ]
-        echoes = await off_loop(length, partial(_echoes, service, given, prompts))
+    echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
     unique = uuid.uuid4().hex
     call_id = prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
@@ -178,8 +172,16 @@ async def understand(
         return choices
 
     choices = await off_loop(length, make_choices)
+    extras = _extras(fields, echoes)
+    shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
+        call_id, int(time.time()), model.model_id, choices, None if tokenizer is None else tokenizer.text, extras
+    )
+    return Call(call_id, choices, shape, fields.stream, warning_headers(warnings), scores)
+
+
+def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
     options = fields.stream_options
-    extras = Extras(
+    return Extras(
         ids_as_text=fields.return_tokens_as_token_ids,
         token_ids=fields.return_token_ids,
         usage_at_end=options is not None and options.include_usage,
@@ -189,16 +191,20 @@ async def understand(
         echoes=echoes,
         best=fields.n if fields.samples > fields.n else None,
     )
-    shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
-        call_id, int(time.time()), model.model_id, choices, None if tokenizer is None else tokenizer.text, extras
-    )
-    return Call(call_id, choices, shape, fields.stream, warning_headers(warnings), scores)
 
 
-def _echoes(service: Served, given: list[str | None], prompts: list[tuple[int, ...]]) -> tuple[str, ...]:
-    """The texts of the prompts, as answers repeat them; `given` are those that came as text and are not cut."""
+def _echoes(
+    service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
+) -> tuple[str, ...]:
+    """The texts of the prompts where answers repeat them: as they came, unless fewer tokens are `kept`."""
+    if not isinstance(fields, CompletionRequest) or not fields.echo:
+        return ()
     tokenizer = None if service.tokenizer is None else service.tokenizer.text
-    return tuple(text_of_prompt(text, ids, tokenizer) for text, ids in zip(given, prompts, strict=True))
+    texts = []
+    for given, ids, left in zip(fields.prompt, whole, kept, strict=True):
+        as_it_came = given if isinstance(given, str) and len(left) == len(ids) else None
+        texts.append(text_of_prompt(as_it_came, left, tokenizer))
+    return tuple(texts)
 
 
 def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]], limits: Limits) -> int:
