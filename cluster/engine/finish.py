@@ -35,7 +35,7 @@ class FinishCheck:
 
     def cut(self, run: Sequence[int], room: int) -> Cut:
         """Where the run ends the request; `room` is how many more tokens max_tokens allows."""
-        if not room:
+        if run and not room:
             return Cut(0, "length")
         if self._finder is None and len(run) < room and self.ends.isdisjoint(run):
             return Cut(len(run))
