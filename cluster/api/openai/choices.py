@@ -30,6 +30,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     events: tuple[Event, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Choice:
@@ -91,7 +92,7 @@ class Choice:
                 text += self._text.finish()
         end = (output.finish_reason, output.stop_reason)
         events = (Said(text),) if text else ()
-        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events)
+        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs)
 
 
 def _fault(message: str, code: ErrorCode) -> ApiError:
@@ -111,6 +112,7 @@ def joined(index: int, deltas: Sequence[Delta]) -> Delta:
         deltas[-1].finish_reason if deltas else None,
         deltas[-1].stop_reason if deltas else None,
         tuple(event for delta in deltas for event in delta.events),
+        tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
     )
 
 
