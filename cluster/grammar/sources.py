@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.ebnf import Literal, Rules, alt, automaton
+from cluster.grammar.ebnf import Rules
+from cluster.grammar.nodes import Literal, alt, automaton
 from cluster.grammar.regex import parse
 from cluster.grammar.schema.convert import loaded, object_grammar, schema_grammar
 
@@ -35,6 +36,13 @@ FORMATS: dict[str, frozenset[str]] = {
 }
 
 
+# What a form of ours may have besides.
+OF_CHAT: dict[str, frozenset[str]] = {
+    "token": frozenset({"token"}),
+    "json_schema": FORMATS["json_schema"] | {"compact"},
+}
+
+
 def tokens_of(tag: Any) -> list[int]:
     """The tokens that stand in a structural tag as such."""
     inner = tag.values() if isinstance(tag, dict) else tag if isinstance(tag, list) else ()
@@ -52,6 +60,10 @@ def source(grammar: Grammar) -> str:
         raise GrammarError(f"it has {len(grammar.text)} characters; at most {MAX_CHARACTERS} are allowed")
     try:
         grammar.text.encode()
+        if grammar.kind == "json_object":
+            return object_grammar(grammar.compact)
+        if grammar.kind == "json_schema":
+            return schema_grammar(loaded(grammar.text), grammar.compact)
         return SOURCES[grammar.kind](grammar.text)
     except UnicodeEncodeError as error:
         raise GrammarError("it holds half a surrogate pair, which is no character") from error
@@ -82,7 +94,7 @@ def _ebnf(text: str) -> str:
 
 
 def _chat(text: str) -> str:
-    return _structural_tag(text, FORMATS | {"token": frozenset({"token"})})
+    return _structural_tag(text, FORMATS | OF_CHAT)
 
 
 def _structural_tag(text: str, formats: Mapping[str, frozenset[str]] = FORMATS) -> str:
@@ -146,7 +158,7 @@ def _inner(form: Mapping[str, Any], kind: str, path: str) -> str:
     inside = form.get({"json_schema": "json_schema", "grammar": "grammar", "regex": "pattern"}[kind])
     try:
         if kind == "json_schema":
-            return schema_grammar(loaded(inside) if isinstance(inside, str) else inside)
+            return schema_grammar(loaded(inside) if isinstance(inside, str) else inside, form.get("compact") is True)
         if not isinstance(inside, str):
             raise GrammarError("must be text")
         return _regex(inside) if kind == "regex" else _ebnf(inside)
@@ -163,8 +175,6 @@ def _only(found: Mapping[str, Any], known: set[str] | frozenset[str], path: str)
 
 
 SOURCES: dict[str, Callable[[str], str]] = {
-    "json_object": lambda _: object_grammar(),
-    "json_schema": lambda text: schema_grammar(loaded(text)),
     "regex": _regex,
     "ebnf": _ebnf,
     "choice": _choice,

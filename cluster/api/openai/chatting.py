@@ -99,9 +99,9 @@ def _form_of(grammar: Grammar) -> Form:
     """A grammar that a request asks for, as a part of a larger one."""
     match grammar.kind:
         case "json_schema":
-            return json_value(grammar.text)
+            return {**json_value(grammar.text), "compact": grammar.compact}
         case "json_object":
-            return json_value(ANY_ARGUMENTS)
+            return {**json_value(ANY_ARGUMENTS), "compact": grammar.compact}
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "choice":

@@ -15,6 +15,7 @@ from cluster.api.keys import cache_salt
 from cluster.api.openai.body import Intake
 from cluster.api.openai.chatting import Chat, chat_of
 from cluster.api.openai.choices import Choice, Delta, run
+from cluster.api.openai.echo import text_of as text_of_prompt
 from cluster.api.openai.errors import ApiError, overloaded, shown
 from cluster.api.openai.fields import warning_headers
 from cluster.api.openai.offload import off_loop
@@ -34,13 +35,17 @@ G = TypeVar("G", CompletionRequest, ChatRequest)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings."""
+    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings.
+
+    `scores` is how many log-probabilities of prompts the answer holds: where many, it is written off the event loop.
+    """
 
     call_id: str
     choices: list[Choice]
     shape: Shape
     stream: bool
     headers: dict[str, str]
+    scores: int = 0
 
 
 async def answer(service: Service, limits: Limits, intake: Intake, request: HttpRequest, kind: type[G]) -> Response:
@@ -64,7 +69,8 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
         return await _streamed(request, call, deltas)
     async with aclosing(deltas):
         said = await until_client_leaves(request.receive, _all(deltas))
-    return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
+    whole = await off_loop(call.scores, lambda: json_bytes(call.shape.body(said)))
+    return Response(whole, media_type="application/json", headers=call.headers)
 
 
 async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
@@ -75,10 +81,16 @@ async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Del
         await deltas.aclose()
         raise
 
+    def written(delta: Delta) -> bytes:
+        return b"".join(event(chunk) for chunk in call.shape.chunks(delta))
+
     async def events() -> AsyncGenerator[bytes, None]:
-        yield b"".join(event(chunk) for chunk in call.shape.chunks(first))
+        yield await off_loop(call.scores, partial(written, first))
         async for delta in deltas:
-            yield b"".join(event(chunk) for chunk in call.shape.chunks(delta))
+            if delta.prompt_logprobs:
+                yield await off_loop(call.scores, partial(written, delta))
+            else:
+                yield written(delta)
         last = call.shape.last_chunk()
         yield (event(last) if last else b"") + DONE
 
@@ -125,7 +137,8 @@ async def understand(
             raise _needs_tokenizer(field)
     chat = Chat()
     if isinstance(fields, ChatRequest):
-        encoded = await _encoded(service, fields, length, fields.add_special_tokens, model.room)
+        room = None if fields.truncate_prompt_tokens else model.room
+        encoded = await _encoded(service, fields, length, fields.add_special_tokens, room)
         assert tokenizer is not None
         chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
         constraint, prompts = chat.constraint, [tuple(encoded.ids)]
@@ -136,6 +149,9 @@ async def understand(
         default_tokens, prefix = limits.default_completion_tokens, "cmpl-"
 
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
+    whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
+    scores = _scores(fields, prompts, limits)
+    echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
     unique = uuid.uuid4().hex
     call_id = prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
@@ -147,30 +163,75 @@ async def understand(
             if not ids:
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
             params = fields.sampling(model, len(ids), default_tokens, blamed[at])
-            for i in range(fields.n):
+            for i in range(fields.samples):
                 text = None
                 if tokenizer is not None:
                     included, least = fields.include_stop_str_in_output, fields.min_tokens
                     text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
+                if i and not fields.stream:  # what is asked about a prompt comes with its first output
+                    own = replace(own, prompt_logprobs=None)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
                 choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader()))
         return choices
 
     choices = await off_loop(length, make_choices)
+    extras = _extras(fields, echoes)
+    shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
+        call_id, int(time.time()), model.model_id, choices, None if tokenizer is None else tokenizer.text, extras
+    )
+    return Call(call_id, choices, shape, fields.stream, warning_headers(warnings), scores)
+
+
+def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
     options = fields.stream_options
-    extras = Extras(
+    return Extras(
         ids_as_text=fields.return_tokens_as_token_ids,
         token_ids=fields.return_token_ids,
         usage_at_end=options is not None and options.include_usage,
         usage_in_chunks=options is not None and options.continuous_usage_stats,
         thought=not isinstance(fields, ChatRequest) or fields.include_reasoning,
+        logprobs=fields.top_logprobs_wanted(),
+        prompt_logprobs=fields.prompt_logprobs,
+        echoes=echoes,
+        best=fields.n if fields.samples > fields.n else None,
     )
-    shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
-        call_id, int(time.time()), model.model_id, choices, None if tokenizer is None else tokenizer.text, extras
-    )
-    return Call(call_id, choices, shape, fields.stream, warning_headers(warnings))
+
+
+def _echoes(
+    service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
+) -> tuple[str, ...]:
+    """The texts of the prompts where answers repeat them: as they came, unless fewer tokens are `kept`."""
+    if not isinstance(fields, CompletionRequest) or not fields.echo:
+        return ()
+    tokenizer = None if service.tokenizer is None else service.tokenizer.text
+    texts = []
+    for given, ids, left in zip(fields.prompt, whole, kept, strict=True):
+        as_it_came = given if isinstance(given, str) and len(left) == len(ids) else None
+        texts.append(text_of_prompt(as_it_came, left, tokenizer))
+    return tuple(texts)
+
+
+def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]], limits: Limits) -> int:
+    """How many log-probabilities of prompts an answer holds.
+
+    Raises:
+        ApiError: more than one call may ask for.
+    """
+    wanted = fields.prompt_logprobs_wanted()
+    if wanted is None:
+        return 0
+    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)
+    if scores > limits.prompt_logprobs:
+        param = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
+        raise ApiError(
+            f"{param}: the answer would hold {scores} log-probabilities of prompts, more than the "
+            f"{limits.prompt_logprobs} of one call; ask for fewer alternatives, or send several requests",
+            param=param,
+            code="invalid_value",
+        )
+    return scores
 
 
 async def _encoded(
@@ -222,15 +283,16 @@ def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
 
 async def _prompt_ids(service: Served, limits: Limits, fields: CompletionRequest, length: int) -> list[tuple[int, ...]]:
     prompts = fields.prompt
-    if len(prompts) * fields.n > limits.sequences:
+    if len(prompts) * fields.samples > limits.sequences:
+        many = "n" if fields.samples == fields.n else "best_of"
         raise ApiError(
-            f"prompt: {len(prompts)} prompts with n = {fields.n} make {len(prompts) * fields.n} sequences, more than "
-            f"the {limits.sequences} of one request; send several requests",
+            f"prompt: {len(prompts)} prompts with {many} = {fields.samples} make {len(prompts) * fields.samples} "
+            f"sequences, more than the {limits.sequences} of one request; send several requests",
             param="prompt",
             code="invalid_value",
         )
-    vocab, context = service.model.vocab_size, service.model.context_length
-    special, found = fields.add_special_tokens, []
+    vocab, special, found = service.model.vocab_size, fields.add_special_tokens, []
+    context = None if fields.truncate_prompt_tokens else service.model.context_length
     for at, prompt in enumerate(prompts):
         blamed = "prompt" if len(prompts) == 1 else f"prompt.{at}"
         if isinstance(prompt, str):

@@ -10,7 +10,7 @@ import pytest
 from cluster.chat.events import Event
 from cluster.chat.formats.choose import FORMATS, THINKING, Chosen, choose, named
 from cluster.chat.formats.plan import Format, Prompted, with_tokens
-from cluster.grammar.asked import Grammar
+from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import Matchers, TextMatcher
 from cluster.grammar.vocabulary import SPECIAL, Vocabulary
 from cluster.grammar.worker import Worker
@@ -208,3 +208,16 @@ def test_the_format_is_what_the_model_says(name: str) -> None:
     forced = choose(template, tokens, kind, named("glm", "qwen3"))
     assert (forced.calls, forced.thought) == ("glm45", "think")
     assert choose(template, tokens, kind, named("none", "none")).format is None
+
+
+def test_compact_json_is_compact_after_the_thought(worker: Worker) -> None:
+    answer = {"type": "json_schema", "json_schema": WEATHER, "compact": True}
+    form = FORMATS["hermes"].form(answer, None, Prompted())
+    for text, allowed in (('{"city":"a","days":1}', True), ('{"city": "a"', False)):
+        matcher = matcher_of(worker, form)
+        if allowed:
+            matcher.accept(ids_of(f"<think>x</think>\n\n{text}"))
+            assert matcher.finished
+        else:
+            with pytest.raises(GrammarError):
+                matcher.accept(ids_of(text))
