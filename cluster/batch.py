@@ -13,7 +13,7 @@ from torch import Tensor
 class Mode(IntFlag):
     """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
     filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans,
-    `CONSTRAINED` one has a grammar.
+    `CONSTRAINED` one has a grammar, `TREES` one is shown its trees.
     """
 
     NOISY = 1
@@ -21,11 +21,19 @@ class Mode(IntFlag):
     LOGPROBS = 4
     ADJUSTED = 8
     CONSTRAINED = 16
+    TREES = 64
 
     @property
     def adjusts(self) -> bool:
         """Whether logits change before tokens are drawn."""
         return bool(self & (Mode.ADJUSTED | Mode.CONSTRAINED))
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether its steps may be captured: not where logits are adjusted, since those tables grow and grammars are
+        the host's, nor where trees are shown, which few ask for.
+        """
+        return not (self.adjusts or Mode.TREES in self)
 
 
 class PromptChunk(NamedTuple):

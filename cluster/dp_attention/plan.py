@@ -146,8 +146,8 @@ class PlanRule:
         )
 
     def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: Mode) -> tuple[tuple[Sizes, ...], bool]:
-        """What each group runs, and whether as a captured program: not if some group is too large for one, or logits
-        are adjusted: those tables grow, and grammars are the host's.
+        """What each group runs, and whether as a captured program: not if some group is too large for one, or the mode
+        is not repeatable.
 
         When padded, every group runs the rows of the largest one (equal parts in the exchange, and one program for
         many loads); otherwise each runs its own and the exchange sends exact counts.
@@ -156,7 +156,7 @@ class PlanRule:
         padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
         if self.padding == "auto":
             padded = all_rows - sum(rows) <= self.waste * all_rows
-        if self.buckets is not None and not mode.adjusts:
+        if self.buckets is not None and mode.repeatable:
             fit = self.buckets.fitted
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)

@@ -4,6 +4,7 @@ carried --draft--> tree --target--> logits, hidden --accept--> path --compact, e
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.forced import forced_into
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.result import Phases, StepOutput
+from cluster.spec.result import Phases, StepOutput, Trees
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted, accept
 from cluster.timing import timer_of
@@ -86,7 +87,8 @@ class Step:
             asked = logprobs(columns, rows, torch.cat([accepted.tokens.view(-1), first]))
         drawn = first[:0] if drawing.noise is None or columns.shards is None else checksum(draws)
         moments.append(self._timer.now())
-        return StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
+        output = StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
+        return output if Mode.TREES not in batch.mode else replace(output, trees=Trees.of(tree, accepted))
 
     def _drawing(self, batch: Batch, num_steps: int) -> Drawing:
         """How the B requests draw: with the noise at seq_len + 1 to seq_len + S + 2, and at as many positions from the

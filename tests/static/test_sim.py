@@ -24,7 +24,7 @@ MODES = (
     Mode(0),
     Mode.NOISY,
     Mode.NOISY | Mode.FILTERED,
-    Mode.NOISY | Mode.LOGPROBS,
+    Mode.NOISY | Mode.LOGPROBS | Mode.TREES,
     Mode.ADJUSTED,
     Mode.NOISY | Mode.FILTERED | Mode.ADJUSTED,
 )
@@ -62,6 +62,7 @@ def check(pair: Pair, turn: int, every: int = 1) -> int:
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
             assert output.packed.device == torch.device(NAME, 0)
+            assert (output.trees is not None) == (Mode.TREES in mode)
             ran += 1
     return ran
 

@@ -10,7 +10,7 @@ from cluster.actors.messages import EngineClient, Overloaded, Unavailable
 from cluster.api.openai.errors import ApiError, internal, overloaded, unavailable
 from cluster.chat.events import Event, Said
 from cluster.metrics import Outcome, RequestTimer
-from cluster.request import FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
+from cluster.request import FinishReason, Request, RequestOutput, SpeculationCounts, StepTree, TokenLogprob
 from cluster.text import StoppedText
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class Delta:
     """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back.
 
-    `events` are the same text read in the family's format: what is said, thought, and which tools are called.
+    `events` are the same text read in the family's format: what is said, thought, and which tools are called. `tree` is
+    the step's, where it was asked for.
     """
 
     index: int
@@ -30,6 +31,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     events: tuple[Event, ...] = ()
+    tree: StepTree | None = None
 
 
 class Choice:
@@ -91,7 +93,7 @@ class Choice:
                 text += self._text.finish()
         end = (output.finish_reason, output.stop_reason)
         events = (Said(text),) if text else ()
-        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events)
+        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events, output.tree)
 
 
 def joined(index: int, deltas: Sequence[Delta]) -> Delta:

@@ -81,6 +81,7 @@ class GenerationFields(AdjustingFields):
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_tree: bool = False
     routed_dp_rank: int | None = Field(default=None, ge=0)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -88,6 +89,10 @@ class GenerationFields(AdjustingFields):
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives beside each token's log-probability; None for no log-probabilities."""
         raise NotImplementedError
+
+    def sequences(self) -> int:
+        """How many sequences are asked for."""
+        return self.n
 
     def constraint(self) -> Constraint | None:
         """What is asked of the form of the output.
@@ -126,6 +131,11 @@ class GenerationFields(AdjustingFields):
             ),
             (tops is None or tops <= limits.logprobs, field, f"must be at most {limits.logprobs}, got {tops}"),
             (self.stream_options is None or self.stream, "stream_options", "only allowed when stream is true"),
+            (
+                not self.return_tree or (self.stream and self.sequences() == 1),
+                "return_tree",
+                "only allowed when stream is true, n is 1 and there is one prompt",
+            ),
             (
                 None in (self.max_tokens, self.max_completion_tokens) or self.max_tokens == self.max_completion_tokens,
                 "max_tokens",
@@ -172,6 +182,7 @@ class GenerationFields(AdjustingFields):
             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
             ignore_eos=self.ignore_eos,
             logprobs=self.top_logprobs_wanted(),
+            return_tree=self.return_tree,
         )
 
     def seed_of(self, sample: int) -> int | None:
@@ -198,6 +209,10 @@ class CompletionRequest(GenerationFields):
     def top_logprobs_wanted(self) -> int | None:
         """The value of `logprobs` itself."""
         return self.logprobs
+
+    def sequences(self) -> int:
+        """`n` of each prompt."""
+        return self.n * len(self.prompt)
 
 
 class ChatRequest(GenerationFields):
