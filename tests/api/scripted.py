@@ -165,8 +165,11 @@ class ScriptedService:
         self.grammars = Grammars(self.tokenizer, self.model)
         self.metrics = ServingMetrics(model_name=MODEL)
 
+    async def samples(self) -> list[bytes]:
+        return [self.metrics.serialize(), *await self.engine.metrics()]
+
     async def metrics_page(self) -> bytes:
-        return merge([self.metrics.serialize()])
+        return merge(await self.samples())
 
     def outcomes(self) -> dict[str, float]:
         """Requests ended so far by outcome, those with any."""
