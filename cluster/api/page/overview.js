@@ -5,6 +5,7 @@ import { byId, cells, element, say, show } from "./dom.js";
 
 const SPAN_S = 300;
 const RATE_S = 3; // a rate is that of so many seconds
+const POINT_S = 2; // and a point of the line that of so many
 const LENGTH_S = 15; // an accept length is that of so many seconds
 const REMEMBERED_S = 15; // a gang that has not answered for so long is gone
 const MOST_RANKS = 8; // columns of ranks in a table
@@ -54,7 +55,7 @@ export function showState(state) {
 
   const speed = growth((one) => one.counts.generated_tokens, RATE_S, now)?.second ?? null;
   const length = acceptLength((one) => one.counts, now);
-  speeds.add(now, growth((one) => one.counts.generated_tokens, 1, now)?.second ?? null);
+  speeds.add(now, growth((one) => one.counts.generated_tokens, POINT_S, now)?.second ?? null);
   lengths.add(now, length);
   const lives = [...gangs.values()].sort(([, a], [, b]) => (a.gang < b.gang ? -1 : 1)).map(([, own]) => own);
   showFigures(state, lives, speed, length);
@@ -109,7 +110,9 @@ function showDepths(state) {
   const ranks = state.ranks.slice(0, MOST_RANKS);
   const head = cells("th", ["Depth", "All ranks", ...(ranks.length > 1 ? ranks.map((rank) => `Rank ${rank.rank}`) : [])]);
   const share = (of, depth) => (of.drafts ? (of.accepted_by_depth[depth] ?? 0) / of.drafts : 0);
-  const rows = state.accepted_by_depth.map((count, depth) => {
+  const beyond = state.accepted_by_depth.findLastIndex((count) => count > 0) + 1; // what a grammar forces goes deeper
+  const depths = Math.max(beyond, state.settings.speculative_num_steps ?? 0);
+  const rows = state.accepted_by_depth.slice(0, depths).map((count, depth) => {
     const all = count / drafts;
     const own = ranks.length > 1 ? ranks.map((rank) => bar(share(rank, depth), percent(share(rank, depth)))) : [];
     return cells("td", [depth + 1, bar(all, percent(all)), ...own]);
