@@ -44,6 +44,10 @@ def follows(text: str, tokens: Sequence[int]) -> bool:
 class Walker:
     """A `Matcher` of an automaton."""
 
+    @staticmethod
+    def read(text: str) -> None:
+        """Nothing takes long."""
+
     def __init__(self, text: str) -> None:
         self.text, self._states, self._state = text, json.loads(text), 0
 
@@ -79,5 +83,5 @@ class Walker:
 
 def walked(rank: R) -> R:
     """Have a rank match automata."""
-    rank._lockstep.step._adjusting.grammars._make = Walker
+    rank._lockstep.grammars._make = Walker
     return rank
