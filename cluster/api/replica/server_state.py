@@ -13,6 +13,7 @@ COUNTS = (
     *("generated_tokens", "prompt_tokens", "cached_tokens", "drafts", "verified_nodes", "accepted_draft_tokens"),
     *("rank_losses", "gang_restarts", "resumed_streams"),
 )
+OF_DRAFT = ("algorithm", "kind", "runners")
 OF_RANK = ("generated_tokens", "drafts", "accepted_draft_tokens")
 SETTINGS = (
     *("dtype", "device", "attention_backend", "num_threads", "steps_ahead", "context_length", "max_request_tokens"),
@@ -88,8 +89,6 @@ def _settings(info: RankInfo | None) -> dict[str, Any]:
     return {
         "ranks": info.world,
         "attention_groups": info.config.attn_dp_size,
-        "draft": None
-        if draft is None
-        else {"algorithm": draft.algorithm, "kind": draft.kind, "runners": draft.runners},
+        "draft": {name: getattr(draft, name) for name in OF_DRAFT} if draft is not None else None,
         **{name: getattr(info, name) for name in SETTINGS},
     }
