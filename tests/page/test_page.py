@@ -56,7 +56,7 @@ def test_without_a_key_there_is_a_door_and_with_one_there_are_numbers(tab: Page,
     tab.press("Enter")
     tab.wait("document.querySelector('#denied').textContent.includes('not valid')")
     assert "aerie-demo" not in tab.text("body")
-    assert all("401" in trouble for trouble in tab.troubles) and len(tab.troubles) == 2, "nothing but what was denied"
+    assert tab.troubles and all("401" in trouble for trouble in tab.troubles), "nothing but what was denied"
     tab.fill("#key", server.use)
     tab.press("Enter")
     tab.wait("document.querySelector('#health').textContent === 'serving'")
