@@ -6,6 +6,7 @@ same tokens.
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -65,7 +66,8 @@ def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
     given = {"tokenizer_path": str(DEMO), "max_running_requests": 24, "max_total_tokens": 8192, **settings}
     if not topk:
         return config_of(target, **given)
-    return config_of(target, draft_folder(target), topk, num_steps, speculative_num_draft_tokens=topk * 3, **given)
+    nodes = {} if topk == 1 else {"speculative_num_draft_tokens": 3 * topk}
+    return config_of(target, draft_folder(target), topk, num_steps, **nodes, **given)
 
 
 @cache
@@ -119,6 +121,6 @@ def test_streams_are_resumed_in_the_middle_of_their_grammars(temperature: float)
             prompt = (*one.prompt_token_ids, *tokens[:sent])
             resumed.append(replace(one, prompt_token_ids=prompt, resumed_tokens=sent))
     result = run(build_engine(config(4, 4)), resumed, limit=20_000)
-    assert len(resumed) > 250
+    assert len(resumed) > 230
     for one in resumed:
         assert result.tokens[one.request_id] == said[one.request_id][one.resumed_tokens :], one.request_id
