@@ -183,6 +183,7 @@ class AppSettings(ServingSettings):
     log_format: LogFormat = "text"
     api_keys_file: str | None = None  # the same path on each node that has ingress replicas; see cluster.api.keys
     allow_unauthenticated: bool = False  # serve everyone who reaches the server, if it has no API keys
+    page: bool = True  # a page at / that shows what the server does, and a playground; see cluster.api.page
     allowed_origins: list[str] = Field(default_factory=list)  # of pages that may ask from a browser; "*" is all
 
     @model_validator(mode="before")

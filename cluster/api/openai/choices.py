@@ -10,7 +10,15 @@ from cluster.actors.messages import EngineClient, Overloaded, Unavailable
 from cluster.api.openai.errors import ApiError, internal, overloaded, unavailable
 from cluster.chat.events import Event, Said
 from cluster.metrics import Outcome, RequestTimer
-from cluster.request import ErrorCode, FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
+from cluster.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SpeculationCounts,
+    StepTree,
+    TokenLogprob,
+)
 from cluster.text import StoppedText
 
 logger = logging.getLogger(__name__)
@@ -20,7 +28,8 @@ logger = logging.getLogger(__name__)
 class Delta:
     """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back.
 
-    `events` are the same text read in the family's format: what is said, thought, and which tools are called.
+    `events` are the same text read in the family's format: what is said, thought, and which tools are called. `tree` is
+    the step's, where it was asked for.
     """
 
     index: int
@@ -31,6 +40,7 @@ class Delta:
     stop_reason: str | int | None = None
     events: tuple[Event, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tree: StepTree | None = None
 
 
 class Choice:
@@ -92,7 +102,9 @@ class Choice:
                 text += self._text.finish()
         end = (output.finish_reason, output.stop_reason)
         events = (Said(text),) if text else ()
-        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs)
+        return Delta(
+            self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs, output.tree
+        )
 
 
 def _fault(message: str, code: ErrorCode) -> ApiError:
