@@ -99,7 +99,7 @@ def test_speculative_config_maps_onto_our_names() -> None:
     assert made.speculative_algorithm == "EAGLE3"
     assert made.speculative_draft_model_path == "draft"
     assert made.speculative_num_steps == 5
-    assert tree_shape(made) == TreeShape(num_steps=5, topk=1, num_draft_tokens=6)
+    assert tree_shape(made) == TreeShape(num_steps=5, topk=1, num_draft_tokens=6, room=8)
     assert set(SPECULATIVE_CONFIG.values()) <= set(EngineConfig.model_fields)
     for method, algorithm in (("eagle", "EAGLE"), ("deepseek_mtp", "NEXTN"), ("mtp", "NEXTN"), (None, None)):
         made = config(speculative_config={"method": method, "model": "draft"})
