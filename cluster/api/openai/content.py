@@ -3,13 +3,13 @@
 Strict: `"5"`, `true` and `5.5` are not the integer 5.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from cluster.api.openai.errors import ApiError, invalid, path_of, shown
-from cluster.api.openai.fields import sort_fields
+from cluster.api.openai.fields import GENERATION, Table, sort_fields
 
 ROLES = ("system", "developer", "user", "assistant")
 ROLES_SHOWN = ", ".join(ROLES)
@@ -19,6 +19,12 @@ class Strict(BaseModel):
     """Base of the request models."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
+    table: ClassVar[Table] = GENERATION
+
+    @classmethod
+    def honoured(cls) -> Collection[str]:
+        """The names of the fields that this body honours."""
+        return cls.model_fields
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
@@ -27,14 +33,14 @@ class Strict(BaseModel):
         Raises:
             ApiError: 400 that names the first field at fault.
         """
-        kept, warnings = sort_fields(body, cls.model_fields)
+        kept, warnings = sort_fields(body, cls.honoured(), cls.table)
         try:
             return cls.model_validate(kept), warnings
         except ValidationError as error:
             raise invalid(error) from None
 
 
-def _readable(text: str) -> str:
+def readable(text: str) -> str:
     """A string that UTF-8 can encode; JSON escapes may hold half of a surrogate pair."""
     try:
         text.encode()
@@ -51,7 +57,7 @@ def list_of_stops(value: Any) -> Any:
 def list_of_prompts(value: Any) -> list[Any]:
     """`str | list[str] | list[int] | list[list[int]]` as a list of prompts."""
     if isinstance(value, str):
-        return [_readable(value)]
+        return [readable(value)]
     shape = "must be a string, a list of strings, a list of token ids or a list of such lists"
     if not isinstance(value, list):
         raise ValueError(f"{shape}, got {shown(value)}")
@@ -60,7 +66,7 @@ def list_of_prompts(value: Any) -> list[Any]:
     first = value[0]
     if isinstance(first, str):
         _all_of(str, value, "strings")
-        return [_readable(text) for text in value]
+        return [readable(text) for text in value]
     if isinstance(first, list):
         for at, ids in enumerate(value):
             if not isinstance(ids, list):
@@ -82,7 +88,7 @@ def _all_of(kind: type, items: list[Any], what: str, where: str = "") -> None:
 def _plain_text(value: Any) -> str:
     """The content of a message: a string, or text parts that are joined."""
     if isinstance(value, str):
-        return _readable(value)
+        return readable(value)
     if not isinstance(value, list):
         raise ValueError(f"must be a string or a list of text parts, got {shown(value)}")
     texts = []
@@ -92,11 +98,11 @@ def _plain_text(value: Any) -> str:
             raise ValueError(
                 f"part {at} must be {{'type': 'text', 'text': ...}}: this model reads text, not {shown(kind)}"
             )
-        texts.append(_readable(part["text"]))
+        texts.append(readable(part["text"]))
     return "".join(texts)
 
 
-Text = Annotated[str, AfterValidator(_readable)]
+Text = Annotated[str, AfterValidator(readable)]
 
 
 class ChatMessage(Strict):
