@@ -9,15 +9,17 @@ import httpx
 import pytest
 
 from cluster.api.openai.fields import REFUSED, WARNING_HEADER
+from cluster.api.openai.protocol import ChatRequest
 from cluster.api.replica.ingress import make_app
+from tests.api.bad_conversations import CHAT, COMPLETE, CONVERSATIONS
 from tests.api.scripted import CONTEXT, MODEL, VOCAB, Client, ScriptedService
 
-COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 MIB = 1 << 20
 
 # name: (path, fields that replace those of a good request, param, words of the message)
 FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    **CONVERSATIONS,
     "no prompt": (COMPLETE, {"prompt": None}, "prompt", "required"),
     "prompt is a number": (COMPLETE, {"prompt": 5}, "prompt", "must be a string"),
     "prompt is an object": (COMPLETE, {"prompt": {"text": "x"}}, "prompt", "must be a string"),
@@ -106,7 +108,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         CHAT,
         {"messages": [{"role": "user", "content": None}]},
         "messages.0.content",
-        "must be a string",
+        "required",
     ),
     "content is an image": (
         CHAT,
@@ -119,12 +121,6 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         {"messages": [{"role": "robot", "content": "x"}]},
         "messages.0.role",
         "must be one of system",
-    ),
-    "tool calls in a message": (
-        CHAT,
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-        "messages.0.tool_calls",
-        "not supported",
     ),
     "the template refuses": (CHAT, {"messages": [{"role": "user", "content": "refuse"}]}, "messages", "no refuse here"),
     "template arguments of another type": (
@@ -170,8 +166,6 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "bad_words with an empty one": (COMPLETE, {"bad_words": ["a", " "]}, "bad_words", "an empty word"),
     "bad_words that are too many": (COMPLETE, {"bad_words": ["a"] * 65}, "bad_words", "at most 64"),
     "min_tokens beyond max_tokens": (COMPLETE, {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most max_tokens"),
-    "tools": (CHAT, {"tools": [{"type": "function"}]}, "tools", "not supported"),
-    "tool_choice": (CHAT, {"tool_choice": "required"}, "tool_choice", "'required' is not supported"),
     "response_format of another kind": (
         CHAT,
         {"response_format": {"type": "xml"}},
@@ -292,12 +286,13 @@ def test_unknown_model(served: tuple[Client, ScriptedService], path: str, name: 
 @pytest.mark.parametrize("field", REFUSED)
 def test_every_known_field_is_refused_by_name_or_neutral(served: tuple[Client, ScriptedService], field: str) -> None:
     client, _ = served
-    response = client.post(CHAT, {"model": MODEL, "messages": HI, field: {"asks": "for something"}})
+    path, good = (COMPLETE, {"prompt": "hi"}) if field in ChatRequest.model_fields else (CHAT, {"messages": HI})
+    response = client.post(path, {"model": MODEL, **good, field: {"asks": "for something"}})
     check(response, 400, field, "not supported by this server")
     assert response.json()["error"]["code"] == "unsupported_parameter"
     for neutral in (None, *REFUSED[field]):
         # A field that is checked after ours shows that this one went through.
-        answer = client.post(CHAT, {"model": MODEL, "messages": HI, field: neutral, "n": 99})
+        answer = client.post(path, {"model": MODEL, **good, field: neutral, "n": 99})
         check(answer, 400, "n", "at most 8")
         assert WARNING_HEADER not in answer.headers
 

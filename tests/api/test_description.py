@@ -8,11 +8,13 @@ import pytest
 
 from cluster.api.openai.body import MAX_KEYS
 from cluster.api.openai.service import Limits
+from tests.api.bad_conversations import BEYOND_A_SCHEMA as BEYOND_OF_CONVERSATIONS
 from tests.api.scripted import MODEL, Client
 from tests.api.test_bad_input import CHAT, FIELDS, HI
 
 # Refused for what a schema cannot say: another field's value, the model's context or vocabulary, or half characters.
 BEYOND_A_SCHEMA = {
+    *BEYOND_OF_CONVERSATIONS,
     "token id outside the vocabulary",
     "astronomical token id",
     "half a surrogate pair",
@@ -37,7 +39,6 @@ BEYOND_A_SCHEMA = {
     "template arguments that replace ours",
     "template arguments that are not text",
     "conversation longer than the context",
-    "tool calls in a message",
     "template arguments that break it",
 }
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cluster.api.openai import content, errors, protocol, tokenizer
+from cluster.api.openai import content, conversing, errors, tokenizer
 from cluster.api.openai import fields as field_tables
 from cluster.api.openai.body import MAX_CONTAINERS, MAX_KEYS
 from cluster.api.openai.errors import shown
@@ -111,7 +111,7 @@ def test_no_part_of_a_long_body_is_worked_on_in_the_event_loop(
 
         monkeypatch.setattr(owner, function, noting)
 
-    noted(protocol, "check_messages")
+    noted(conversing, "check_messages")
     noted(calls, "_check_ids")
     noted(calls, "StoppedText")
     noted(tokenizer, "conversation")

@@ -1,17 +1,28 @@
-"""What may be in a request: strict types, text that UTF-8 can encode, prompts of four kinds, messages of text.
+"""What may be in a request: strict types, text that UTF-8 can encode, prompts of four kinds, messages of text, calls of
+tools in messages.
 
 Strict: `"5"`, `true` and `5.5` are not the integer 5.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+)
 
 from cluster.api.openai.errors import ApiError, invalid, path_of, shown
 from cluster.api.openai.fields import GENERATION, Table, sort_fields
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLES_SHOWN = ", ".join(ROLES)
 
 
@@ -103,16 +114,52 @@ def _plain_text(value: Any) -> str:
 
 
 Text = Annotated[str, AfterValidator(readable)]
+Content = Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str | list[dict[str, str]])]
+
+
+def _none_as_empty(value: Any) -> Any:
+    return [] if value is None else value
+
+
+class CalledFunction(Strict):
+    """The function of a call; `arguments` are a JSON object as text, as the answer had them."""
+
+    name: Text
+    arguments: Text = "{}"
+
+
+class ToolCall(Strict):
+    """A call of a tool, as an answer has it and as it is sent back."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class ChatMessage(Strict):
-    """One message; other fields of an assistant's answer, such as tool_calls, may be sent back only empty."""
+    """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` is a name
+    of `reasoning_content` too. Other fields of an answer may be sent back only empty.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str | list[dict[str, str]])]
+    content: Content | None = None
     name: Text | None = None
+    tool_calls: Annotated[
+        list[ToolCall], FailFast(), BeforeValidator(_none_as_empty, json_schema_input_type=list[ToolCall] | None)
+    ] = Field(default_factory=list)
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """What the assistant had thought."""
+        return self.reasoning_content or self.reasoning
+
+
+OF_ROLE = dict.fromkeys(("tool_calls", "reasoning_content", "reasoning"), "assistant") | {"tool_call_id": "tool"}
 
 
 def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
@@ -126,11 +173,17 @@ def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
     for at, message in enumerate(messages):
         path = f"messages.{at}"
         if message.role not in ROLES:
-            raise ApiError(
-                f"{path}.role: must be one of {ROLES_SHOWN}, got {shown(message.role)}",
-                param=f"{path}.role",
-                code="invalid_value",
-            )
+            remedy = "; answer a call as role tool" if message.role == "function" else ""
+            raise _wrong(f"{path}.role", f"must be one of {ROLES_SHOWN}, got {shown(message.role)}{remedy}")
+        for name, role in OF_ROLE.items():
+            if getattr(message, name) and message.role != role:
+                raise _wrong(f"{path}.{name}", f"only a message of role {role} has it, not {message.role}")
+        if message.content is None and message.role != "assistant":
+            raise _missing(f"{path}.content")
+        if message.role == "tool" and not message.tool_call_id:
+            raise _missing(f"{path}.tool_call_id")
+        for call_at, call in enumerate(message.tool_calls):
+            _check_arguments(call, f"{path}.tool_calls.{call_at}.function.arguments")
         for name, value in (message.model_extra or {}).items():
             if value:
                 extra = path_of(path, name)
@@ -141,6 +194,43 @@ def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
                 )
 
 
-def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """The messages as a chat template takes them."""
-    return [message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in messages]
+def _check_arguments(call: ToolCall, path: str) -> None:
+    try:
+        found = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _wrong(path, f"must be a JSON object as text, got {shown(call.function.arguments)}")
+
+
+def _wrong(path: str, message: str) -> ApiError:
+    return ApiError(f"{path}: {message}", param=path, code="invalid_value")
+
+
+def _missing(path: str) -> ApiError:
+    return ApiError(f"{path}: required", param=path, code="missing_required_parameter")
+
+
+def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as a chat template takes them: the arguments of calls as objects, which most templates want."""
+    return [_for_template(message) for message in messages]
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    made |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+    if message.thought:
+        made |= {"reasoning_content": message.thought, "reasoning": message.thought}
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                **({} if call.id is None else {"id": call.id}),
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": json.loads(call.function.arguments or "{}"),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return made

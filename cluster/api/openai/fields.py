@@ -139,6 +139,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 REMEDIES: dict[str, str] = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "chat_template": "the model's own is used; leave it out",
+    "reasoning": "use reasoning_effort",
     "extra_body": "put its fields at the top level of the body",
     "sampling_params": "put its fields at the top level of the body",
     "max_new_tokens": "use max_tokens",

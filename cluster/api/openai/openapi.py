@@ -101,6 +101,7 @@ def schemas(limits: Limits) -> dict[str, Any]:
         messages = named[fields.__name__]["properties"].get("messages")
         if messages is not None:
             messages["maxItems"] = limits.messages
+            named[fields.__name__]["properties"]["tools"]["maxItems"] = limits.tools
     named["ChatMessage"]["properties"]["role"] = {"enum": [*ROLES]}
     part: dict[str, Any] = {"type": "object", "required": ["type", "text"]}
     part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}

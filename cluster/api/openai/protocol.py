@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidato
 
 from cluster.api.openai.adjusting import AdjustingFields
 from cluster.api.openai.constraints import FIELDS, NAMES, Constraint, constraint_of
-from cluster.api.openai.content import ChatMessage, Strict, Text, check_messages, list_of_prompts, list_of_stops
+from cluster.api.openai.content import Strict, Text, list_of_prompts, list_of_stops
+from cluster.api.openai.conversing import ConversingFields, Messages
 from cluster.api.openai.errors import ApiError, shown
 from cluster.api.openai.service import Limits, ModelInfo
 from cluster.request import GREEDY_BELOW, SamplingParams
@@ -21,7 +22,6 @@ Prompts = str | list[str] | list[int] | list[list[int]]
 Stops = str | list[str]
 # A client may send lists of any length, so their validation ends at the first mistake.
 Ids = Annotated[list[int], FailFast()]
-Messages = Annotated[list[ChatMessage], FailFast()]
 
 
 def check_model(model: ModelInfo, asked: str | None) -> None:
@@ -200,37 +200,38 @@ class CompletionRequest(GenerationFields):
         return self.logprobs
 
 
-class ChatRequest(GenerationFields):
-    """The body of /v1/chat/completions."""
+class ChatRequest(ConversingFields, GenerationFields):
+    """The body of /v1/chat/completions. What is thought is left out without `include_reasoning`, and is a part of the
+    answer's text without `separate_reasoning`.
+    """
 
     messages: Messages = Field(min_length=1)
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = False
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def top_logprobs_wanted(self) -> int | None:
         """None unless `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self, model: ModelInfo, limits: Limits) -> None:
-        """Check the messages too: text only, known roles, no tools."""
+        """Check the messages and the tools too."""
         super().check(model, limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
-        check_messages(self.messages, limits.messages)
+        self.check_conversation(self.messages, limits)
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(ConversingFields):
     """The body of /tokenize: a prompt or messages."""
 
     model: str | None = None
     prompt: Text | None = None
     messages: Messages = Field(default_factory=list)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
@@ -243,7 +244,8 @@ class TokenizeRequest(Strict):
     def check(self, model: ModelInfo, limits: Limits) -> None:
         """Check what the types of the fields cannot; see `GenerationFields.check`."""
         check_model(model, self.model)
-        check_messages(self.messages, limits.messages)
+        if self.messages:
+            self.check_conversation(self.messages, limits)
 
 
 class DetokenizeRequest(Strict):

@@ -49,6 +49,7 @@ class Limits:
     choices: int = 8  # n
     sequences: int = 128  # prompts * n
     messages: int = LEAST_MESSAGES
+    tools: int = 256
     stops: int = 8
     stop_characters: int = 256
     stop_token_ids: int = 64
