@@ -45,7 +45,8 @@ class Dialogue:
     def result(self, call_id: str, text: str, origin: str, id_at: str, at: str) -> None:
         """What a tool gave back; text and id stand in the fields `at` and `id_at` of its origin."""
         self._add({"role": "tool", "tool_call_id": call_id, "content": text}, origin)
-        self.origins |= {f"{self._last}.tool_call_id": path_of(origin, id_at), f"{self._last}.content": f"{origin}.{at}"}
+        self.origins[f"{self._last}.tool_call_id"] = path_of(origin, id_at)
+        self.origins[f"{self._last}.content"] = path_of(origin, at)
 
     def end_turn(self) -> None:
         """What the assistant says next is another message."""
