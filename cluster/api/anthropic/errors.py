@@ -15,6 +15,21 @@ TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 
+_KINDS = sorted({*TYPES.values(), "invalid_request_error", "overloaded_error"})
+ENVELOPE: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"enum": _KINDS}, "message": {"type": "string"}},
+        },
+    },
+}
+"""The JSON schema of the envelope."""
+
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
     """The body of the answer, or of the event `error`; the message begins with the field at fault."""

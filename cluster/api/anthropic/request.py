@@ -21,6 +21,7 @@ from cluster.api.openai.translated import (
     translation,
 )
 
+Messages = Annotated[list[Message], Field(min_length=1)]
 ORIGINS: Mapping[str, str] = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -102,7 +103,7 @@ class CountRequest(TranslatedBody):
     extensions: ClassVar[frozenset[str]] = EXTENSIONS - {"stop"}
 
     model: str | None = None
-    messages: Annotated[list[Read], PlainValidator(messages_of, json_schema_input_type=list[Message])]
+    messages: Annotated[list[Read], PlainValidator(messages_of, json_schema_input_type=Messages)]
     system: Texts | None = None
     tools: Annotated[list[CustomTool], PlainValidator(_tools, json_schema_input_type=list[CustomTool])] = Field(
         default_factory=list

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
+from cluster.api.anthropic.errors import ENVELOPE
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
 from cluster.api.keys import Keys
 from cluster.api.openai import errors
@@ -20,7 +21,7 @@ from cluster.api.openai.body import Intake
 from cluster.api.openai.errors import RESTART_S, ApiError, shown, unavailable
 from cluster.api.openai.fields import WARNING_HEADER, warning_headers
 from cluster.api.openai.offload import off_loop
-from cluster.api.openai.openapi import body_of, describe
+from cluster.api.openai.openapi import OtherApi, body_of, describe
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
 from cluster.api.openai.response_api.request import ResponseRequest
 from cluster.api.openai.service import Limits, Service
@@ -37,6 +38,10 @@ from cluster.api.replica.server_info import facts_of
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
+OTHER_APIS = (
+    OtherApi("/v1/responses", (ResponseRequest,)),
+    OtherApi("/v1/messages", (MessagesRequest, CountRequest), "AnthropicError", ENVELOPE),
+)
 
 
 def make_app(
@@ -58,7 +63,7 @@ def make_app(
     _add_other_apis(app, service, limits, intake)
     _add_tokens(app, service, limits, intake)
     _add_facts(app, service, limits)
-    describe(app, limits)
+    describe(app, limits, OTHER_APIS)
     app.add_middleware(HeadAsGet)
     app.add_middleware(DrainMiddleware, drain=drain or Drain())
     if keys is not None:
@@ -100,7 +105,9 @@ def _add_other_apis(app: FastAPI, service: Service, limits: Limits, intake: Inta
             count = await calls.count_of(service, asked, length)
         return _json({"object": "response.input_tokens", "input_tokens": count}, asked.warnings)
 
-    @app.api_route("/v1/responses/{response_id:path}", methods=["GET", "POST", "DELETE"])
+    @app.get("/v1/responses/{response_id:path}")
+    @app.post("/v1/responses/{response_id:path}")
+    @app.delete("/v1/responses/{response_id:path}")
     async def stored_response(response_id: str) -> Response:
         """Nothing: no response is stored, so none can be looked at, cancelled or deleted."""
         message = f"there is no response {shown(response_id)}: this server stores none; keep the answer of the call"

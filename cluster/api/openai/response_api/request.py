@@ -32,6 +32,7 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
+Items = Annotated[list[Item], Field(min_length=1)]
 ORIGINS: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -131,7 +132,7 @@ class ResponseRequest(TranslatedBody):
     table: ClassVar[Table] = TABLE
 
     model: str | None = None
-    input: Annotated[list[Item], PlainValidator(items_of, json_schema_input_type=str | list[Item])]
+    input: Annotated[list[Item], PlainValidator(items_of, json_schema_input_type=str | Items)]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
