@@ -57,3 +57,5 @@ REMEDIES: dict[str, str] = {
     "top_logprobs": "use /v1/chat/completions",
 }
 TABLE = table_of(HARMLESS, REFUSED, REMEDIES)
+COUNT_TABLE = table_of(HARMLESS | {"max_tokens", "stream", "stop_sequences"}, REFUSED, REMEDIES)
+"""Of /v1/messages/count_tokens: what a message has beside its prompt changes no count."""

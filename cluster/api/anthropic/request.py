@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.anthropic.blocks import Message, Read, Texts, dialogue_of, messages_of
-from cluster.api.anthropic.fields import TABLE
+from cluster.api.anthropic.fields import COUNT_TABLE, TABLE
 from cluster.api.openai.content import Strict, Text
 from cluster.api.openai.errors import shown
 from cluster.api.openai.fields import Table
@@ -99,7 +99,7 @@ def _tools(value: Any) -> list[CustomTool]:
 class CountRequest(TranslatedBody):
     """The body of /v1/messages/count_tokens: what makes up a prompt."""
 
-    table: ClassVar[Table] = TABLE
+    table: ClassVar[Table] = COUNT_TABLE
     extensions: ClassVar[frozenset[str]] = EXTENSIONS - {"stop"}
 
     model: str | None = None
@@ -147,6 +147,8 @@ class CountRequest(TranslatedBody):
 
 class MessagesRequest(CountRequest):
     """The body of /v1/messages. Sampling and the extensions are the chat request's own."""
+
+    table: ClassVar[Table] = TABLE
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
