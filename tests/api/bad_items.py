@@ -119,11 +119,11 @@ OF_MESSAGES: Table = {
     "messages are a string": ({"messages": "hi"}, "messages", "must be a list, got 'hi'"),
     "messages are empty": ({"messages": []}, "messages", "must not be empty"),
     "a message is a string": ({"messages": ["hi"]}, "messages.0", "must be an object"),
-    "a message of a strange role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "must be 'user'"),
+    "a message of a strange role": ({"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "must be 'user"),
     "a message without content": ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
     "content is a number": ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "got 5"),
     "messages beyond the context": (
-        {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", f"context length of this model is {CONTEXT}",
+        {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", f"length of this model is {CONTEXT}",
     ),
     "the template refuses": ({"messages": [{"role": "user", "content": "refuse"}]}, "messages", "no refuse here"),
     "no max_tokens": ({"max_tokens": None}, "max_tokens", "required"),
@@ -167,7 +167,7 @@ OF_MESSAGES: Table = {
     ),
     "a tool without a schema": ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "required"),
     "a tool of an array": (
-        {"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools.0.input_schema", "the schema of an object",
+        {"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools.0.input_schema", "schema of an object",
     ),
     "a tool's wrong name": ({"tools": [{**MINE, "name": "f g"}]}, "tools.0.name", "1 to 64 letters"),
     "tools are a string": ({"tools": "f"}, "tools", "must be a list"),

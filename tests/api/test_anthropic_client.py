@@ -118,9 +118,7 @@ def test_a_full_server_is_asked_again_after_the_time_it_says(url: str, service: 
 
 def test_closing_a_stream_aborts_it(api: Anthropic, service: ScriptedService) -> None:
     service.engine.step_s = 0.01
-    stream = api.messages.create(
-        model=MODEL, max_tokens=400, messages=HI, stream=True, extra_body={"ignore_eos": True}
-    )
+    stream = api.messages.create(model=MODEL, max_tokens=400, messages=HI, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     assert service.engine.running
     stream.close()

@@ -29,7 +29,9 @@ def answers(draw: st.DrawFn) -> list[Event]:
     return made
 
 
-def steps(events: Sequence[Event], each: int = 1, finish: FinishReason = "stop", stop: str | None = None) -> list[Delta]:
+def steps(
+    events: Sequence[Event], each: int = 1, finish: FinishReason = "stop", stop: str | None = None
+) -> list[Delta]:
     """The events as deltas, `each` to a step; the last one ends the answer."""
     made = [Delta(0, token_ids=(7,), events=tuple(events[at : at + each])) for at in range(0, len(events), each)]
     return [*made, Delta(0, finish_reason=finish, stop_reason=stop)]

@@ -8,6 +8,7 @@ from cluster.chat.blocks import Block, Blocks, Change, Closed, Grown, Opened
 from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
 from tests.unit.chat.random_answers import answers
 
+
 def changes(blocks: Blocks, events: list[Event], cuts: int = 1) -> list[Change]:
     found: list[Change] = []
     for at in range(0, len(events), cuts):

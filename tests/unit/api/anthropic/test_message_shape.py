@@ -110,7 +110,11 @@ def test_a_stop_sequence_is_named() -> None:
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
     [end] = [Delta(0, finish_reason="stop", stop_reason=257)]
     body = MessageShape(about("msg_1")).body([end])
-    assert (body["stop_reason"], body["stop_sequence"], body["content"]) == ("end_turn", None, [{"type": "text", "text": ""}])
+    assert (body["stop_reason"], body["stop_sequence"], body["content"]) == (
+        "end_turn",
+        None,
+        [{"type": "text", "text": ""}],
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,10 @@ def test_errors_have_the_types_of_their_statuses() -> None:
         bad, "authentication_error", "permission_error", "not_found_error", bad, bad, "request_too_large", bad,
         "api_error", "api_error",
     ]  # fmt: skip
-    assert anthropic_envelope(overloaded(Overloaded("full")))["error"] == {"type": "overloaded_error", "message": "full"}
+    assert anthropic_envelope(overloaded(Overloaded("full")))["error"] == {
+        "type": "overloaded_error",
+        "message": "full",
+    }
     assert anthropic_envelope(unavailable("gone"))["error"] == {"type": "api_error", "message": "gone"}
     shape = MessageShape(about("msg_1"))
     name, data, _, _ = shape.failed(internal("msg_1")).decode().split("\n")

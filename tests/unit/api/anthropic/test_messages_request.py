@@ -133,7 +133,6 @@ def test_what_of_thinking_is_not_honoured_is_said() -> None:
     assert chat_of(thinking={"type": "adaptive"}).include_reasoning is True
 
 
-
 def test_every_field_of_the_api_is_of_one_kind() -> None:
     own = {*MessagesRequest.model_fields}
     named = {*message_create_params.MessageCreateParamsBase.__annotations__, "stream", "temperature", "top_p", "top_k"}

@@ -29,7 +29,14 @@ def refused(**body: Any) -> ApiError:
     return found.value
 
 
-CALL = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": '{"x": 1}', "id": "fc_1", "status": "completed"}
+CALL = {
+    "type": "function_call",
+    "call_id": "c1",
+    "name": "find",
+    "arguments": '{"x": 1}',
+    "id": "fc_1",
+    "status": "completed",
+}
 SAID = {
     "type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "phase": None,
     "content": [{"type": "output_text", "text": "I ", "annotations": [], "logprobs": []}, {"type": "refusal", "refusal": "no"}],
