@@ -7,7 +7,7 @@ live in `cluster.api.openai.tokenizer`.
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -71,6 +71,11 @@ class TextTokenizer:
             return cls(Tokenizer.from_file(str(file)))
         except Exception as error:  # the Rust library raises plain Exception
             raise ConfigError(f"{file} is not a tokenizer this version can read: {error}") from error
+
+    @property
+    def special(self) -> dict[int, str]:
+        """The special tokens, which `decode` leaves out, by their ids."""
+        return {token: str(self._tokenizer.id_to_token(token)) for token in self._special}
 
     @property
     def byte_wise(self) -> bool:
@@ -275,9 +280,14 @@ class StoppedText:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        shown: Mapping[int, str] | None = None,
     ) -> None:
-        """In the text of the first `min_tokens` tokens no stop string counts."""
+        """In the text of the first `min_tokens` tokens no stop string counts. `shown` are special tokens that stand in
+        the text by these names; stop strings are looked for in the text without them.
+        """
         self._skipped = min_tokens
+        self._shown = shown or {}
+        self._names: list[tuple[int, str]] = []  # of special tokens not sent yet, with the characters before them
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._finder = StopFinder(stops)
         self._include_stop = include_stop
@@ -287,6 +297,22 @@ class StoppedText:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens make safe to show; empty after a stop string."""
+        if not self._shown:
+            return self._push(token_ids)
+        text, run = "", list[int]()
+        for token in token_ids:
+            if token in self._shown:
+                text += self._push(run) if run else ""
+                run = []
+                if not self.hit:
+                    self._names.append((self.sent + len(self._waiting), self._shown[token]))
+                    text += self._named("")
+                self._skipped = max(0, self._skipped - 1)
+            else:
+                run.append(token)
+        return text + (self._push(run) if run else "")
+
+    def _push(self, token_ids: Iterable[int]) -> str:
         if self.hit:
             return ""
         ids = list(token_ids)
@@ -308,4 +334,13 @@ class StoppedText:
             ready = len(text) - (0 if last else self._finder.held)
         self._waiting = text[ready:]
         self.sent += ready
-        return text[:ready]
+        return self._named(text[:ready]) if self._names else text[:ready]
+
+    def _named(self, text: str) -> str:
+        """A text that was just sent, with the names of the special tokens in it."""
+        begin, found, at = self.sent - len(text), "", 0
+        while self._names and self._names[0][0] <= self.sent:
+            place, name = self._names.pop(0)
+            found += text[at : place - begin] + name
+            at = max(at, place - begin)
+        return found + text[at:]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag", "chat"]
 
 
 class GrammarError(ValueError):
@@ -16,7 +16,7 @@ class Grammar:
 
     `text` is by `kind`: json_object: empty. json_schema: the schema, as JSON. regex: the expression. ebnf: rules in
     GBNF (llama.cpp's notation, as xgrammar reads it), the first of them called root. choice: a JSON list of strings.
-    structural_tag: xgrammar's structural tag, as JSON.
+    structural_tag: xgrammar's structural tag, as JSON. chat: the same, in which tokens may stand; no client writes one.
     """
 
     kind: Kind

@@ -1,6 +1,7 @@
 """Which tokens a grammar allows next in one request: after what is committed, and after any path that may follow it."""
 
 import hashlib
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ class Matchers:
         are taken one after the other.
         """
         self._vocabulary, self._encode = vocabulary, encode
-        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[CompiledGrammar, Row]] = OrderedDict()
 
     def matcher(self, compiled: str, after: Sequence[int] = ()) -> "TextMatcher":
         """A matcher for one request; `compiled` comes from `Compiler.compile`; for `after` see `TextMatcher`.
@@ -40,14 +41,16 @@ class Matchers:
         key = hashlib.blake2b(compiled.encode()).digest()  # the text itself may have megabytes
         found = self._compiled.pop(key, None)
         if found is None:
+            head, bracket, text = compiled.partition("]") if compiled.startswith("[") else ("", "", compiled)
+            usable = self._vocabulary.usable_with(json.loads(head + bracket)) if head else self._vocabulary.usable_row
             try:
-                found = CompiledGrammar.deserialize_json(compiled, self._vocabulary.info)
+                found = CompiledGrammar.deserialize_json(text, self._vocabulary.info), usable
             except RuntimeError as error:
                 raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
         self._compiled[key] = found
         if len(self._compiled) > CACHED:
             self._compiled.popitem(last=False)
-        return TextMatcher(found, self._vocabulary, self._spelled, after)
+        return TextMatcher(*found, self._vocabulary, self._spelled, after)
 
     def _spelled(self, text: str) -> list[int]:
         tokens = [] if self._encode is None or not text else self._encode(text)
@@ -64,12 +67,13 @@ class TextMatcher:
     """
 
     def __init__(
-        self, compiled: "CompiledGrammar", vocabulary: Vocabulary, spell: Encode, after: Sequence[int]
+        self, compiled: "CompiledGrammar", usable: Row, vocabulary: Vocabulary, spell: Encode, after: Sequence[int]
     ) -> None:
+        """`usable`: the tokens that this grammar may allow at all."""
         from xgrammar import GrammarMatcher
 
         self._matcher, self._spell = GrammarMatcher(compiled), spell
-        self._vocabulary = vocabulary
+        self._vocabulary, self._usable = vocabulary, usable
         self._stops = frozenset(vocabulary.stops)
         self._after = tuple(after)
         self._recent: tuple[int, ...] = ()  # committed tokens that may begin `after`
@@ -128,7 +132,7 @@ class TextMatcher:
             return
         began = time.thread_time()
         self._matcher.fill_next_token_bitmask(out)
-        np.bitwise_and(out, self._vocabulary.usable_row, out=out)
+        np.bitwise_and(out, self._usable, out=out)
         self._check_time(began)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:

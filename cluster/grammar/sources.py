@@ -35,6 +35,13 @@ FORMATS: dict[str, frozenset[str]] = {
 }
 
 
+def tokens_of(tag: Any) -> list[int]:
+    """The tokens that stand in a structural tag as such."""
+    inner = tag.values() if isinstance(tag, dict) else tag if isinstance(tag, list) else ()
+    own = [tag["token"]] if isinstance(tag, dict) and tag.get("type") == "token" else []
+    return sorted({*own, *(token for part in inner for token in tokens_of(part))})
+
+
 def source(grammar: Grammar) -> str:
     """What xgrammar compiles: a structural tag as JSON for the kind of that name, else rules in its EBNF.
 
@@ -74,14 +81,18 @@ def _ebnf(text: str) -> str:
     return text
 
 
-def _structural_tag(text: str) -> str:
+def _chat(text: str) -> str:
+    return _structural_tag(text, FORMATS | {"token": frozenset({"token"})})
+
+
+def _structural_tag(text: str, formats: Mapping[str, frozenset[str]] = FORMATS) -> str:
     tag = loaded(text)
     if not isinstance(tag, dict):
         raise GrammarError("must be an object")
     if "structures" in tag:
         tag = {"type": "structural_tag", "format": _of_structures(tag)}
     _only(tag, {"type", "format"}, "#")
-    return json.dumps({"type": "structural_tag", "format": _format(tag.get("format"), "#/format")})
+    return json.dumps({"type": "structural_tag", "format": _format(tag.get("format"), "#/format", formats)})
 
 
 def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,14 +111,14 @@ def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _format(form: Any, path: str) -> dict[str, Any]:
+def _format(form: Any, path: str, formats: Mapping[str, frozenset[str]]) -> dict[str, Any]:
     """A format with the schemas and expressions inside it in EBNF."""
     if not isinstance(form, dict):
         raise GrammarError(f"{path}: a format must be an object")
     kind = form.get("type", "tag" if "begin" in form else None)
-    if not isinstance(kind, str) or kind not in FORMATS:
-        raise GrammarError(f"{path}: the format {str(kind)[:40]!r} is not supported; known are {', '.join(FORMATS)}")
-    _only(form, FORMATS[kind] | {"type"}, path)
+    if not isinstance(kind, str) or kind not in formats:
+        raise GrammarError(f"{path}: the format {str(kind)[:40]!r} is not supported; known are {', '.join(formats)}")
+    _only(form, formats[kind] | {"type"}, path)
     if kind in ("json_schema", "grammar", "regex"):
         return {"type": "grammar", "grammar": _inner(form, kind, path)}
     found: dict[str, Any] = {"type": kind}
@@ -115,9 +126,9 @@ def _format(form: Any, path: str) -> dict[str, Any]:
         if name in ("elements", "tags"):
             if not isinstance(value, list):
                 raise GrammarError(f"{path}: {name} must be a list")
-            found[name] = [_format(part, f"{path}/{name}/{at}") for at, part in enumerate(value)]
+            found[name] = [_format(part, f"{path}/{name}/{at}", formats) for at, part in enumerate(value)]
         elif name == "content":
-            found[name] = _format(value, f"{path}/content")
+            found[name] = _format(value, f"{path}/content", formats)
         else:
             if not _is_text(value):
                 raise GrammarError(f"{path}: {name} must be text; tokens are not supported")
@@ -158,4 +169,5 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "ebnf": _ebnf,
     "choice": _choice,
     "structural_tag": _structural_tag,
+    "chat": _chat,
 }

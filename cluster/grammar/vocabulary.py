@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from xgrammar import TokenizerInfo
 
 WORD_BITS = 32
+SPECIAL = b"\xff"
 Row = NDArray[np.int32]  # a mask: token i is bit i % 32 of word i // 32, set if it is allowed
 
 
@@ -22,8 +23,8 @@ Row = NDArray[np.int32]  # a mask: token i is bit i % 32 of word i // 32, set if
 class Vocabulary:
     """`tokens[i]` is what token i writes, for each of the model's logits.
 
-    It is empty for what no grammar allows: special tokens, ids beyond the tokenizer's, and `stops`, the ids that end
-    an output.
+    It is empty for what no grammar allows: ids beyond the tokenizer's, and `stops`, the ids that end an output. Special
+    tokens have `SPECIAL` before their name, a byte that is in no text: a grammar allows them only as tokens.
     """
 
     tokens: tuple[bytes, ...]
@@ -45,6 +46,9 @@ class Vocabulary:
         texts = [b""] * vocab_size
         for token in tokenizer.textual(range(vocab_size)):
             texts[token] = b"" if token in ends else tokenizer.token_text(token)[1]
+        for token, name in tokenizer.special.items():
+            if token < vocab_size and token not in ends:
+                texts[token] = SPECIAL + name.encode()
         return cls(tuple(texts), ends)
 
     @property
@@ -89,8 +93,16 @@ class Vocabulary:
 
     @cached_property
     def usable_row(self) -> Row:
-        """A mask of the tokens that a grammar may allow at all: those that write something, and `stops`."""
-        return self._row_of(bool(text) or token in self.stops for token, text in enumerate(self.tokens))
+        """A mask of the tokens that any grammar may allow: those that write text, and `stops`."""
+        return self._row_of(token in self.stops or self._writes(text) for token, text in enumerate(self.tokens))
+
+    def usable_with(self, special: Iterable[int]) -> Row:
+        """The same with these special tokens."""
+        return self.usable_row | self._row_of(token in special for token in range(len(self.tokens)))
+
+    @staticmethod
+    def _writes(text: bytes) -> bool:
+        return bool(text) and not (text.startswith(SPECIAL) and len(text) > 1)
 
     def _row_of(self, bits: Iterable[bool]) -> Row:
         padded = np.zeros(self.words * WORD_BITS, np.bool_)

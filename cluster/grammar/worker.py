@@ -18,7 +18,7 @@ import numpy as np
 
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import Matchers, TextMatcher
-from cluster.grammar.sources import source
+from cluster.grammar.sources import source, tokens_of
 from cluster.grammar.vocabulary import Vocabulary
 
 READY, COMPILED, REFUSED, BROKEN = b"=", b"+", b"-", b"!"
@@ -52,11 +52,13 @@ class Worker:
         """
         text = source(grammar)
         try:
-            if grammar.kind == "structural_tag":
+            if grammar.kind in ("structural_tag", "chat"):
                 compiled = self._compiler.compile_structural_tag(text)
             else:
                 compiled = self._compiler.compile_grammar(text)
             found = str(compiled.serialize_json())
+            if grammar.kind == "chat":
+                found = json.dumps(tokens_of(json.loads(text))) + found
         except MemoryError:
             raise
         except Exception as error:  # of many types, by what its C++ code raised

@@ -119,7 +119,7 @@ OF_MESSAGES: Table = {
     "messages are a string": ({"messages": "hi"}, "messages", "must be a list, got 'hi'"),
     "messages are empty": ({"messages": []}, "messages", "must not be empty"),
     "a message is a string": ({"messages": ["hi"]}, "messages.0", "must be an object"),
-    "a message of a strange role": ({"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "must be 'user"),
+    "a message of a strange role": ({"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "must be"),
     "a message without content": ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
     "content is a number": ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "got 5"),
     "messages beyond the context": (

@@ -114,7 +114,8 @@ def test_no_part_of_a_long_body_is_worked_on_in_the_event_loop(
     noted(conversing, "check_messages")
     noted(calls, "_check_ids")
     noted(calls, "StoppedText")
-    noted(tokenizer, "conversation")
+    noted(tokenizer, "messages_for")
+    noted(calls, "chat_of")
     assert service.tokenizer is not None
     noted(service.tokenizer._template, "apply_chat_template")
     path, body = LONG_BODIES[name]

@@ -30,6 +30,8 @@ ORIGINS: Mapping[str, str] = {
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CLIENT_TOOLS_ONLY = "it is run by Anthropic's servers or known to its models; this server takes tools of type 'custom'"
+SWITCHED_ON = {"enable_thinking": True, "thinking": True}  # as templates call it; others do not look at it
+NO_THOUGHTS = "thinking is not known of this model"
 BUDGET = "thinking.budget_tokens is not a limit here; max_tokens bounds thoughts and answer together"
 
 
@@ -119,8 +121,7 @@ class CountRequest(TranslatedBody):
     def translated(self) -> Translated:
         """See `TranslatedBody.translated`."""
         spoken = dialogue_of(self.messages, self.system)
-        thinking, output = self.thinking, self.output_config
-        choice = self.tool_choice
+        choice, output = self.tool_choice, self.output_config
         chat: dict[str, Any] = {
             **self.asked_beside(),
             "model": self.model,
@@ -129,20 +130,38 @@ class CountRequest(TranslatedBody):
             "tools": [_chat_tool(tool) for tool in self.tools] or None,
             "tool_choice": _chat_choice(choice) if choice else None,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
-            "reasoning_effort": _effort(thinking, output),
-            "include_reasoning": False if thinking and thinking.display == "omitted" else None,
+            **self._thinking_asked(),
             "response_format": _response_format(output.format) if output and output.format else None,
             **self.more(),
         }
         names = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
         names |= {f"{path}.parameters": f"{own}.input_schema" for path, own in names.items()}
         names["continue_final_message"] = f"messages.{len(self.messages) - 1}"
+        if self.thinking and self.thinking.type == "disabled":
+            names["reasoning_effort"] = "thinking.type"
         return translation(chat, Origins({**ORIGINS, **spoken.origins, **names}))
 
-    def said_beside(self) -> list[str]:
-        """Warnings about what is taken and only partly honoured."""
+    def _thinking_asked(self) -> dict[str, Any]:
+        """`thinking` says whether, `output_config.effort` how much: what a chat request has for both."""
         thinking = self.thinking
-        return [BUDGET] if thinking and thinking.type == "enabled" and thinking.budget_tokens else []
+        asked: dict[str, Any] = {"reasoning_effort": self.output_config.effort if self.output_config else None}
+        if thinking is None:
+            return asked
+        if thinking.type == "disabled":
+            asked["reasoning_effort"] = "none"
+        elif thinking.type == "enabled":
+            given = self.asked_beside().get("chat_template_kwargs")
+            asked["chat_template_kwargs"] = SWITCHED_ON | given if isinstance(given, dict) else given or SWITCHED_ON
+        if thinking.display == "omitted":
+            asked["include_reasoning"] = False
+        return asked
+
+    def said_beside(self, thinks: bool) -> list[str]:
+        """Warnings about what is taken and not, or only partly, honoured; `thinks`: the model does so at all."""
+        thinking = self.thinking
+        if thinking is None or thinking.type != "enabled":
+            return []
+        return [NO_THOUGHTS] if not thinks else [BUDGET] if thinking.budget_tokens else []
 
 
 class MessagesRequest(CountRequest):
@@ -169,14 +188,6 @@ def _chat_choice(choice: ToolChoice) -> Any:
     if choice.type != "tool":
         return CHOICES[choice.type]
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def _effort(thinking: Thinking | None, output: OutputConfig | None) -> str | None:
-    """How much to think: `thinking` says whether, `output_config` how much."""
-    if thinking is not None and thinking.type == "disabled":
-        return "none"
-    effort = output.effort if output else None
-    return effort or ("medium" if thinking is not None and thinking.type == "enabled" else None)
 
 
 def _response_format(form: OutputFormat) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from cluster.api.openai.errors import ApiError
 from cluster.api.openai.responses import Answering
 from cluster.api.openai.stream import event
 from cluster.api.openai.usage import usage
-from cluster.chat.blocks import Block, Blocks, Change, Grown, Opened
+from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 
 Sent = tuple[str, dict[str, Any]]
 
@@ -21,7 +21,7 @@ class MessageShape:
 
     def __init__(self, about: Answering) -> None:
         self._about = about
-        self._blocks = Blocks()
+        self._sections = Sections(about.extras.thought)
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._begun = False
 
@@ -30,7 +30,7 @@ class MessageShape:
         for delta in deltas:
             for _ in self._changed(delta):
                 pass
-        return self._message([_whole(block) for block in self._blocks.all])
+        return self._message([_whole(section) for section in self._sections.all])
 
     def events(self, delta: Delta) -> bytes:
         """The events of one delta; before the first the beginning of the message, after the last its end."""
@@ -52,16 +52,16 @@ class MessageShape:
 
     def _changed(self, delta: Delta) -> Iterator[Sent]:
         """The events about blocks that one delta makes."""
-        for change in self._blocks.take(delta.events):
+        for change in self._sections.take(delta.events):
             yield _told(change)
         if delta.finish_reason is not None:
-            for change in self._blocks.end():
+            for change in self._sections.end():
                 yield _told(change)
             self._end = self._ended(delta)
 
     def _ended(self, delta: Delta) -> dict[str, Any]:
         stopped = delta.stop_reason if isinstance(delta.stop_reason, str) else None
-        reason = "tool_use" if self._blocks.has_calls else "end_turn"
+        reason = "tool_use" if self._sections.has_calls else "end_turn"
         if delta.finish_reason == "length":
             reason = "max_tokens"
         elif stopped is not None:
@@ -87,34 +87,34 @@ class MessageShape:
 
 
 def _told(change: Change) -> Sent:
-    block = change.block
+    section = change.section
     if isinstance(change, Opened):
-        return "content_block_start", {"index": block.index, "content_block": _empty(block)}
+        return "content_block_start", {"index": section.index, "content_block": _empty(section)}
     if isinstance(change, Grown):
-        return "content_block_delta", {"index": block.index, "delta": _delta(block, change.text)}
-    return "content_block_stop", {"index": block.index}
+        return "content_block_delta", {"index": section.index, "delta": _delta(section, change.text)}
+    return "content_block_stop", {"index": section.index}
 
 
-def _empty(block: Block) -> dict[str, Any]:
-    if block.kind == "call":
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-    if block.kind == "thought":
+def _empty(section: Section) -> dict[str, Any]:
+    if section.kind == "call":
+        return {"type": "tool_use", "id": section.call_id, "name": section.name, "input": {}}
+    if section.kind == "thought":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 
 
-def _delta(block: Block, text: str) -> dict[str, Any]:
-    if block.kind == "call":
+def _delta(section: Section, text: str) -> dict[str, Any]:
+    if section.kind == "call":
         return {"type": "input_json_delta", "partial_json": text}
-    if block.kind == "thought":
+    if section.kind == "thought":
         return {"type": "thinking_delta", "thinking": text}
     return {"type": "text_delta", "text": text}
 
 
-def _whole(block: Block) -> dict[str, Any]:
-    if block.kind == "call":
-        return {**_empty(block), "input": arguments_of(block.text)}
-    return {**_empty(block), "thinking" if block.kind == "thought" else "text": block.text}
+def _whole(section: Section) -> dict[str, Any]:
+    if section.kind == "call":
+        return {**_empty(section), "input": arguments_of(section.text)}
+    return {**_empty(section), "thinking" if section.kind == "thought" else "text": section.text}
 
 
 def arguments_of(text: str) -> dict[str, Any]:

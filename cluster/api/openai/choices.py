@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cluster.actors.messages import EngineClient, Overloaded, Unavailable
 from cluster.api.openai.errors import ApiError, internal, overloaded, unavailable
 from cluster.chat.events import Event, Said
+from cluster.chat.reading import Reader
 from cluster.metrics import Outcome, RequestTimer
 from cluster.request import FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
 from cluster.text import StoppedText
@@ -36,8 +37,15 @@ class Choice:
     """One sequence of a call. `index` is its place among the choices: prompt by prompt, n each."""
 
     def __init__(
-        self, index: int, prompt_index: int, request: Request, text: StoppedText | None, include_stop: bool = False
+        self,
+        index: int,
+        prompt_index: int,
+        request: Request,
+        text: StoppedText | None,
+        include_stop: bool = False,
+        reader: Reader | None = None,
     ) -> None:
+        """`reader` tells calls and thought in a text that may hold them."""
         self.index = index
         self.prompt_index = prompt_index
         self.request = request
@@ -48,6 +56,8 @@ class Choice:
         self.finished = False
         self._text = text
         self._include_stop = include_stop
+        self._reader = reader
+        self.reasoning_tokens = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -81,17 +91,37 @@ class Choice:
             self.timer.on_tokens(len(output.token_ids))
             if output.finish_reason:
                 self.timer.on_finish(output.finish_reason, self.prompt_tokens)
-        text = ""
+        text, events = "", tuple[Event, ...]()
         if self._text:
             # A token that ends a sequence is no part of its text, like a stop string.
             by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
             hidden = by_token and not self._include_stop
-            text = self._text.push(output.token_ids[:-1] if hidden else output.token_ids)
-            if self.finished:
-                text += self._text.finish()
+            ids = output.token_ids[:-1] if hidden else output.token_ids
+            text, events = self._plain(self._text, ids) if self._reader is None else self._read(self._reader, ids)
         end = (output.finish_reason, output.stop_reason)
-        events = (Said(text),) if text else ()
         return Delta(self.index, text, output.token_ids, output.logprobs, *end, events)
+
+    def _plain(self, shown: StoppedText, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+        text = shown.push(token_ids)
+        if self.finished:
+            text += shown.finish()
+        return text, (Said(text),) if text else ()
+
+    def _read(self, reader: Reader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+        """The text of tokens, read one by one, so that those of the thought are counted however they came."""
+        assert self._text is not None
+        text, events = "", list[Event]()
+        for token in token_ids:
+            before = reader.thinks
+            piece = self._text.push((token,))
+            events += reader.push(piece)
+            text += piece
+            self.reasoning_tokens += before or reader.thinks
+        if self.finished:
+            piece = self._text.finish()
+            events += [*reader.push(piece), *reader.finish()]
+            text += piece
+        return text, tuple(events)
 
 
 def joined(index: int, deltas: Sequence[Delta]) -> Delta:

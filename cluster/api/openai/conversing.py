@@ -7,7 +7,6 @@ from pydantic import FailFast, Field
 
 from cluster.api.openai.content import ChatMessage, Strict, check_messages
 from cluster.api.openai.errors import ApiError, shown
-from cluster.api.openai.service import Limits
 from cluster.api.openai.tools import Choice, Tool, ToolChoice
 
 Messages = Annotated[list[ChatMessage], FailFast()]
@@ -46,15 +45,15 @@ class ConversingFields(Strict):
             return []
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
-    def check_conversation(self, messages: Sequence[ChatMessage], limits: Limits) -> None:
+    def check_conversation(self, messages: Sequence[ChatMessage], most_messages: int, most_tools: int) -> None:
         """Check what the types of these fields cannot.
 
         Raises:
             ApiError: 400 that names the field.
         """
-        check_messages(messages, limits.messages)
-        if len(self.tools) > limits.tools:
-            raise _wrong("tools", f"at most {limits.tools}, got {len(self.tools)}")
+        check_messages(messages, most_messages)
+        if len(self.tools) > most_tools:
+            raise _wrong("tools", f"at most {most_tools}, got {len(self.tools)}")
         names = [tool.function.name for tool in self.tools]
         for at, tool in enumerate(self.tools):
             if tool.function.name in names[:at]:

@@ -222,7 +222,7 @@ class ChatRequest(ConversingFields, GenerationFields):
         super().check(model, limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
-        self.check_conversation(self.messages, limits)
+        self.check_conversation(self.messages, limits.messages, limits.tools)
 
 
 class TokenizeRequest(ConversingFields):
@@ -245,7 +245,7 @@ class TokenizeRequest(ConversingFields):
         """Check what the types of the fields cannot; see `GenerationFields.check`."""
         check_model(model, self.model)
         if self.messages:
-            self.check_conversation(self.messages, limits)
+            self.check_conversation(self.messages, limits.messages, limits.tools)
 
 
 class DetokenizeRequest(Strict):

@@ -7,8 +7,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from cluster.api.openai.choices import Choice, Delta, joined
 from cluster.api.openai.errors import ApiError
-from cluster.api.openai.stream import DONE, event
+from cluster.api.openai.stream import DONE
+from cluster.api.openai.stream import event as framed
 from cluster.api.openai.usage import speculation_metrics, usage, usage_so_far
+from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
 from cluster.request import TokenLogprob
 from cluster.text import TextTokenizer
 
@@ -17,12 +19,15 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a client asked for besides text: tokens named by id, all token ids, usage at the end or in each chunk."""
+    """What a client asked for besides text: tokens named by id, all token ids, usage at the end or in each chunk, and
+    what was thought.
+    """
 
     ids_as_text: bool = False
     token_ids: bool = False
     usage_at_end: bool = False
     usage_in_chunks: bool = False
+    thought: bool = True
 
 
 class Answering(NamedTuple):
@@ -91,16 +96,16 @@ class Shape:
 
     def events(self, delta: Delta) -> bytes:
         """The chunks of a delta, framed."""
-        return b"".join(event(chunk) for chunk in self.chunks(delta))
+        return b"".join(framed(chunk) for chunk in self.chunks(delta))
 
     def end(self) -> bytes:
         """The last chunk, if there is one, and the mark of the end."""
         last = self.last_chunk()
-        return (event(last) if last else b"") + DONE
+        return (framed(last) if last else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
         """The error in OpenAI's envelope."""
-        return event(error.envelope())
+        return framed(error.envelope())
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks of one delta: one, with the opening of its sequence (such as the role) in or before the first."""
@@ -193,17 +198,55 @@ class ChatShape(Shape):
     object_of_body = "chat.completion"
     object_of_chunk = "chat.completion.chunk"
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._called: set[int] = set()  # the choices in whose chunks a call has begun
+
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The prompt's ids stand beside the choices, since all have the same prompt."""
         return {**super().body(deltas), **self._prompt_token_ids(0)}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        message = {"role": "assistant", "content": None, "refusal": None, **self._said(delta.events)}
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+        for call in message.get("tool_calls", ()):
+            del call["index"]
         return {"index": delta.index, "message": message, "logprobs": self._logprobs(delta), **self._end(delta)}
 
     def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text}
+        content = self._said(delta.events) or {"content": ""}
+        if any(isinstance(event, CallBegun) for event in delta.events):
+            self._called.add(delta.index)
         return {"index": delta.index, "delta": content, "logprobs": self._logprobs(delta), **self._end(delta)}
+
+    def _said(self, events: Sequence[Event]) -> dict[str, Any]:
+        """What events say, in the fields of a message; only those that there are."""
+        said = "".join(event.text for event in events if isinstance(event, Said))
+        thought = "".join(event.text for event in events if isinstance(event, Thought)) if self._extras.thought else ""
+        fields: dict[str, Any] = {"content": said} if said else {}
+        if thought:  # under the names of SGLang and older vLLM, and of newer vLLM
+            fields |= {"reasoning_content": thought, "reasoning": thought}
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if isinstance(event, CallBegun):
+                function = {"name": event.name, "arguments": ""}
+                calls[event.call] = {
+                    "index": event.call,
+                    "id": event.call_id,
+                    "type": "function",
+                    "function": function,
+                }
+            elif isinstance(event, Arguments):
+                call = calls.setdefault(event.call, {"index": event.call, "function": {"arguments": ""}})
+                call["function"]["arguments"] += event.text
+        return {**fields, "tool_calls": list(calls.values())} if calls else fields
+
+    def _end(self, delta: Delta) -> dict[str, Any]:
+        """An answer that ends with calls, not cut off, ends because of them."""
+        end = super()._end(delta)
+        called = delta.index in self._called or any(isinstance(event, CallBegun) for event in delta.events)
+        return {**end, "finish_reason": "tool_calls"} if called and delta.finish_reason == "stop" else end
 
     def _opening(self, index: int, first: dict[str, Any]) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}

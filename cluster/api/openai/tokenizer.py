@@ -3,50 +3,70 @@
 Local folders only, and no code from them: a template is Jinja in a sandbox, everything else is data.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from cluster.api.openai.content import ChatMessage, conversation
+from cluster.api.openai.content import ChatMessage
+from cluster.api.openai.conversing import ConversingFields
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.offload import off_loop
+from cluster.api.openai.templates import Template, has_template, messages_for, model_type_of
 from cluster.api.openai.token_floor import TokenFloor
+from cluster.chat.formats.choose import Chosen, choose
 from cluster.config import ConfigError
 from cluster.text import TextTokenizer
 
-TEMPLATE_WORDS = frozenset(
-    {"tokenize", "chat_template", "conversation", "messages", "tools", "documents", "return_dict"}
-)
+Parsers = tuple[str | None, str | None]
+"""The settings tool_call_parser and reasoning_parser, as `cluster.chat.formats.choose.named` has them."""
+
+
+class Encoded(NamedTuple):
+    """A conversation in the model's own format, as tokens and as text."""
+
+    ids: list[int]
+    text: str
 
 
 class ChatTokenizer:
-    """`text` turns text and ids into each other; `template` is None for a model without a chat template."""
+    """`text` turns text and ids into each other; `template` is None for a model without a chat template. `chosen` is
+    the format of answers in a chat.
+    """
 
-    def __init__(self, text: TextTokenizer, template: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, text: TextTokenizer, template: PreTrainedTokenizerBase | None, chosen: Chosen) -> None:
         self.text = text
+        self.chosen = chosen
         self._template = template
+        self._reads = Template.of(None if template is None else template.chat_template)
+        self._special = text.special
         self._floor = TokenFloor.of(text.library)
 
     @classmethod
-    def load(cls, path: str) -> Self:
+    def load(cls, path: str, parsers: Parsers = (None, None)) -> Self:
         """Read a tokenizer folder.
 
         Raises:
             ConfigError: the folder has no usable tokenizer.
         """
         text = TextTokenizer.load(path)
-        if not _has_template(Path(path)):
-            return cls(text, None)
+        if not has_template(Path(path)):
+            return cls(text, None, Chosen(None))
         try:
             # Only the template is wanted: AutoTokenizer would import torch for it, seconds of start-up in each replica.
             template = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a broken folder
             raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error
-        return cls(text, template)
+        source = Template.of(template.chat_template).text
+        added = {token.content for token in text.library.get_added_tokens_decoder().values()}
+        return cls(text, template, choose(source, added, model_type_of(Path(path)), parsers))
+
+    @property
+    def special(self) -> dict[int, str]:
+        """The special tokens, by their ids."""
+        return self._special
 
     @property
     def has_template(self) -> bool:
@@ -84,14 +104,13 @@ class ChatTokenizer:
     async def encode_chat(
         self,
         messages: Sequence[ChatMessage],
+        fields: ConversingFields,
         length: int,
         *,
-        add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
         context_length: int | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation in the model's own format; `length` is that of the body that it came in.
+    ) -> Encoded:
+        """A conversation in the model's own format; `length` is that of the body that it came in.
 
         Raises:
             ApiError: 400 when there is no template, the template refuses the conversation, or the text cannot fit into
@@ -104,17 +123,14 @@ class ChatTokenizer:
                 param="messages",
                 code="unsupported_parameter",
             )
-        extra = dict(template_kwargs or {})
-        if taken := sorted(TEMPLATE_WORDS & set(extra)):
-            path = f"chat_template_kwargs.{taken[0]}"
-            raise ApiError(f"{path}: not allowed; leave it out", param=path, code="invalid_value")
+        thought_field = None if self.chosen.format is None else self.chosen.format.thought_field
 
-        def work() -> list[int]:
+        def work() -> Encoded:
+            given: dict[str, Any] = self._reads.arguments(fields)
             try:
-                text = template.apply_chat_template(
-                    conversation(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra
-                )
-                str(text).encode()  # raises where an argument brought half of a surrogate pair
+                found = template.apply_chat_template(messages_for(messages, thought_field), tokenize=False, **given)
+                text = str(found)
+                text.encode()  # raises where an argument brought half of a surrogate pair
             except Exception as error:  # a template may raise anything on a client's arguments
                 reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
                 raise ApiError(
@@ -122,18 +138,7 @@ class ChatTokenizer:
                     param="messages",
                     code="invalid_value",
                 ) from None
-            self._check_length(str(text), context_length, "messages")
-            return self.text.encode(str(text), add_special_tokens)
+            self._check_length(text, context_length, "messages")
+            return Encoded(self.text.encode(text, add_special_tokens), text)
 
         return await off_loop(length, work)
-
-
-def _has_template(folder: Path) -> bool:
-    """Whether the folder has a chat template, in the tokenizer's config or in a file beside it."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    config = folder / "tokenizer_config.json"
-    try:
-        return bool(config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{config} is not a JSON object: {error}") from error

@@ -16,8 +16,10 @@ from cluster.api.openai.protocol import ChatRequest
 
 Part = TypeVar("Part", bound=BaseModel)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
-OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt", "chat_template_kwargs")
-EXTENSIONS = frozenset({*AdjustingFields.model_fields, "structured_outputs", *constraints.FIELDS, *SAMPLING, *OTHERS})
+OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
+CHATS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
+FORMS = ("structured_outputs", *constraints.FIELDS)
+EXTENSIONS = frozenset({*AdjustingFields.model_fields, *FORMS, *SAMPLING, *OTHERS, *CHATS})
 """Fields of a chat request that every API takes under the same name, with the same meaning and the same errors."""
 
 

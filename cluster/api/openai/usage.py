@@ -33,7 +33,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_of_prompt)},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(count.drafted for count in counts) - accepted,
         },

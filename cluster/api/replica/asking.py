@@ -13,6 +13,7 @@ from cluster.api.openai.response_api.shape import ResponseShape
 from cluster.api.openai.responses import Answering, AnswerShape, ChatShape, CompletionShape
 from cluster.api.openai.service import Limits, Served
 from cluster.api.openai.translated import Origins
+from cluster.chat.formats.choose import NONE
 
 F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
 
@@ -78,4 +79,5 @@ def asked_message(
     chat, origins = request.translated()
     with origins.named():
         chat.check(service.model, limits)
-    return Asked(chat, [*warnings, *request.said_beside()], "msg_", MessageShape, origins, "request-id")
+    thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
+    return Asked(chat, [*warnings, *request.said_beside(thinks)], "msg_", MessageShape, origins, "request-id")

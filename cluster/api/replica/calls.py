@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from cluster.api.keys import cache_salt
 from cluster.api.openai.body import Intake
+from cluster.api.openai.chatting import Chat, chat_of
 from cluster.api.openai.choices import Choice, Delta, run
 from cluster.api.openai.errors import ApiError, overloaded, shown
 from cluster.api.openai.fields import warning_headers
@@ -20,6 +21,7 @@ from cluster.api.openai.protocol import ChatRequest, CompletionRequest, Detokeni
 from cluster.api.openai.responses import Answering, AnswerShape, Extras
 from cluster.api.openai.service import Limits, Served, Service
 from cluster.api.openai.stream import EventStream, json_bytes, until_client_leaves
+from cluster.api.openai.tokenizer import Encoded
 from cluster.api.replica import access
 from cluster.api.replica.asking import Asked, Reader
 from cluster.api.replica.guard import key_of
@@ -102,15 +104,18 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
     for field in ("stop", "bad_words"):
         if getattr(fields, field) and tokenizer is None:
             raise _needs_tokenizer(field)
+    chat = Chat()
     if isinstance(fields, ChatRequest):
-        prompts = [await _chat_ids(service, fields, length, fields.add_special_tokens, model.room)]
+        encoded = await _encoded(service, fields, length, fields.add_special_tokens, model.room)
+        assert tokenizer is not None
+        chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
+        constraint, prompts = chat.constraint, [tuple(encoded.ids)]
         blamed, default_tokens = ["messages"], model.room
     else:
-        prompts = await _prompt_ids(service, limits, fields, length)
+        constraint, prompts = fields.constraint(), await _prompt_ids(service, limits, fields, length)
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
         default_tokens = limits.default_completion_tokens
 
-    constraint = fields.constraint()
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
     unique = uuid.uuid4().hex
     call_id = asked.prefix + (fields.request_id or unique)
@@ -127,11 +132,11 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
                 text = None
                 if tokenizer is not None:
                     included, least = fields.include_stop_str_in_output, fields.min_tokens
-                    text = StoppedText(tokenizer.text, ids, params.stop, included, least)
+                    text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
-                choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output))
+                choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader()))
         return choices
 
     choices = await off_loop(length, make_choices)
@@ -141,6 +146,7 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
         token_ids=fields.return_token_ids,
         usage_at_end=options is not None and options.include_usage,
         usage_in_chunks=options is not None and options.continuous_usage_stats,
+        thought=not isinstance(fields, ChatRequest) or fields.include_reasoning,
     )
     words = None if tokenizer is None else tokenizer.text
     shape = asked.shape(Answering(call_id, int(time.time()), model.model_id, choices, words, extras))
@@ -148,24 +154,17 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
     return Call(call_id, choices, shape, fields.stream, headers)
 
 
-async def _chat_ids(
+async def _encoded(
     service: Served,
     fields: ChatRequest | TokenizeRequest,
     length: int,
     special: bool,
     context_length: int | None = None,
-) -> tuple[int, ...]:
+) -> Encoded:
     if service.tokenizer is None:
         raise _needs_tokenizer("messages")
-    return tuple(
-        await service.tokenizer.encode_chat(
-            fields.messages,
-            length,
-            add_generation_prompt=fields.add_generation_prompt,
-            add_special_tokens=special,
-            template_kwargs=fields.chat_template_kwargs,
-            context_length=context_length,
-        )
+    return await service.tokenizer.encode_chat(
+        fields.messages, fields, length, add_special_tokens=special, context_length=context_length
     )
 
 
@@ -176,7 +175,7 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
         ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
     """
     if fields.prompt is None:
-        return await _chat_ids(service, fields, length, special=False)
+        return tuple((await _encoded(service, fields, length, special=False)).ids)
     if service.tokenizer is None:
         raise _needs_tokenizer("prompt")
     return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens, length))
@@ -190,7 +189,7 @@ async def count_of(service: Service, asked: Asked, length: int) -> int:
     """
     assert isinstance(asked.fields, ChatRequest)
     with asked.origins.named():
-        return len(await _chat_ids(service, asked.fields, length, asked.fields.add_special_tokens))
+        return len((await _encoded(service, asked.fields, length, asked.fields.add_special_tokens)).ids)
 
 
 async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:

@@ -1,11 +1,11 @@
-"""What the tokens of a vocabulary write is what the tokenizer decodes, and special ones write nothing."""
+"""What the tokens of a vocabulary write is what the tokenizer decodes, and special ones write no text."""
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from cluster.config import ConfigError
-from cluster.grammar.vocabulary import Vocabulary
+from cluster.grammar.vocabulary import SPECIAL, Vocabulary
 from cluster.text import TextTokenizer
 from tests.unit.grammar.walks import DEMO, STOPS, allowed
 from tests.unit.test_text import byte_fallback, byte_level
@@ -28,7 +28,10 @@ def test_every_token_writes_what_it_decodes_to(name: str) -> None:
     before = first_letter(tokenizer)  # so that a space after it is not the first character, which decoding may strip
     for token in range(size):
         written = vocabulary.tokens[token]
-        assert bool(written) == (token not in special), token
+        assert written.startswith(SPECIAL) == (token in special) or len(written) == 1, token
+        if token in special:
+            assert written == SPECIAL + str(tokenizer.library.id_to_token(token)).encode()
+            continue
         decoded = tokenizer.library.decode([before, token], skip_special_tokens=True)
         assert decoded == "a" + written.decode("utf-8", "replace")
         assert written in (b"", vocabulary.info.decoded_vocab[token])
@@ -60,16 +63,17 @@ def test_a_character_in_parts() -> None:
     assert any(text == b"\xe2\x82" for text in tokens)
 
 
-def test_padding_special_tokens_and_stops_write_nothing() -> None:
+def test_padding_and_stops_write_nothing() -> None:
     tokenizer = TextTokenizer.load(str(DEMO))
     vocabulary = Vocabulary.of(tokenizer, 2100, (*STOPS, 5, 9999))
     assert len(vocabulary.tokens) == 2100 and vocabulary.words == 66
     assert not any(vocabulary.tokens[2048:])
-    assert [vocabulary.tokens[i] for i in (0, 1, 2, 5)] == [b""] * 4
+    assert [vocabulary.tokens[i] for i in (0, 1, 2, 5)] == [b"", SPECIAL + b"<|im_start|>", b"", b""]
     assert vocabulary.stops == (0, 2, 5)
     assert allowed(vocabulary.stop_row).tolist() == [0, 2, 5]
     usable = set(allowed(vocabulary.usable_row).tolist())
-    assert usable == {i for i, text in enumerate(vocabulary.tokens) if text} | {0, 2, 5}
+    assert usable == {i for i, text in enumerate(vocabulary.tokens) if text} - {1} | {0, 2, 5}
+    assert set(allowed(vocabulary.usable_with([1])).tolist()) == usable | {1}
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer() -> None:

@@ -10,8 +10,8 @@ from cluster.api.openai.response_api.request import ResponseRequest
 from cluster.api.openai.responses import Answering, logprob_entry
 from cluster.api.openai.stream import event
 from cluster.api.openai.usage import usage
-from cluster.chat.blocks import Block, Blocks, Change, Grown, Opened
 from cluster.chat.events import Said
+from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 from cluster.request import FinishReason
 
 Sent = tuple[str, dict[str, Any]]
@@ -30,7 +30,7 @@ class ResponseShape:
         self._about = about
         self._repeated = repeated(asked) | {"temperature": temperature, "top_p": top_p}
         self._wants_logprobs = asked.wants_logprobs
-        self._blocks = Blocks()
+        self._sections = Sections(about.extras.thought)
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         self._waiting: list[dict[str, Any]] = []
         self._finish: FinishReason | None = None
@@ -78,88 +78,90 @@ class ResponseShape:
         """The events about items that one delta makes."""
         if self._wants_logprobs and delta.logprobs:
             self._wait(delta)
-        for change in self._blocks.take(delta.events):
+        for change in self._sections.take(delta.events):
             yield from self._told(change)
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
-            for change in self._blocks.end():
+            for change in self._sections.end():
                 yield from self._told(change)
 
     def _told(self, change: Change) -> Iterator[Sent]:
         if isinstance(change, Opened):
-            return self._opened(change.block)
-        return self._grown(change) if isinstance(change, Grown) else self._closed(change.block)
+            return self._opened(change.section)
+        return self._grown(change) if isinstance(change, Grown) else self._closed(change.section)
 
-    def _opened(self, block: Block) -> Iterator[Sent]:
-        item = self._item(block, IN_PROGRESS)
-        if block.kind != "call":
+    def _opened(self, section: Section) -> Iterator[Sent]:
+        item = self._item(section, IN_PROGRESS)
+        if section.kind != "call":
             item["content"] = []
-        yield "response.output_item.added", {"output_index": block.index, "item": item}
-        if block.kind != "call":
-            yield "response.content_part.added", self._at_part(block) | {"part": self._part(block)}
+        yield "response.output_item.added", {"output_index": section.index, "item": item}
+        if section.kind != "call":
+            yield "response.content_part.added", self._at_part(section) | {"part": self._part(section)}
 
     def _grown(self, change: Grown) -> Iterator[Sent]:
-        block, delta = change.block, {"delta": change.text}
-        if block.kind == "call":
-            yield "response.function_call_arguments.delta", self._at(block) | delta
-        elif block.kind == "thought":
-            yield "response.reasoning_text.delta", self._at_part(block) | delta
+        section, delta = change.section, {"delta": change.text}
+        if section.kind == "call":
+            yield "response.function_call_arguments.delta", self._at(section) | delta
+        elif section.kind == "thought":
+            yield "response.reasoning_text.delta", self._at_part(section) | delta
         else:
-            yield "response.output_text.delta", self._at_part(block) | delta | {"logprobs": self._due(block)}
+            yield "response.output_text.delta", self._at_part(section) | delta | {"logprobs": self._due(section)}
 
-    def _closed(self, block: Block) -> Iterator[Sent]:
-        if block.kind == "call":
-            yield "response.function_call_arguments.done", self._at(block) | {"arguments": block.text}
-        elif block.kind == "thought":
-            yield "response.reasoning_text.done", self._at_part(block) | {"text": block.text}
+    def _closed(self, section: Section) -> Iterator[Sent]:
+        if section.kind == "call":
+            yield "response.function_call_arguments.done", self._at(section) | {"arguments": section.text}
+        elif section.kind == "thought":
+            yield "response.reasoning_text.done", self._at_part(section) | {"text": section.text}
         else:
-            if due := self._due(block):  # of tokens without a text, such as the one that ends it
-                yield "response.output_text.delta", self._at_part(block) | {"delta": "", "logprobs": due}
-            done = {"text": block.text, "logprobs": self._logprobs.get(block.index, [])}
-            yield "response.output_text.done", self._at_part(block) | done
-        if block.kind != "call":
-            yield "response.content_part.done", self._at_part(block) | {"part": self._part(block)}
-        item = self._item(block, self._status_of(block))
-        yield "response.output_item.done", {"output_index": block.index, "item": item}
+            if due := self._due(section):  # of tokens without a text, such as the one that ends it
+                yield "response.output_text.delta", self._at_part(section) | {"delta": "", "logprobs": due}
+            done = {"text": section.text, "logprobs": self._logprobs.get(section.index, [])}
+            yield "response.output_text.done", self._at_part(section) | done
+        if section.kind != "call":
+            yield "response.content_part.done", self._at_part(section) | {"part": self._part(section)}
+        item = self._item(section, self._status_of(section))
+        yield "response.output_item.done", {"output_index": section.index, "item": item}
 
-    def _at(self, block: Block) -> dict[str, Any]:
-        return {"item_id": self._item_id(block), "output_index": block.index}
+    def _at(self, section: Section) -> dict[str, Any]:
+        return {"item_id": self._item_id(section), "output_index": section.index}
 
-    def _at_part(self, block: Block) -> dict[str, Any]:
-        return {**self._at(block), "content_index": 0}
+    def _at_part(self, section: Section) -> dict[str, Any]:
+        return {**self._at(section), "content_index": 0}
 
-    def _item_id(self, block: Block) -> str:
-        return f"{ITEM_IDS[block.kind]}_{self._about.call_id.removeprefix('resp_')}_{block.index}"
+    def _item_id(self, section: Section) -> str:
+        return f"{ITEM_IDS[section.kind]}_{self._about.call_id.removeprefix('resp_')}_{section.index}"
 
-    def _status_of(self, block: Block) -> str:
+    def _status_of(self, section: Section) -> str:
         """What is cut off is not complete: the last item of an answer that reached its limit."""
-        cut = self._finish == "length" and block is self._blocks.all[-1]
+        cut = self._finish == "length" and section is self._sections.all[-1]
         return INCOMPLETE if cut else COMPLETED
 
-    def _part(self, block: Block) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": PARTS[block.kind], "text": block.text}
-        if block.kind == "said":
-            part |= {"annotations": [], "logprobs": list(self._logprobs.get(block.index, []))}
+    def _part(self, section: Section) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": PARTS[section.kind], "text": section.text}
+        if section.kind == "said":
+            part |= {"annotations": [], "logprobs": list(self._logprobs.get(section.index, []))}
         return part
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
-        head = {"id": self._item_id(block), "status": status}
-        if block.kind == "call":
-            called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+    def _item(self, section: Section, status: str) -> dict[str, Any]:
+        head = {"id": self._item_id(section), "status": status}
+        if section.kind == "call":
+            called = {"call_id": section.call_id, "name": section.name, "arguments": section.text}
             return {"type": "function_call", **head, **called}
-        if block.kind == "thought":
-            return {"type": "reasoning", **head, "summary": [], "content": [self._part(block)]}
-        return {"type": "message", **head, "role": "assistant", "content": [self._part(block)]}
+        if section.kind == "thought":
+            return {"type": "reasoning", **head, "summary": [], "content": [self._part(section)]}
+        return {"type": "message", **head, "role": "assistant", "content": [self._part(section)]}
 
     def _wait(self, delta: Delta) -> None:
-        """Keep the log-probabilities of a delta for the text that it is part of, which may come later."""
-        if not delta.events or any(isinstance(one, Said) for one in delta.events):
-            self._waiting += [logprob_entry(entry, self._token) for entry in delta.logprobs]
+        """Keep the log-probabilities of a delta for its text, which may come later; those of thoughts and calls go."""
+        if delta.events and not any(isinstance(one, Said) for one in delta.events):
+            self._waiting = []
+            return
+        self._waiting += [logprob_entry(entry, self._token) for entry in delta.logprobs]
 
-    def _due(self, block: Block) -> list[dict[str, Any]]:
+    def _due(self, section: Section) -> list[dict[str, Any]]:
         due, self._waiting = self._waiting, []
         if due:
-            self._logprobs.setdefault(block.index, []).extend(due)
+            self._logprobs.setdefault(section.index, []).extend(due)
         return due
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
@@ -177,7 +179,7 @@ class ResponseShape:
             "completed_at": int(time.time()) if status == COMPLETED else None,
             "status": status,
             "model": about.model,
-            "output": [self._item(block, self._status_of(block)) for block in self._blocks.all] if over else [],
+            "output": [self._item(section, self._status_of(section)) for section in self._sections.all] if over else [],
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
             "usage": self._usage() if over else None,

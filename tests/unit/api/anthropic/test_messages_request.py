@@ -7,7 +7,7 @@ from anthropic.types import MessageCountTokensParams, message_create_params
 from anthropic.types.beta import message_create_params as beta_params
 
 from cluster.api.anthropic.fields import HARMLESS, REFUSED, REMEDIES, TABLE
-from cluster.api.anthropic.request import BUDGET, CountRequest, MessagesRequest
+from cluster.api.anthropic.request import BUDGET, NO_THOUGHTS, CountRequest, MessagesRequest
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.protocol import ChatRequest
 
@@ -87,7 +87,10 @@ def test_fields_become_those_of_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
     chat = chat_of(
         stop_sequences=["x", "y"], stream=True, temperature=0.5, top_p=0.9, top_k=5, seed=3,
-        tools=[{"name": "find", "description": "d", "input_schema": schema}, {"type": "custom", "name": "b", "input_schema": schema}],
+        tools=[
+            {"name": "find", "description": "d", "input_schema": schema},
+            {"type": "custom", "name": "b", "input_schema": schema},
+        ],
         tool_choice={"type": "tool", "name": "b", "disable_parallel_tool_use": True},
         output_config={"effort": "high", "format": {"type": "json_schema", "schema": schema}},
     )  # fmt: skip
@@ -111,7 +114,7 @@ def test_choices_of_tools(kind: str, mode: str) -> None:
     ("thinking", "effort", "becomes"),
     [
         ({"type": "disabled"}, "high", "none"),
-        ({"type": "enabled", "budget_tokens": 2048}, None, "medium"),
+        ({"type": "enabled", "budget_tokens": 2048}, None, None),
         ({"type": "enabled", "budget_tokens": 2048}, "max", "max"),
         ({"type": "adaptive"}, None, None),
         ({"type": "adaptive"}, "low", "low"),
@@ -123,12 +126,16 @@ def test_how_much_to_think(thinking: Any, effort: str | None, becomes: str | Non
 
 
 def test_what_of_thinking_is_not_honoured_is_said() -> None:
-    def said(**thinking: Any) -> list[str]:
+    def said(thinks: bool, **thinking: Any) -> list[str]:
         request, _ = MessagesRequest.read({"messages": HI, "max_tokens": 9, "thinking": thinking})
-        return request.said_beside()
+        return request.said_beside(thinks)
 
-    assert said(type="enabled", budget_tokens=2048) == [BUDGET]
-    assert said(type="adaptive") == said(type="disabled") == []
+    for thinks, expected in ((True, [BUDGET]), (False, [NO_THOUGHTS])):
+        assert said(thinks, type="enabled", budget_tokens=2048) == expected
+        assert said(thinks, type="adaptive") == said(thinks, type="disabled") == []
+    on = chat_of(thinking={"type": "enabled"}, chat_template_kwargs={"a": 1})
+    assert on.chat_template_kwargs == {"enable_thinking": True, "thinking": True, "a": 1}
+    assert refused(thinking={"type": "enabled"}, chat_template_kwargs=5).param == "chat_template_kwargs"
     assert chat_of(thinking={"type": "adaptive", "display": "omitted"}).include_reasoning is False
     assert chat_of(thinking={"type": "adaptive"}).include_reasoning is True
 

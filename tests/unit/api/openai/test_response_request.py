@@ -1,4 +1,4 @@
-"""A body of /v1/responses as a chat request: what each item and field becomes, and that no field of the API is unknown."""
+"""A body of /v1/responses as a chat request: what each item and field becomes, and that no field is unknown."""
 
 from typing import Any, get_args
 
@@ -39,7 +39,10 @@ CALL = {
 }
 SAID = {
     "type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "phase": None,
-    "content": [{"type": "output_text", "text": "I ", "annotations": [], "logprobs": []}, {"type": "refusal", "refusal": "no"}],
+    "content": [
+        {"type": "output_text", "text": "I ", "annotations": [], "logprobs": []},
+        {"type": "refusal", "refusal": "no"},
+    ],
 }  # fmt: skip
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 

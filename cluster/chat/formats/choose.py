@@ -1,0 +1,136 @@
+"""Which format a model has: by the names that other servers have for it, or by what its template and tokenizer say."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from cluster.chat.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from cluster.chat.formats.glm import GLM
+from cluster.chat.formats.harmony import HARMONY
+from cluster.chat.formats.hermes import HERMES
+from cluster.chat.formats.llama3 import LLAMA3
+from cluster.chat.formats.mistral import ARGS, CALLS, MISTRAL, MISTRAL_LIST
+from cluster.chat.formats.plan import THINK, Format, MarkedFormat
+from cluster.chat.formats.qwen3_coder import QWEN3_CODER
+from cluster.config import ConfigError
+
+NONE = "none"
+FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (
+        HERMES,
+        QWEN3_CODER,
+        LLAMA3,
+        MISTRAL,
+        MISTRAL_LIST,
+        DEEPSEEK_V3,
+        DEEPSEEK_V31,
+        GLM,
+        HARMONY,
+    )
+}
+# Names of vLLM's and SGLang's settings.
+TOOL_ALIASES = {
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "openai": "gpt-oss",
+    "gpt_oss": "gpt-oss",
+    "harmony": "gpt-oss",
+}
+THINKING = {"think": THINK, "mistral": MISTRAL.thinking}
+REASONING_ALIASES = {
+    **dict.fromkeys(("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3"), "think"),
+    **dict.fromkeys(("deepseek-v31", "deepseek_v31", "glm45", "hermes", "step3", "nano_v3", "nemotron_3"), "think"),
+    **dict.fromkeys(("openai_gptoss", "gpt_oss", "harmony"), "gpt-oss"),
+    "magistral": "mistral",
+}
+TOOL_NAMES = (NONE, *FORMATS)
+REASONING_NAMES = (NONE, *THINKING, HARMONY.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A model's format; None for a model without one. `calls`, `thought`: what was chosen for each, as it is shown."""
+
+    format: Format | None
+    calls: str = NONE
+    thought: str = NONE
+
+
+def named(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str | None, str | None]:
+    """The settings by our own names; None, or auto, leaves the choice to the model.
+
+    Raises:
+        ConfigError: a name that nobody has, or two that do not go together.
+    """
+    calls = _known("tool_call_parser", tool_call_parser, TOOL_ALIASES, TOOL_NAMES)
+    thought = _known("reasoning_parser", reasoning_parser, REASONING_ALIASES, REASONING_NAMES)
+    if HARMONY.name in (calls, thought) and not {calls, thought} <= {HARMONY.name, None}:
+        raise ConfigError(
+            f"tool_call_parser {calls!r} and reasoning_parser {thought!r} do not go together: {HARMONY.name} reads both"
+        )
+    return calls, thought
+
+
+def _known(setting: str, name: str | None, aliases: dict[str, str], known: Collection[str]) -> str | None:
+    if name is None or name == "auto":
+        return None
+    found = aliases.get(name, name)
+    if found not in known:
+        listed = ", ".join(["auto", *known, *(alias for alias in aliases if alias not in known)])
+        raise ConfigError(f"{setting} {name!r} is not known; known are {listed}")
+    return found
+
+
+def choose(
+    template: str,
+    tokens: Collection[str],
+    model_type: str,
+    settings: tuple[str | None, str | None],
+) -> Chosen:
+    """The format of a model with this chat template (empty for none), these added `tokens`, and the `model_type` of its
+    config. `settings` are as `named` has them, and come first.
+    """
+    calls, thought = settings
+    written = calls or (_calls_of(template, tokens, model_type) if thought != HARMONY.name else HARMONY.name)
+    if written == HARMONY.name:
+        return Chosen(HARMONY, HARMONY.name, HARMONY.name)
+    marks = thought or _thought_of(template, tokens)
+    base = FORMATS.get(written)
+    if base is None:
+        if marks == NONE:
+            return Chosen(None)
+        base = MarkedFormat(NONE)
+    assert isinstance(base, MarkedFormat)
+    thinking = THINKING.get(marks)
+    shown = base.special if thinking is None else (*base.special, thinking.begin, thinking.end)
+    return Chosen(replace(base, thinking=thinking, special=tuple(dict.fromkeys(shown))), written, marks)
+
+
+def _calls_of(template: str, tokens: Collection[str], model_type: str) -> str:
+    """The first of these signs decides; each is one that no other family has."""
+    signs = (
+        (HARMONY.name, "<|channel|>" in tokens and ("<|channel|>" in template or model_type == "gpt_oss")),
+        (MISTRAL.name, CALLS in tokens and ARGS in tokens),
+        (MISTRAL_LIST.name, CALLS in tokens),
+        (DEEPSEEK_V3.name, "<｜tool▁sep｜>" in tokens and "```json" in template),
+        (DEEPSEEK_V31.name, "<｜tool▁sep｜>" in tokens),
+        (GLM.name, "<arg_key>" in template),
+        (QWEN3_CODER.name, "<function=" in template and "<parameter=" in template),
+        (HERMES.name, "<tool_call>" in template),
+        (LLAMA3.name, "<|python_tag|>" in tokens and "parameters" in template),
+    )
+    return next((name for name, found in signs if found), NONE) if template else NONE
+
+
+def _thought_of(template: str, tokens: Collection[str]) -> str:
+    if "[THINK]" in tokens:
+        return "mistral"
+    return "think" if "<think>" in tokens or "<think>" in template or "</think>" in template else NONE

@@ -1,0 +1,35 @@
+"""GLM 4.5 and later: `<tool_call>name`, of each argument `<arg_key>..</arg_key>` and `<arg_value>..</arg_value>`."""
+
+import re
+
+from cluster.chat.blocks import TaggedBlock
+from cluster.chat.formats.plan import THINK, MarkedFormat, Written
+from cluster.chat.formats.tagged import tagged_arguments
+from cluster.chat.reading import Calling
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+WHOLE = re.compile(
+    r"<tool_call>\s*(?P<name>[^\s<]+)\s*"
+    r"(?P<arguments>(?:<arg_key>[^<]*</arg_key>\s*<arg_value>(?:(?!</arg_value>).)*</arg_value>\s*)*)",
+    re.DOTALL,
+)
+ARGUMENT = re.compile(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL)
+
+
+def _mark(name: str) -> tuple[str, str]:
+    return f"<arg_key>{name}</arg_key>\n{VALUE}", f"{VALUE_END}\n"
+
+
+GLM = MarkedFormat(
+    "glm45",
+    THINK,
+    Calling((BEGIN,), lambda tools: TaggedBlock(WHOLE, ARGUMENT, END, (VALUE, VALUE_END), tools)),
+    Written(
+        before=lambda name: f"{BEGIN}{name}\n",
+        after=END,
+        between="\n",
+        arguments=tagged_arguments(_mark),
+    ),
+    special=(THINK.begin, THINK.end, BEGIN, END, "<arg_key>", "</arg_key>", VALUE, VALUE_END),
+)

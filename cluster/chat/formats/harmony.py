@@ -1,0 +1,178 @@
+"""gpt-oss: messages in channels, `<|channel|>analysis<|message|>...<|end|>`. What is analysed is thought, a commentary
+to `functions.NAME` is a call, all else is said.
+
+The parser is our own. The family's own package loads only the vocabulary whose digest is built into it, so it knows no
+other tokenizer than the original, and reads tokens where we have text.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from cluster.chat.events import Event, Said, Thought
+from cluster.chat.formats.plan import Answer, Form, Prompted, Written, any_id, one_after_another, one_of, text
+from cluster.chat.json_text import members
+from cluster.chat.reading import Call, Numbering, Reader, Tools
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+BODY_ENDS = (END, CALL, RETURN, START, CHANNEL)
+HEADING = re.compile(r"(?:<\|start\|>)?\s*(?:assistant)?\s*(?:to=|<\|channel\|>)")
+NAMED = re.compile(r"<\|channel\|>\s*(\w+)")
+TO = re.compile(r"to=functions\.([A-Za-z0-9_.:-]+)")
+MOST_HEADING = 512
+BEGINNINGS = ("assistant to=", "to=")
+AGAIN = f"{END}{START}assistant"
+
+
+class HarmonyReader:
+    """Reads messages one after the other. Without `tools` no call is told; `split` tells thought apart."""
+
+    def __init__(self, tools: Tools | None, split: bool, within: bool) -> None:
+        """`within`: the prompt has begun the final message."""
+        self._calling, self._split = tools is not None, split
+        self._numbering = Numbering(any_id)
+        self._held = ""
+        self._heading = ""
+        self._kind = "final"
+        self._name = ""
+        self._step: Callable[[bool], list[Event] | None] = self._body if within else self._head
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thought."""
+        return self._step == self._body and self._kind == "analysis"
+
+    def push(self, text: str) -> list[Event]:
+        """The events that this text completes."""
+        self._held += text
+        return self._all(last=False)
+
+    def finish(self) -> list[Event]:
+        """The rest, at the end of the answer."""
+        return self._all(last=True)
+
+    def _all(self, last: bool) -> list[Event]:
+        found: list[Event] = []
+        while (events := self._step(last)) is not None:
+            found += events
+        return found
+
+    def _head(self, last: bool) -> list[Event] | None:
+        """The heading of a message, up to its text. What is none is text itself."""
+        at = self._held.find(MESSAGE, 0, MOST_HEADING)
+        if at >= 0 and HEADING.match(self._held):
+            self._heading, self._held = self._held[: at + len(MESSAGE)], self._held[at + len(MESSAGE) :]
+            named, to = NAMED.search(self._heading), TO.search(self._heading)
+            self._kind = "call" if to and self._calling else named[1] if named else "final"
+            self._name = to[1] if to else ""
+            self._step = self._body
+            return []
+        if _may_begin(self._held) and len(self._held) < MOST_HEADING:
+            if not last or not self._held:
+                return None
+            if self._held.startswith("<"):
+                self._held = ""  # a heading that is cut off says nothing
+                return None
+        self._heading, self._kind, self._step = "", "final", self._body
+        mark = next((mark for mark in BODY_ENDS if self._held.startswith(mark)), "")
+        self._held = self._held.removeprefix(mark)  # which begins no message
+        return [Said(mark)] if mark else []
+
+    def _body(self, last: bool) -> list[Event] | None:
+        ends = [at for mark in BODY_ENDS if (at := self._held.find(mark)) >= 0]
+        if ends:
+            at = min(ends)
+            whole, self._held = self._held[:at], self._held[at:]
+            closing = next((mark for mark in (END, CALL, RETURN) if self._held.startswith(mark)), "")
+            self._held = self._held.removeprefix(closing)
+            self._step = self._between
+            return self._told(whole, complete=True)
+        if self._kind == "call" and not last:
+            return None
+        ready = len(self._held) if last else _settled(self._held, BODY_ENDS)
+        if not ready:
+            return None
+        piece, self._held = self._held[:ready], self._held[ready:]
+        return self._told(piece, complete=last)
+
+    def _between(self, last: bool) -> list[Event] | None:
+        """After a message, where only another one may begin."""
+        if not self._held:
+            return None
+        self._step = self._head
+        return []
+
+    def _told(self, piece: str, complete: bool) -> list[Event]:
+        if self._kind == "call" and complete:
+            if members(piece.strip()) is None:
+                return [Said(self._heading + piece)]
+            return self._numbering.events([Call(self._name, piece.strip())])
+        if not piece:
+            return []
+        return [Thought(piece) if self._kind == "analysis" and self._split else Said(piece)]
+
+
+def _may_begin(held: str) -> bool:
+    """Whether a heading may begin so."""
+    text = held[: _settled(held, MARKS)]
+    if HEADING.match(text):
+        return True
+    rest = text.removeprefix(START).lstrip()
+    return any(beginning.startswith(rest) for beginning in BEGINNINGS)
+
+
+def _settled(held: str, marks: Sequence[str]) -> int:
+    """How much of a text does not end in a part of a mark."""
+    at = held.rfind("<")
+    part = held[at:]
+    return at if at >= 0 and any(mark != part and mark.startswith(part) for mark in marks) else len(held)
+
+
+class HarmonyFormat:
+    """See `Format`."""
+
+    name = "gpt-oss"
+    special = MARKS
+    thought_field = "thinking"
+
+    def reads(self, tools: bool, prompted: Prompted) -> bool:
+        """See `Format`."""
+        return True
+
+    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> Reader:
+        """See `Format`."""
+        return HarmonyReader(tools, split, within=_final_has_begun(prompted.text))
+
+    def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
+        """See `Format`."""
+        said = _free() if answer == "free" else answer
+        if _final_has_begun(prompted.text):
+            return one_of([part for part in (said, calls) if part is not None])
+        thought = one_after_another(text(f"{CHANNEL}analysis{MESSAGE}"), _free(), text(AGAIN))
+        final = None if said is None else one_after_another(text(f"{CHANNEL}final{MESSAGE}"), said)
+        parts = [part for part in (final, calls) if part is not None]
+        return one_after_another({"type": "optional", "content": thought}, one_of(parts))
+
+    def written(self, tools: Tools, several: bool) -> Form:
+        """See `Format`. After a call the model ends its answer, so there is one."""
+        return WRITTEN.calls(tools, several)
+
+
+WRITTEN = Written(
+    before=lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}",
+    several=False,
+)
+
+
+def _free() -> Form:
+    return {"type": "any_text", "excludes": list(MARKS)}
+
+
+def _final_has_begun(prompt: str) -> bool:
+    """Whether the prompt ends within a message to the user, as one to be continued does."""
+    at = prompt.rfind(MESSAGE)
+    return at > max(prompt.rfind(END), prompt.rfind(START), prompt.rfind(RETURN)) if at >= 0 else False
+
+
+HARMONY = HarmonyFormat()

@@ -1,0 +1,192 @@
+"""What a family's file says: how its answers are read, and how a call is written, for a grammar that holds it."""
+
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from cluster.chat.reading import Calling, MarkedReader, Reader, Thinking, Tools
+
+Form = dict[str, Any]
+"""A part of a grammar, as in a structural tag; see `cluster.grammar.sources`."""
+THINK = Thinking("<think>", "</think>")
+LETTERS = string.ascii_letters + string.digits
+
+
+def any_id() -> str:
+    """A new id of a call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_id() -> str:
+    """A new id of nine letters and digits, which is all that Mistral's templates take."""
+    return "".join(secrets.choice(LETTERS) for _ in range(9))
+
+
+def text(value: str) -> Form:
+    """Exactly this text; special tokens in it are made into tokens later."""
+    return {"type": "const_string", "value": value}
+
+
+def json_value(schema: Any) -> Form:
+    """A JSON text by a schema."""
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def one_after_another(*parts: Form) -> Form:
+    """These parts in a row."""
+    inner = [one for part in parts for one in (part["elements"] if part["type"] == "sequence" else [part])]
+    kept = [part for part in inner if part != text("")]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+
+
+def one_of(parts: Sequence[Form]) -> Form:
+    """One of these parts."""
+    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a family writes calls. All of them stand between `opening` and `ending`, with `between` from one to the next;
+    each is what `before` says of its name, the arguments, and `after`. `several`: an answer may have more than one.
+    """
+
+    before: Callable[[str], str]
+    after: str = ""
+    opening: str = ""
+    ending: str = ""
+    between: str = ""
+    arguments: Callable[[Mapping[str, Any]], Form] = json_value
+    several: bool = True
+
+    def calls(self, tools: Tools, several: bool) -> Form:
+        """The form of one or more calls of these tools."""
+        each = [
+            one_after_another(text(self.before(name)), self.arguments(schema), text(self.after))
+            for name, schema in tools.items()
+        ]
+        call, more = one_of(each), one_after_another(text(self.between), one_of(each))
+        repeated = [{"type": "star", "content": more}] if several and self.several else []
+        return one_after_another(text(self.opening), call, *repeated, text(self.ending))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """What an answer follows: the text of the prompt, and of the message that is to be continued, if one is."""
+
+    text: str = ""
+    continued: str | None = None
+
+
+Answer = Form | Literal["free"] | None
+"""The form of an answer's text; none where there must be calls."""
+
+
+class Format(Protocol):
+    """A family's format. `special` are the texts that are special tokens in some of its tokenizers."""
+
+    @property
+    def name(self) -> str:
+        """What the setting calls it."""
+        ...
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The special tokens that its reader needs to see."""
+        ...
+
+    @property
+    def thought_field(self) -> str:
+        """What its templates call what an assistant's message had thought."""
+        ...
+
+    def reads(self, tools: bool, prompted: Prompted) -> bool:
+        """Whether an answer may be anything but text, where `tools` may be called or not."""
+        ...
+
+    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> Reader:
+        """A reader for an answer. Without `tools` none may be called; `split`: what is thought is told apart."""
+        ...
+
+    def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
+        """The form of a whole answer: after it has thought, the answer's text, or `calls`, or free text and then calls
+        perhaps. One of the two is there.
+        """
+        ...
+
+    def written(self, tools: Tools, several: bool) -> Form:
+        """The form of calls."""
+        ...
+
+
+@dataclass(frozen=True)
+class MarkedFormat:
+    """A format of thought and calls that are marked in running text."""
+
+    name: str
+    thinking: Thinking | None = None
+    calling: Calling | None = None
+    calls: Written | None = None
+    special: tuple[str, ...] = ()
+    new_id: Callable[[], str] = any_id
+    thought_field: str = "reasoning_content"
+
+    def reads(self, tools: bool, prompted: Prompted) -> bool:
+        """See `Format`."""
+        return (tools and self.calling is not None) or (self.thinking is not None and not self._state(prompted)[1])
+
+    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> Reader:
+        """See `Format`."""
+        thinking = self.thinking if split else None
+        opened, closed = self._state(prompted)
+        calling = None if tools is None else self.calling
+        return MarkedReader(thinking, calling, tools or {}, self.new_id, opened=opened, closed=closed)
+
+    def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
+        """See `Format`."""
+        opened, closed = self._state(prompted)
+        rest = self._rest(answer, calls)
+        if self.thinking is None or closed:
+            return rest
+        begin, end = self.thinking.begin, self.thinking.end
+        inside = one_after_another({"type": "any_text", "excludes": [end]}, text(end), SPACE)
+        thought = inside if opened else {"type": "optional", "content": one_after_another(text(begin), inside)}
+        return one_after_another(thought, rest)
+
+    def _rest(self, answer: Answer, calls: Form | None) -> Form:
+        """The form of what comes after the thought."""
+        if answer != "free":
+            return one_of([part for part in (answer, calls) if part is not None])
+        if calls is None:
+            return self._free()
+        if self.calling is not None and self.calling.first:
+            return one_of([self._free(), calls])
+        return one_after_another(self._free(), {"type": "optional", "content": calls})
+
+    def written(self, tools: Tools, several: bool) -> Form:
+        """See `Format`."""
+        assert self.calls is not None
+        return self.calls.calls(tools, several)
+
+    def _free(self) -> Form:
+        """Text without calls."""
+        triggers = [] if self.calling is None else [mark for mark in self.calling.triggers if len(mark) > 1]
+        rest = {"type": "any_text", "excludes": list(dict.fromkeys([*triggers, *self.special]))}
+        if self.calling is None or not self.calling.first:
+            return rest
+        first = {"type": "regex", "pattern": r"[^\s{;<]"}
+        return {"type": "optional", "content": one_after_another(first, rest)}
+
+    def _state(self, prompted: Prompted) -> tuple[bool, bool]:
+        """Whether the prompt has begun the thought, and whether it has ended it."""
+        if self.thinking is None:
+            return False, False
+        if prompted.continued is not None:
+            opened = self.thinking.begin in prompted.continued and self.thinking.end not in prompted.continued
+            return opened, not opened
+        end = prompted.text.rstrip()
+        return end.endswith(self.thinking.begin), end.endswith(self.thinking.end)
+
+
+SPACE: Form = {"type": "regex", "pattern": r"\n{0,2}"}

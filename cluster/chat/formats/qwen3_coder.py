@@ -1,0 +1,33 @@
+"""Qwen3-Coder: `<tool_call><function=name>`, then each argument as `<parameter=key>` and `</parameter>`."""
+
+import re
+
+from cluster.chat.blocks import TaggedBlock
+from cluster.chat.formats.plan import THINK, MarkedFormat, Written
+from cluster.chat.formats.tagged import tagged_arguments
+from cluster.chat.reading import Calling
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+WHOLE = re.compile(
+    r"<tool_call>\s*<function=(?P<name>[^>\s]+)>\s*"
+    r"(?P<arguments>(?:<parameter=[^>]*>(?:(?!</parameter>).)*</parameter>\s*)*)</function>\s*",
+    re.DOTALL,
+)
+ARGUMENT = re.compile(r"<parameter=(?P<key>[^>]*)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+
+
+def _mark(name: str) -> tuple[str, str]:
+    return f"<parameter={name}>\n", "\n</parameter>\n"
+
+
+QWEN3_CODER = MarkedFormat(
+    "qwen3_coder",
+    THINK,
+    Calling((BEGIN,), lambda tools: TaggedBlock(WHOLE, ARGUMENT, END, ("<parameter=", "</parameter>"), tools)),
+    Written(
+        before=lambda name: f"{BEGIN}\n<function={name}>\n",
+        after=f"</function>\n{END}",
+        between="\n",
+        arguments=tagged_arguments(_mark),
+    ),
+)

@@ -1,0 +1,59 @@
+"""The form of arguments that stand between marks of their own, where a string is written as it is."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cluster.chat.formats.plan import Form, json_value, one_after_another, one_of, text
+from cluster.grammar.asked import GrammarError
+
+NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
+LENGTHS = frozenset({"minLength", "maxLength"})
+
+
+def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mapping[str, Any]], Form]:
+    """The form of an object whose members are each put between what `mark` says of its name."""
+
+    def form(schema: Mapping[str, Any]) -> Form:
+        properties = schema.get("properties") or {}
+        required = schema.get("required") or []
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise GrammarError("properties must be an object, and required a list")
+        if missing := [name for name in required if name not in properties]:
+            raise GrammarError(f"{str(missing[0])[:60]!r} is required and not among the properties")
+        if unknown := schema.keys() - OF_OBJECT:
+            raise GrammarError(f"{min(unknown)} is not enforced in this model's format of calls; leave it out")
+        parts = []
+        for name, inner in properties.items():
+            if set(name) & set("<>\n"):
+                raise GrammarError(f"the property {name[:60]!r} cannot be written in this model's format of calls")
+            before, after = mark(name)
+            part = one_after_another(text(before), _value(inner, schema, after.strip()), text(after))
+            parts.append(part if name in required else {"type": "optional", "content": part})
+        return one_after_another(text(""), *parts)
+
+    return form
+
+
+def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
+    """A value: a string as it is, up to its `end`, anything else as JSON."""
+    if isinstance(schema, Mapping):
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+            return one_of([text(value) for value in values])
+        if schema.get("type") in ("string", ["string"]):
+            return _string(schema, end)
+        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return json_value({**shared, **schema})
+    return json_value(schema)
+
+
+def _string(schema: Mapping[str, Any], end: str) -> Form:
+    unknown = schema.keys() - NOTES - LENGTHS - {"type"}
+    if unknown:
+        raise GrammarError(f"{min(unknown)} of a string is not enforced in this model's format of calls; leave it out")
+    if not LENGTHS & schema.keys():
+        return {"type": "any_text", "excludes": [end]}
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return {"type": "regex", "pattern": f"[^{re.escape(end[0])}]{{{least},{most}}}"}
