@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,22 @@ import jsonschema
 import pytest
 from fastapi import FastAPI
 
+from cluster.api.openai.errors import ApiError
 from cluster.api.openai.fields import WARNING_HEADER
 from cluster.api.replica.drain import Drain
+from cluster.api.replica.envelopes import envelope_of
 from cluster.api.replica.ingress import make_app
 from tests.api.bad_items import HI, MESSAGES, OF_MESSAGES, OF_RESPONSES, RESPONSES
 from tests.api.scripted import MODEL, Client, ScriptedService
+from tests.api.test_access import counted
 from tests.api.test_auth import ANN, KEYS
-from tests.api.test_streams import MANY, Visitor, until
+from tests.api.test_streams import Visitor, until
 
 GOOD: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": MODEL, "input": "hi"},
     MESSAGES: {"model": MODEL, "messages": HI, "max_tokens": 64},
 }
+LENGTHS = {RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
 COUNTS = {RESPONSES: f"{RESPONSES}/input_tokens", MESSAGES: f"{MESSAGES}/count_tokens"}
 BAD = [(path, name) for path, table in ((RESPONSES, OF_RESPONSES), (MESSAGES, OF_MESSAGES)) for name in table]
 # Refused for what a schema cannot say: another field's value, the model's context, characters, JSON inside a text.
@@ -246,12 +251,47 @@ def test_the_guard_and_the_drain_answer_in_the_envelope_of_the_path(service: Scr
         assert ("type" in refused.json()) == (path == MESSAGES)
 
 
+@pytest.mark.parametrize(
+    ("path", "root", "ours"),
+    [
+        ("/v1/messages", "", False),
+        ("/v1/messages/count_tokens", "", False),
+        ("/two/v1/messages", "/two", False),
+        ("/v1/messagesx", "", True),
+        ("/v1/responses", "", True),
+        ("/x/v1/messages", "", True),
+    ],
+)
+def test_whose_path_it_is(path: str, root: str, ours: bool) -> None:
+    envelope = envelope_of({"path": path, "root_path": root})
+    assert ("param" in envelope(ApiError("no"))["error"]) == ours
+
+
+def test_calls_are_logged_and_counted_by_route(
+    client: Client, service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cluster.api.replica.access")
+    for path, good in GOOD.items():
+        answer = client.post(path, {**good, "ignore_eos": True} | {LENGTHS[path]: 5})
+        fields = caplog.records[-1].__dict__["fields"]
+        assert (fields["status"], fields["outcome"], fields["completion_tokens"]) == (200, "ok", 5)
+        assert answer.json()["id"].startswith("resp_" if path == RESPONSES else "msg_")
+        client.post(path, {})
+        assert client.post(COUNTS[path], good).status_code == 200
+    client.get(f"{RESPONSES}/resp_1")
+    routes = [(path, status) for path in GOOD for status in ("200", "400")]
+    routes += [(path, "200") for path in COUNTS.values()] + [(f"{RESPONSES}/{{response_id:path}}", "404")]
+    assert counted(service) == dict.fromkeys(routes, 1)
+    assert service.outcomes() == {"length": 2.0, "invalid": 2.0}
+
+
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slots(app: FastAPI, service: ScriptedService, path: str, stream: bool) -> None:
     async def scene() -> None:
         service.engine.step_s = 0.002
-        visitor = Visitor(app, {**GOOD[path], "ignore_eos": True, "stream": stream} | long_one(path), path)
+        long = {"ignore_eos": True, "stream": stream, "prompt": None, LENGTHS[path]: 400}
+        visitor = Visitor(app, {**GOOD[path], **long}, path)
         await until(lambda: len(service.engine.running) == 1)
         if stream:
             await until(lambda: len(visitor.sent) > 3)
@@ -261,7 +301,3 @@ def test_a_client_that_leaves_frees_its_slots(app: FastAPI, service: ScriptedSer
 
     asyncio.run(scene())
     assert service.outcomes() == {"abort": 1.0}
-
-
-def long_one(path: str) -> dict[str, Any]:
-    return {"max_output_tokens" if path == RESPONSES else "max_tokens": MANY["max_tokens"], "prompt": None}
