@@ -56,3 +56,27 @@ def test_no_value_breaks_the_server(client: Client, path: str, data: st.DataObje
         error = response.json()["error"]
         assert error["message"]
         assert error.get("code", error["type"]) not in (None, "internal_error", "api_error")
+
+
+KEYS = ("type", "role", "content", "text", "call_id", "name", "arguments", "output", "id", "input", "tool_use_id")
+KEYS += ("thinking", "summary", "input_schema", "parameters")
+LITERALS = ("message", "function_call", "function_call_output", "reasoning", "user", "assistant", "system", "{}", "c")
+LITERALS += ("input_text", "output_text", "text", "tool_use", "tool_result", "thinking", "reasoning_text", "f")
+PARTS = st.recursive(
+    st.sampled_from(LITERALS) | SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+ITEMS = st.lists(st.dictionaries(st.sampled_from(KEYS), PARTS, min_size=1, max_size=5) | PARTS, max_size=4)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/responses", "input"), ("/v1/messages", "messages")])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(items=ITEMS, tools=st.none() | ITEMS)
+def test_no_item_breaks_the_server(client: Client, path: str, field: str, items: Any, tools: Any) -> None:
+    good, _ = GOOD[path]
+    response = client.post(path, {**good, field: items, "tools": tools})
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        blamed, colon, _ = response.json()["error"]["message"].partition(":")
+        assert colon and blamed.split(".")[0] in (field, "tools"), response.text
