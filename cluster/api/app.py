@@ -90,7 +90,7 @@ class Replica(GangOwner):
         _begin_process(settings)
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
-        rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config))
+        rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config, settings.parsers))
         try:
             await self._host.start()
             loaded = await rest
@@ -193,7 +193,7 @@ class IngressReplica:
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
         calls = HandleCalls(engine)
-        rest = asyncio.create_task(asyncio.to_thread(_load_rest, config))
+        rest = asyncio.create_task(asyncio.to_thread(_load_rest, config, settings.parsers))
         patience_s = await calls.call("patience_s")  # answered once an engine replica is up
         facts = await calls.call("model_facts")
         loaded = await rest
@@ -281,15 +281,17 @@ class Rest(NamedTuple):
     grammars: Any
 
 
-def _load_rest(config: EngineConfig) -> Rest:
-    """What the REST routes are made of; in a thread, since the imports take seconds."""
+def _load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> Rest:
+    """What the REST routes are made of; in a thread, since the imports take seconds. `parsers` as in the settings."""
     ingress = importlib.import_module("cluster.api.replica.ingress")
     service = importlib.import_module("cluster.api.openai.service")
     tokenizer = importlib.import_module("cluster.api.openai.tokenizer").ChatTokenizer
     folder = config.tokenizer_path or config.model_path
     has_tokenizer = config.tokenizer_path is not None or (Path(folder) / "tokenizer.json").is_file()
     grammars = importlib.import_module("cluster.api.openai.grammars").Grammars
-    return Rest(ingress.make_app, tokenizer.load(folder) if has_tokenizer else None, service.ModelInfo, grammars)
+    return Rest(
+        ingress.make_app, tokenizer.load(folder, parsers) if has_tokenizer else None, service.ModelInfo, grammars
+    )
 
 
 def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:

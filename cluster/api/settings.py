@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.actors.placement import Device, Layout, Strategy, device_of, layout_of
+from cluster.chat.formats.choose import named
 from cluster.checkout import homes
 from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, nearest
 from cluster.logs import LogFormat, LogSettings, default_path
@@ -121,6 +122,9 @@ class LLMConfig(ServingSettings):
         """
         kwargs = dict(self.engine_kwargs)
         loading = self.model_loading_config
+        for name in ("tool_call_parser", "reasoning_parser"):
+            if name in kwargs:
+                raise ConfigError(f"engine_kwargs must not set {name!r}; give it beside llm_configs")
         for name in ("model", "model_path"):
             if name in kwargs:
                 raise ConfigError(f"engine_kwargs must not set {name!r}; use model_loading_config.model_source")
@@ -184,6 +188,8 @@ class AppSettings(ServingSettings):
     api_keys_file: str | None = None  # the same path on each node that has ingress replicas; see cluster.api.keys
     allow_unauthenticated: bool = False  # serve everyone who reaches the server, if it has no API keys
     allowed_origins: list[str] = Field(default_factory=list)  # of pages that may ask from a browser; "*" is all
+    tool_call_parser: str | None = None  # how the model writes calls of tools; None: what its template says
+    reasoning_parser: str | None = None  # how it marks what it thinks
 
     @model_validator(mode="before")
     @classmethod
@@ -202,6 +208,16 @@ class AppSettings(ServingSettings):
         if path is not None and not Path(path).is_absolute():
             raise ConfigError(f"{of.field_name} {path!r} must be an absolute path: processes in other folders use it")
         return path
+
+    @model_validator(mode="after")
+    def _known_parsers(self) -> Self:
+        named(self.tool_call_parser, self.reasoning_parser)
+        return self
+
+    @property
+    def parsers(self) -> tuple[str | None, str | None]:
+        """The formats of calls and of thought, by our names; None leaves the choice to the model."""
+        return named(self.tool_call_parser, self.reasoning_parser)
 
     @field_validator("allowed_origins")
     @classmethod

@@ -17,11 +17,24 @@ IM_END = "<|im_end|>"
 
 _PIECES = r"(?:\r?\n)+[ \t]*| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+|\s"
 
+# The model was trained on messages alone. Tools are written out in the form that many models know, and a call comes
+# where a grammar holds the answer to one; its arguments then follow the schema, and mean nothing.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{#- This model continues Python source and was not trained to call tools: a call comes where one is required. #}"
+    "{%- if tools %}"
+    "{{ '<|im_start|>system\\n# Tools, one a line; call one as <tool_call>' }}"
+    '{{ \'{"name": ..., "arguments": ...}</tool_call>\\n\' }}'
+    "{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{%- for call in message['tool_calls'] %}"
+    "{{- '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 

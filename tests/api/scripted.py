@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,15 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """A folder that transformers and cluster.text both read; token ids below 256 are bytes."""
+def save_tokenizer(folder: Path, template: str | None = TEMPLATE, marks: Sequence[str] = ()) -> Path:
+    """A folder that transformers and cluster.text both read; token ids below 256 are bytes. `marks`: further special
+    tokens, from 259.
+    """
     names = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(text, special=True) for text in ("<eos>", "<|im_start|>", "<|im_end|>")]
+    special = [AddedToken(text, special=True) for text in ("<eos>", "<|im_start|>", "<|im_end|>", *marks)]
     tokenizer.add_special_tokens(special)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -76,9 +76,9 @@ class ThreadedEngine:
 class EngineService:
     """A `cluster.api.openai.service.Service` over a tiny random pair in float64."""
 
-    def __init__(self, tokenizer_folder: str, **settings: Any) -> None:
+    def __init__(self, tokenizer_folder: str, vocab_size: int = VOCAB, **settings: Any) -> None:
         config = EngineConfig(
-            model_path=target_folder(vocab_size=VOCAB, max_position=1024),
+            model_path=target_folder(vocab_size=vocab_size, max_position=1024),
             tokenizer_path=tokenizer_folder,
             dtype="float64",
             page_size=4,

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from cluster.api.launch.overlay import Override
 from cluster.api.launch.plan import here
+from cluster.chat.formats.choose import REASONING_NAMES, TOOL_NAMES
 from cluster.config import ConfigError
 
 FLAGS: dict[str, str] = {
@@ -18,6 +19,8 @@ FLAGS: dict[str, str] = {
     "dtype": "dtype",
     "draft": "speculative_draft_model_path",
     "api_keys_file": "api_keys_file",
+    "tool_call_parser": "tool_call_parser",
+    "reasoning_parser": "reasoning_parser",
 }
 
 
@@ -54,6 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-keys-file",
         metavar="FILE",
         help="who may use the server: keys as `aerie keys` makes them (env: AERIE_API_KEY, AERIE_ADMIN_API_KEY)",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help=f"how the model writes calls of tools: {', '.join(TOOL_NAMES)} (default: auto, by its chat template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help=f"how it marks what it thinks: {', '.join(REASONING_NAMES)} (default: auto)",
     )
     parser.add_argument("--api-key", "--admin-api-key", type=_refuse_key, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="a Serve config; the other options override it")

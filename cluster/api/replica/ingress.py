@@ -34,6 +34,7 @@ from cluster.api.replica.envelopes import envelope_of
 from cluster.api.replica.guard import Guard, is_anonymous
 from cluster.api.replica.head_requests import HeadAsGet
 from cluster.api.replica.server_info import facts_of
+from cluster.chat.formats.choose import Chosen
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,8 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
     @app.get("/server_info")
     async def server_info() -> Response:
         """The resolved settings and the counters of every rank."""
-        return _json(facts_of(service.model.model_id, limits, await _status(service)))
+        chosen = Chosen(None) if service.tokenizer is None else service.tokenizer.chosen
+        return _json(facts_of(service.model.model_id, limits, await _status(service), chosen))
 
     @app.get("/metrics")
     async def metrics() -> Response:

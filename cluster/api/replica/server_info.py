@@ -6,10 +6,13 @@ from typing import Any
 from cluster import __version__
 from cluster.actors.messages import GangStatus
 from cluster.api.openai.service import Limits
+from cluster.chat.formats.choose import Chosen
 
 
-def facts_of(model_id: str, limits: Limits, status: GangStatus) -> dict[str, Any]:
-    """The facts that the gang reports; accept lengths also stand where SGLang's benchmark looks for them."""
+def facts_of(model_id: str, limits: Limits, status: GangStatus, chosen: Chosen) -> dict[str, Any]:
+    """The facts that the gang reports; accept lengths also stand where SGLang's benchmark looks for them. `chosen` is
+    the format of answers in a chat.
+    """
     lengths = [beat.status.accept_length for beat in status.beats if beat.status.accept_length]
     history = asdict(status.history)
     return {
@@ -19,6 +22,8 @@ def facts_of(model_id: str, limits: Limits, status: GangStatus) -> dict[str, Any
         "reason": status.reason,
         "queued_tokens": status.queued_tokens,
         "running": status.running,
+        "tool_call_parser": chosen.calls,
+        "reasoning_parser": chosen.thought,
         "limits": {name: getattr(limits, name) for name in Limits.__slots__},
         **(status.ranks[0].described() if status.ranks else {}),
         **history.pop("decided"),

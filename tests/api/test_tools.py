@@ -1,0 +1,191 @@
+"""Calls of tools over HTTP with a real engine: tree, chain and plain decoding make the same calls by their schemas."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from cluster.api.openai.tokenizer import ChatTokenizer
+from cluster.api.replica.ingress import make_app
+from cluster.chat.formats.choose import FORMATS, named
+from tests.api.scripted import Client, events, save_tokenizer
+from tests.api.test_engine import EngineService
+from tests.tiny import draft_folder, target_folder
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 5},
+        "days": {"type": "integer", "minimum": 0, "maximum": 30},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
+HI = [{"role": "user", "content": "hi"}]
+MARKS = sorted({name for format in FORMATS.values() for name in format.special})
+VOCAB = 259 + len(MARKS)
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GREEDY = {"temperature": 0, "repetition_penalty": 1.3}  # without it the random target writes spaces for ever
+TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 12}
+CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("marked"), TEMPLATE, MARKS)
+
+
+@pytest.fixture(scope="module")
+def services(folder: Path) -> Iterator[list[EngineService]]:
+    target = target_folder(vocab_size=VOCAB, max_position=1024)
+    draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft_folder(target)}
+    made = [EngineService(str(folder), VOCAB, **settings) for settings in ({**draft, **TREE}, {**draft, **CHAIN}, {})]
+    yield made
+    for service in made:
+        service.grammars.close()
+        assert service.engine.loop.stop()
+
+
+def clients(services: list[EngineService], folder: Path, parser: str, reasoning: str | None = None) -> list[Client]:
+    for service in services:
+        service.tokenizer = ChatTokenizer.load(str(folder), named(parser, reasoning))
+    return [Client(make_app(service)) for service in services]
+
+
+def streamed(client: Client, **body: Any) -> dict[str, Any]:
+    """The message that the chunks of a stream make."""
+    message: dict[str, Any] = {"content": None, "tool_calls": [], "finish_reason": None}
+    for chunk in events(client.chat(**body, stream=True)):
+        choice = chunk["choices"][0]
+        delta = choice["delta"]
+        if "content" in delta and (delta["content"] or message["content"] is not None):
+            message["content"] = (message["content"] or "") + delta["content"]
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+            message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+        message["finish_reason"] = choice["finish_reason"] or message["finish_reason"]
+    return message
+
+
+def whole(client: Client, **body: Any) -> dict[str, Any]:
+    """The same of an answer that is not streamed."""
+    response = client.chat(**body)
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    message = choice["message"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {"content": message["content"] or None, "tool_calls": calls, "finish_reason": choice["finish_reason"]}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, {"seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("parser", FORMATS)
+def test_a_required_call(services: list[EngineService], folder: Path, parser: str, sampling: dict[str, Any]) -> None:
+    """The random target thinks without end where it may, so `gpt-oss` is asked with what it thought already."""
+    body = {
+        "messages": HI,
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 400,
+        **sampling,
+    }
+    if parser == "gpt-oss":
+        body["logit_bias"] = {str(259 + MARKS.index("<|end|>")): 100}
+    tree, chain, plain = clients(services, folder, parser)
+    said = whole(tree, **body)
+    assert said["finish_reason"] == "tool_calls" and said["content"] is None
+    [call] = said["tool_calls"]
+    assert call["name"] == "weather"
+    jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
+    assert said == whole(chain, **body) == whole(plain, **body) == streamed(tree, **body)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, {"seed": 6}], ids=["greedy", "sampled"])
+def test_a_named_call_and_several(services: list[EngineService], folder: Path, sampling: dict[str, Any]) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    body = {"messages": HI, "tools": [NOW, WEATHER], "tool_choice": choice, "max_tokens": 700, **sampling}
+    tree, _, plain = clients(services, folder, "llama3")
+    said = whole(tree, **body)
+    assert said == whole(plain, **body) == streamed(tree, **body)
+    assert said["tool_calls"]
+    for call in said["tool_calls"]:
+        assert call["name"] == "weather"
+        jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
+
+
+def test_a_call_that_is_cut_off_is_text(services: list[EngineService], folder: Path) -> None:
+    body = {"messages": HI, "tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": 30}
+    tree, _, plain = clients(services, folder, "hermes")
+    said = whole(tree, **body)
+    assert said == whole(plain, **body) == streamed(tree, **body)
+    assert said["finish_reason"] == "length" and not said["tool_calls"]
+    assert said["content"].startswith('<tool_call>\n{"name": "wea')
+
+
+def test_free_text_beside_tools_is_free(services: list[EngineService], folder: Path) -> None:
+    """Without a call to make, an answer is the one that there is without tools, up to white space that ends it."""
+    tree, _, plain = clients(services, folder, "hermes")
+    body = {"messages": HI, "tools": [WEATHER], "seed": 4, "max_tokens": 60, "ignore_eos": True}
+    said = whole(tree, **body)
+    assert said == whole(plain, **body) == streamed(tree, **body)
+    assert said["finish_reason"] == "length" and not said["tool_calls"]
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    held = {**body, "tools": [strict], "max_tokens": 40}
+    assert whole(tree, **held) == whole(plain, **held) == streamed(tree, **held)
+
+
+def test_a_format_of_the_answer_beside_tools(services: list[EngineService], folder: Path) -> None:
+    """The answer's text has the format; a call may come instead of it."""
+    asked = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
+    body = {
+        "messages": HI,
+        "tools": [WEATHER],
+        "response_format": asked,
+        "max_tokens": 400,
+        "parallel_tool_calls": False,
+    }
+    tree, _, plain = clients(services, folder, "mistral")
+    kinds = set()
+    for seed in range(6):
+        said = whole(tree, **body, seed=seed)
+        assert said == streamed(tree, **body, seed=seed)
+        arguments = said["tool_calls"][0]["arguments"] if said["tool_calls"] else said["content"]
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+        kinds.add(said["finish_reason"])
+    assert kinds <= {"stop", "tool_calls"}
+    assert whole(plain, **body, seed=0) == whole(tree, **body, seed=0)
+
+
+def test_tools_that_cannot_be_called(services: list[EngineService], folder: Path, tokenizer_folder: Path) -> None:
+    def refusal(client: Client, **body: Any) -> tuple[str, str]:
+        response = client.chat(**{"messages": HI, "tools": [WEATHER], **body})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        return error["param"], error["message"]
+
+    none = clients(services, folder, "none")[0]
+    param, message = refusal(none)
+    assert param == "tools" and "tool_call_parser" in message
+    assert none.chat(messages=HI, tools=[WEATHER], tool_choice="none", max_tokens=2).status_code == 200
+    unknown = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+    param, message = refusal(clients(services, folder, "hermes")[0], tools=[unknown], tool_choice="required")
+    assert param == "tools" and "not" in message
+    pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
+    unknown = {"type": "function", "function": {"name": "f", "parameters": pattern}}
+    param, message = refusal(clients(services, folder, "glm45")[0], tools=[unknown], tool_choice="required")
+    assert param == "tools" and "pattern" in message
+    silent = clients(services, tokenizer_folder, "hermes")[0]
+    param, message = refusal(silent)
+    assert param == "tools" and "does not know tools" in message
+    assert silent.chat(messages=HI, tools=[WEATHER], tool_choice="none", max_tokens=2).status_code == 200

@@ -1,0 +1,217 @@
+"""What holds a family's answers, walked through at random: what comes out is read as calls by their schemas."""
+
+import json
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from cluster.chat.events import Event
+from cluster.chat.formats.choose import FORMATS, THINKING, Chosen, choose, named
+from cluster.chat.formats.plan import Format, Prompted
+from cluster.grammar.asked import Grammar
+from cluster.grammar.matching import Matchers, TextMatcher
+from cluster.grammar.vocabulary import SPECIAL, Vocabulary
+from cluster.grammar.worker import Worker
+from tests.unit.chat.transcripts import OSLO, TRANSCRIPTS, merged
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 4},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+        "at": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["city", "days"],
+}
+NOW: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"weather": WEATHER, "now": NOW}
+STOP = 256
+NAMES = sorted({name for format in FORMATS.values() for name in format.special if not name.startswith("<think")})
+NAMES = [name for name in NAMES if name not in ("</think>", "<tool_call>", "</tool_call>") and "arg_" not in name]
+TOKENS = {name: STOP + 1 + at for at, name in enumerate(NAMES)}
+VOCABULARY = Vocabulary((*(bytes([i]) for i in range(256)), b"", *(SPECIAL + name.encode() for name in NAMES)), (STOP,))
+
+
+@pytest.fixture(scope="module")
+def worker() -> Worker:
+    return Worker(VOCABULARY)
+
+
+def with_tokens(form: Any) -> Any:
+    from cluster.api.openai.chatting import _with_tokens
+
+    return _with_tokens(form, TOKENS)
+
+
+MATCHERS = Matchers(VOCABULARY)
+
+
+def compiled(worker: Worker, form: Any) -> str:
+    return worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": with_tokens(form)})))
+
+
+def matcher_of(worker: Worker, form: Any) -> TextMatcher:
+    return MATCHERS.matcher(compiled(worker, form))
+
+
+def ids_of(text: str) -> list[int]:
+    """A text as bytes and special tokens."""
+    found: list[int] = []
+    while text:
+        name = next((name for name in NAMES if text.startswith(name)), "")
+        found += [TOKENS[name]] if name else text[0].encode()
+        text = text[len(name) or 1 :]
+    return found
+
+
+def text_of(ids: list[int]) -> str:
+    raw = b"".join(NAMES[i - STOP - 1].encode() if i > STOP else bytes([i]) for i in ids)
+    return raw.decode()
+
+
+def walk(matcher: TextMatcher, seed: int, most: int = 4000) -> list[int]:
+    """Tokens that are drawn from what is allowed, letters least, until the end is allowed and drawn."""
+    random = np.random.default_rng(seed)
+    row = np.zeros(VOCABULARY.words, np.int32)
+    taken: list[int] = []
+    while len(taken) < most:
+        matcher.fill((), row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        assert len(allowed)
+        if STOP in allowed and (len(allowed) == 1 or random.random() < 0.5):
+            return taken
+        texts = [token for token in allowed.tolist() if token != STOP]
+        plain = [token for token in texts if (token >= 0x20 and token < 0x7F) or token > STOP]
+        taken.append(int(random.choice(plain if plain and random.random() < 0.8 else texts)))
+        matcher.accept(taken[-1:])
+    raise AssertionError("no end was drawn")
+
+
+def read(format: Format, text: str, prompt: str = "") -> list[tuple[str, ...]]:
+    reader = format.reader(SCHEMAS, True, Prompted(prompt))
+    told: list[Event] = [*reader.push(text), *reader.finish()]
+    return merged(told)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_required_call_is_one_by_its_schema(worker: Worker, name: str, several: bool) -> None:
+    format = FORMATS[name]
+    held = compiled(worker, format.written(SCHEMAS, several))  # without the thought, which ends by chance
+    most = 0
+    for seed in range(8):
+        told = read(format, text_of(walk(MATCHERS.matcher(held), seed)))
+        calls = [event for event in told if event[0] == "call"]
+        assert told == calls and calls, told
+        most = max(most, len(calls))
+        for _, tool, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[tool])
+    assert most > 1 if several and name != "gpt-oss" else most == 1
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSCRIPTS if "thought" not in name or "opened" not in name])
+def test_what_families_write_is_allowed(worker: Worker, name: str) -> None:
+    """Their calls, as they space them, are in the form of an answer that may have any."""
+    transcript = TRANSCRIPTS[name]
+    calls = [event for event in transcript.events if event[0] == "call"]
+    if not calls or name in OTHERWISE_SPACED:
+        return
+    format = FORMATS[transcript.format]
+    anything = {"type": "object", "additionalProperties": True}
+    free = dict.fromkeys(("weather", "now"), anything if transcript.format not in ("glm45", "qwen3_coder") else CITY)
+    form = format.form("free", format.written(free, True), Prompted(transcript.prompt))
+    matcher = matcher_of(worker, form)
+    matcher.accept(ids_of(transcript.text.removesuffix("<|call|>")))
+    assert matcher.finished
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+OTHERWISE_SPACED = {
+    "hermes, marks inside of a string",
+    "hermes, arguments as text",
+    "hermes, a call after a broken one",
+    "hermes, cut in the closing mark",
+    "hermes, thought and two calls",
+    "llama3, two with a tag",
+    "mistral, with an id and thought",
+    "gpt-oss",
+    "gpt-oss, recipient first",
+    "glm45",
+    "glm45, an end inside of a value",
+}
+
+
+def test_thought_comes_before_what_is_held(worker: Worker) -> None:
+    answer = {"type": "json_schema", "json_schema": WEATHER}
+    for name, thinking in (("hermes", THINKING["think"]), ("mistral", THINKING["mistral"])):
+        assert thinking is not None
+        format = FORMATS[name]
+        form = format.form(answer, None, Prompted())
+        for text in (OSLO, f"{thinking.begin}any <b> [text] {{{thinking.end}{OSLO}"):
+            matcher = matcher_of(worker, form)
+            matcher.accept(ids_of(text))
+            assert matcher.finished, text
+        opened = matcher_of(worker, format.form(answer, None, Prompted(f"x{thinking.begin}\n")))
+        opened.accept(ids_of(f"hm{thinking.end}\n\n"))
+        assert not opened.finished
+        opened.accept(ids_of(OSLO))
+        assert opened.finished
+    closed = matcher_of(worker, FORMATS["hermes"].form(answer, None, Prompted("<think>\n\n</think>\n\n")))
+    assert np.flatnonzero(np.unpackbits(filled(closed).view(np.uint8), bitorder="little")).tolist() == [ord("{")]
+    harmony = matcher_of(worker, FORMATS["gpt-oss"].form(answer, None, Prompted("<|start|>assistant")))
+    harmony.accept(ids_of("<|channel|>analysis<|message|>{<|end|><|start|>assistant<|channel|>final<|message|>" + OSLO))
+    assert harmony.finished
+
+
+def filled(matcher: TextMatcher) -> Any:
+    row = np.zeros(VOCABULARY.words, np.int32)
+    matcher.fill((), row)
+    return row
+
+
+def test_special_tokens_are_allowed_where_they_are_meant_and_nowhere_else(worker: Worker) -> None:
+    format = FORMATS["mistral"]
+    matcher = matcher_of(worker, format.written(SCHEMAS, True))
+    special = {TOKENS[name] for name in NAMES}
+
+    def allowed() -> set[int]:
+        return {*np.flatnonzero(np.unpackbits(filled(matcher).view(np.uint8), bitorder="little")).tolist()}
+
+    assert allowed() == {TOKENS["[TOOL_CALLS]"]}
+    matcher.accept(ids_of("[TOOL_CALLS]weather"))
+    assert allowed() == {TOKENS["[ARGS]"]}
+    matcher.accept(ids_of('[ARGS]{"city": "'))
+    assert not allowed() & special, "inside of a string"
+    matcher.accept(ids_of('a", "days": 1}'))
+    assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}
+    free = matcher_of(worker, format.form("free", format.written(SCHEMAS, True), Prompted("[THINK]a[/THINK]")))
+    matcher = free
+    assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}, "in free text a call may begin, and no other mark comes"
+
+
+TEMPLATES: dict[str, tuple[str, set[str], str, Chosen]] = {
+    "qwen3": ("{% if tools %}<tool_call>{% endif %}<think>", {"<tool_call>"}, "qwen3", Chosen(None, "hermes", "think")),
+    "qwen2.5": ("{% if tools %}<tool_call>{% endif %}", set(), "qwen2", Chosen(None, "hermes", "none")),
+    "coder": ("<tool_call><function=x><parameter=y>", set(), "", Chosen(None, "qwen3_coder", "none")),
+    "llama": ("parameters", {"<|python_tag|>"}, "llama", Chosen(None, "llama3_json", "none")),
+    "old mistral": ("x", {"[TOOL_CALLS]"}, "", Chosen(None, "mistral_list", "none")),
+    "magistral": ("x", {"[TOOL_CALLS]", "[ARGS]", "[THINK]"}, "", Chosen(None, "mistral", "mistral")),
+    "r1": ("```json", {"<｜tool▁sep｜>", "<think>"}, "deepseek_v3", Chosen(None, "deepseek_v3", "think")),
+    "v3.1": ("x</think>", {"<｜tool▁sep｜>"}, "deepseek_v3", Chosen(None, "deepseek_v31", "think")),
+    "glm": ("<tool_call><arg_key><think>", set(), "glm4_moe", Chosen(None, "glm45", "think")),
+    "gpt-oss": ("<|channel|>", {"<|channel|>"}, "gpt_oss", Chosen(None, "gpt-oss", "gpt-oss")),
+    "plain": ("{{ messages }}", set(), "llama", Chosen(None, "none", "none")),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_format_is_what_the_model_says(name: str) -> None:
+    template, tokens, kind, expected = TEMPLATES[name]
+    found = choose(template, tokens, kind, (None, None))
+    assert (found.calls, found.thought) == (expected.calls, expected.thought)
+    forced = choose(template, tokens, kind, named("glm", "qwen3"))
+    assert (forced.calls, forced.thought) == ("glm45", "think")
+    assert choose(template, tokens, kind, named("none", "none")).format is None
