@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-ErrorCode = Literal["nonfinite_logits"]
+ErrorCode = Literal["nonfinite_logits", "slow_grammar"]
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows, and the answer is the same
 
 

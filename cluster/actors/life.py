@@ -153,6 +153,24 @@ class Life:
         outputs = self.shards[rank].outputs
         return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
 
+    def read_grammar(self, leader: int, grammar: str) -> asyncio.Task[str]:
+        """Have the ranks of a leader's group read a compiled grammar; the result says why one cannot, or is empty."""
+        group = range(leader, leader + self.spec.world // len(self.spec.leaders))
+        # in the owner's context, as with heartbeats
+        return asyncio.create_task(self._read_grammar(group, grammar), context=self._context)
+
+    async def _read_grammar(self, group: Sequence[int], grammar: str) -> str:
+        asked = [self.shards[rank].read_grammar.remote(grammar) for rank in group]
+        for rank, ref in zip(group, asked, strict=True):
+            try:
+                if reason := await ref:
+                    return f"rank {rank}: {reason}"
+            except RayActorError as error:
+                self.mark_dead(rank, error)
+            except Exception as error:
+                self.mark_failed(rank, f"reading a grammar failed: {first_line(error)}")
+        return ""
+
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Ask every rank for its heartbeat, and wait for the answers for at most `timeout_s`."""
         if waiting := self.ask():

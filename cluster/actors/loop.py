@@ -102,6 +102,12 @@ class StepEngine(Protocol):
         """Have the next step end the gang on every rank."""
         ...
 
+    def read_grammar(self, grammar: str) -> None:
+        """Do beforehand what takes long when a request with this compiled grammar is admitted; raises ValueError for
+        one that is of no use here. Any thread.
+        """
+        ...
+
     def close(self, reason: str = "") -> None:
         """Disconnect this rank, so that its peers' steps raise, and tell them why. Any thread."""
         ...

@@ -76,6 +76,7 @@ class Router:
         self._recovery = Recovery()
         self._reading: list[asyncio.Task[None]] = []
         self._sending: list[asyncio.Task[None]] = []
+        self._grammars: set[asyncio.Task[str]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._down = ""
 
@@ -100,7 +101,7 @@ class Router:
     async def close(self) -> None:
         """End the open streams and stop reading; the gang itself is left to its owner."""
         self.end_streams()
-        tasks = [*self._reading, *self._sending, *([self._watch] if self._watch else [])]
+        tasks = [*self._reading, *self._sending, *self._grammars, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -201,6 +202,28 @@ class Router:
             self._choose(stream, request)
             if self._on_resumed is not None:
                 self._on_resumed()
+        grammar = request.params.grammar
+        if grammar is None:
+            self._send_on(stream, request)
+            return
+        assert self._life is not None
+        read, epoch = self._life.read_grammar(stream.rank, grammar), self._life.epoch
+        self._grammars.add(read)
+        read.add_done_callback(lambda task: self._grammar_read(task, stream, request, epoch))
+
+    def _grammar_read(self, task: asyncio.Task[str], stream: Stream, request: Request, epoch: int) -> None:
+        """The grammar of a stream was read by the ranks that need it, which takes long beside a step's time."""
+        self._grammars.discard(task)
+        if stream.ended or task.cancelled() or self._life is None or self._life.epoch != epoch:
+            return  # the next life reads it anew
+        if reason := task.result():
+            stream.refuse(reason)
+            self._settle(stream)
+        else:
+            self._send_on(stream, request)
+
+    def _send_on(self, stream: Stream, request: Request) -> None:
+        """Have a stream's request submitted with the next call to its leader."""
         line = self._lines[stream.rank]
         line.submits.append(request)
         if stream.unserved:

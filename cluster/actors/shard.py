@@ -29,7 +29,7 @@ MESH = "cluster.mesh"  # for a factory's module that has no `open_store` and `Re
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1},
+    "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1, "grammars": 1},
 }
 LOAD_THREADS = "aerie-load"
 SWITCH_INTERVAL_S = 0.001  # how long a thread that sends items waits until the step thread has to release the GIL
@@ -38,8 +38,8 @@ SWITCH_INTERVAL_S = 0.001  # how long a thread that sends items waits until the 
 class ShardActor:
     """One rank of a gang. The constructor is light; `load` does the work, so that all ranks load in parallel.
 
-    The concurrency groups `commands`, `outputs`, `heartbeat` and `end` have a thread each: commands keep their order,
-    `outputs` and `end` are long calls, and nothing that a client can flood or cancel delays a heartbeat.
+    The concurrency groups `commands`, `outputs`, `heartbeat`, `end` and `grammars` have a thread each: commands keep
+    their order, the others are long calls, and nothing that a client can flood or cancel delays a heartbeat.
     """
 
     def __init__(
@@ -108,6 +108,17 @@ class ShardActor:
     def put(self, commands: Commands) -> None:
         """Pass submits and aborts to the loop, in the order of the calls."""
         self._running.put(commands)
+
+    @ray.method(concurrency_group="grammars")
+    def read_grammar(self, grammar: str) -> str:
+        """Read a compiled grammar beside the steps, before a request that has it is submitted to the leader of this
+        rank's group; returns why it is of no use here, empty if it is.
+        """
+        try:
+            self._running.engine.read_grammar(grammar)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     @ray.method(concurrency_group="outputs")
     def outputs(self) -> Iterator[tuple[StepItem, ...]]:

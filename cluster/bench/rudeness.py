@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
 
+from cluster.bench.hostile_grammars import asking
 from cluster.bench.streams import HOST
 from cluster.bench.wire import Reply, connect, head_of, post, read_reply
 
@@ -95,6 +96,11 @@ async def _keys(tally: Tally, port: int, model: str, number: int, rng: random.Ra
     tally.note(await post(port, "/v1/completions", _body_of_keys(model)))
 
 
+async def _grammar(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+    body = {"model": model, "prompt": "def", "max_tokens": 24, "temperature": 1, "seed": number, **asking(number)}
+    tally.note(await post(port, "/v1/completions", body))
+
+
 async def _slow(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
         answer = asyncio.ensure_future(read_reply(reader, reply))
@@ -117,4 +123,5 @@ ACTS: dict[str, tuple[Once, int]] = {  # the coroutine that does one, and how ma
     "bodies of 50,000 keys": (_keys, 8),
     "slow bodies": (_slow, 0),
     "disconnects": (_disconnect, 16),
+    "hostile grammars": (_grammar, 8),
 }

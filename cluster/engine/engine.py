@@ -13,9 +13,9 @@ from cluster.engine.lockstep import Lockstep
 from cluster.engine.rank import Flight, Landed, Rank, StepResult
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
-from cluster.kv.cache import KVCache
+from cluster.kv.cache import KVCache, Lease
 from cluster.metrics import EngineMetrics, StepStats
-from cluster.request import Request, RequestOutput, Seeds, TokenLogprob
+from cluster.request import ErrorCode, Request, RequestOutput, Seeds, TokenLogprob
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Decided
 from cluster.status import EngineStatus, RankInfo
@@ -28,8 +28,12 @@ NOT_FINITE = (
 )
 
 NOT_MATCHED = (
-    "request {name} ended after {at} tokens: its grammar is too ambiguous to be matched in time, or the model's "
-    "numbers for it are not finite (dtype {dtype}). Make the grammar simpler; other requests continue"
+    "request {name} ended after {at} tokens: its grammar cannot be matched, or the model's numbers for it are not "
+    "finite (dtype {dtype}); the log has the cause. Other requests continue"
+)
+TOO_SLOW = (
+    "request {name} ended after {at} tokens: its grammar is so ambiguous that matching it would keep other requests "
+    "waiting; make it simpler"
 )
 
 
@@ -208,7 +212,7 @@ class Engine(Rank):
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)
                 lens.append(len(output.token_ids))
-            outputs += self._settled(sequence, output, sound == count)
+            outputs += self._settled(sequence, output, self._fault(sequence, lease, sound == count))
         finals = 0
         for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, given), strict=True):
             sequence, run = chunk.sequence, []
@@ -220,7 +224,7 @@ class Engine(Rank):
                 run = [given.first[first]] if whole else []
             if chunk.final or not whole:
                 output = self._extend(sequence, run, given, len(given.tokens) * width + first)
-                outputs += self._settled(sequence, output, whole)
+                outputs += self._settled(sequence, output, self._fault(sequence, chunk.lease, whole))
         return outputs, lens
 
     @staticmethod
@@ -247,22 +251,31 @@ class Engine(Rank):
             cached_tokens=sequence.cached_tokens or 0,
         )
 
-    def _settled(self, sequence: Sequence, output: RequestOutput, sound: bool) -> list[RequestOutput]:
-        """The outputs of one request in a step. A request that ends, by this output or because it is not `sound`
-        (finite), is released, and its last output gets the speculation counts and, if not sound, the error.
+    def _fault(self, sequence: Sequence, lease: Lease, sound: bool) -> tuple[ErrorCode, str] | None:
+        """Why a request cannot go on, with the words for it; `sound`: its numbers are finite."""
+        constrained = sequence.request.params.grammar is not None
+        if not sound:
+            return "nonfinite_logits", NOT_MATCHED if constrained else NOT_FINITE
+        return ("slow_grammar", TOO_SLOW) if constrained and self._p.lockstep.grammars.slow(lease.row) else None
+
+    def _settled(
+        self, sequence: Sequence, output: RequestOutput, fault: tuple[ErrorCode, str] | None
+    ) -> list[RequestOutput]:
+        """The outputs of one request in a step. A request that ends, by this output or by a `fault`, is released, and
+        its last output gets the speculation counts and the error.
         """
-        if output.finish_reason is None and sound:
+        if output.finish_reason is None and fault is None:
             return [output]
         del self._sequences[output.request_id]
         counts = sequence.speculation()
-        if output.finish_reason is not None:
+        if output.finish_reason is not None or fault is None:
             self._p.scheduler.release(sequence)
             return [replace(output, speculation=counts)]
         self._p.scheduler.discard(sequence)
         name, cached = output.request_id, output.cached_tokens
-        text = NOT_FINITE if sequence.request.params.grammar is None else NOT_MATCHED
-        error = text.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
-        end = RequestOutput(name, (), (), "error", None, cached, counts, error, "nonfinite_logits")
+        code, words = fault
+        error = words.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
+        end = RequestOutput(name, (), (), "error", None, cached, counts, error, code)
         return [output, end] if output.token_ids else [end]
 
     def _stats(

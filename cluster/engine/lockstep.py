@@ -16,6 +16,7 @@ from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine.programs import Programs
+from cluster.forward.grammars import GrammarTable
 from cluster.mesh import GangError, Mesh
 from cluster.spec.result import Decided, StepOutput
 from cluster.spec.step import Step
@@ -62,6 +63,11 @@ class Lockstep:
     def step(self) -> Step:
         """The step that the programs run."""
         return self.programs.step
+
+    @property
+    def grammars(self) -> GrammarTable:
+        """The grammars of the requests that run in this rank's group."""
+        return self.step.adjusting.grammars
 
     def leave(self) -> None:
         """Tell all ranks with the next step that the gang ends."""

@@ -120,6 +120,14 @@ class Rank:
         else:
             mesh.ring(self._lockstep.coordinator.step)
 
+    def read_grammar(self, grammar: str) -> None:
+        """Do beforehand, from any thread, what takes long when a request with this compiled grammar is admitted.
+
+        Raises:
+            GrammarError: it is no compiled grammar for this model.
+        """
+        self._lockstep.grammars.read(grammar)
+
     def close(self, reason: str = "") -> None:
         """Leave the gang at once; peers read `reason` and their steps raise."""
         self._lockstep.mesh.close(reason)

@@ -6,7 +6,8 @@ Legend: R requests, n rows of each, V token ids, D tokens of a path.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -25,12 +26,12 @@ logger = logging.getLogger(__name__)
 BARRED = 2 * BANNED
 """Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""
 WORD = 32  # tokens in a word of a mask
+BURST_S, SHARE_S = 0.1, 0.01
+"""A request may take so much of the processor for its grammar at once, and so much in each step."""
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar. Methods raise `GrammarError` where it cannot be told, as when the grammar is
-    too ambiguous to be matched in time.
-    """
+    """One request's place in its grammar. A method that raises fails its request alone."""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """These tokens have come."""
@@ -47,28 +48,59 @@ class Matcher(Protocol):
         ...
 
 
+class Make(Protocol):
+    """Gives the matcher of a compiled grammar at its beginning."""
+
+    def __call__(self, grammar: str) -> Matcher:
+        """Make the matcher; raises `GrammarError` for a text that is no compiled grammar."""
+        ...
+
+    def read(self, grammar: str) -> None:
+        """Do beforehand, in any thread, what takes long in the making; raises as the making does."""
+        ...
+
+
 class GrammarTable:
     """The matchers of running requests, by row. A request whose grammar fails gets no finite logits any more, and so
-    ends with an error, alone.
+    ends with an error, alone. One whose grammar takes too long is `slow`: it stays in its grammar, and ought to be
+    ended by the leader of its group, since the ranks of a group do not measure the same.
     """
 
-    def __init__(self, vocab: int, make: Callable[[str], Matcher]) -> None:
-        """`make` gives the matcher of a compiled grammar at its beginning."""
+    def __init__(self, vocab: int, make: Make) -> None:
         self._vocab, self._make = vocab, make
         self._matchers: dict[int, Matcher | None] = {}  # None: it has failed
+        self._spent: dict[int, float] = {}  # seconds of the processor beyond its share, by row
+
+    def read(self, grammar: str) -> None:
+        """Do beforehand, in any thread, what takes long when a request with this grammar is admitted.
+
+        Raises:
+            GrammarError: it is no compiled grammar for this model.
+        """
+        self._make.read(grammar)
+
+    def slow(self, row: int) -> bool:
+        """Whether the grammar of the request in `row` takes more of the processor than others can wait for."""
+        return self._spent.get(row, 0.0) > BURST_S
 
     def put(self, order: Order) -> None:
         """Requests are admitted: those with a constraint get their matcher, rows of others lose theirs."""
         for each in order.samplings:
             self._matchers.pop(each.row, None)
+            self._spent.pop(each.row, None)
         for constraint in order.constraints:
-            self._matchers[constraint.row] = self._make(constraint.grammar)
+            self._matchers[constraint.row] = None
+            with self._failing(constraint.row):
+                self._matchers[constraint.row] = self._make(constraint.grammar)
             self._accept(constraint.row, constraint.tokens)
+            self._spent[constraint.row] = 0.0
 
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`."""
         for row, run, count in zip(rows.tolist(), tokens.tolist(), lens.tolist(), strict=True):
             self._accept(row, run[:count])
+            if row in self._spent:
+                self._spent[row] = max(0.0, self._spent[row] - SHARE_S)
 
     def forced(self, row: int, path: Sequence[int], most: int) -> list[int]:
         """Tokens that the grammar of the request in `row` forces after a path; none if it has no grammar."""
@@ -115,9 +147,14 @@ class GrammarTable:
 
     @contextmanager
     def _failing(self, row: int) -> Iterator[None]:
-        """Note it if the grammar of the request in `row` fails."""
+        """Note it if the grammar of the request in `row` fails, and what it takes."""
+        began = time.thread_time()
         try:
             yield
         except GrammarError as error:
             self._matchers[row] = None
             logger.warning("a request ends because of its grammar: %s", error)
+        except Exception:
+            self._matchers[row] = None
+            logger.exception("a request ends because its grammar cannot be matched")
+        self._spent[row] = self._spent.get(row, 0.0) + time.thread_time() - began

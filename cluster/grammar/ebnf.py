@@ -7,6 +7,7 @@ from cluster.grammar.asked import GrammarError
 
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # no character of a text; xgrammar's own `[^..]` lets them through
+MOST_BLOCKS = 20  # of a repetition that is written in blocks
 MOST_STATES = 100  # of one automaton, roughly: xgrammar does not compute the masks of a larger one beforehand
 UTF8_LENGTHS = (0x80, 0x800, 0x10000, LAST + 1)  # its expressions let through bytes that are no text where a range
 # goes over one of these
@@ -310,12 +311,28 @@ def _text(node: Node) -> str:
         case Repeat(part, least, most):
             inner = _text(part) if isinstance(part, Chars | Ref) else f"({_text(part)})"
             if isinstance(part, Chars) and max(least, most or 0) > MOST_STATES:
+                if _mixes(part) and most is not None and most <= MOST_STATES * MOST_BLOCKS:
+                    return f"({_text(_in_blocks(part, least, most))})"
                 inner = _often(part)
             if most is None and least <= 1:
                 return inner + "*+"[least]
             return inner + ("?" if (least, most) == (0, 1) else f"{{{least},{'' if most is None else most}}}")
         case Regular(part):
             return f"Regex({_text(Literal(_expression(part)))})"
+
+
+def _mixes(part: Chars) -> bool:
+    """Whether a class has characters of ASCII and some, but not all, of those at the end of Unicode."""
+    return bool(part.ranges) and part.ranges[0][0] < 0x80 <= part.ranges[-1][1] < LAST
+
+
+def _in_blocks(part: Chars, least: int, most: int) -> Node:
+    """A repetition as repetitions of at most `MOST_STATES`, each of which has masks made beforehand."""
+    block = MOST_STATES
+    if most <= block:
+        return Repeat(part, least, most)
+    whole, rest = Repeat(part, block, block), _in_blocks(part, max(1, least - block), most - block)
+    return Seq((whole, rest)) if least > block else Alt((Repeat(part, least, block), Seq((whole, rest))))
 
 
 def _often(part: Chars) -> str:

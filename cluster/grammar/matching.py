@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,22 +17,39 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
 Encode = Callable[[str], list[int]]
-CACHED = 64  # compiled grammars that are kept as xgrammar reads them
-SLOW_S = 1.0  # processor time of one call; a grammar that needs more is ambiguous beyond use
+Spell = Callable[[bytes], list[int]]
+CACHED_BYTES = 512 << 20  # of compiled grammars that are kept as xgrammar reads them
+
+
+class Readable(NamedTuple):
+    """A compiled grammar as xgrammar reads it; `usable` are the tokens that it may allow at all."""
+
+    grammar: "CompiledGrammar"
+    usable: Row
 
 
 class Matchers:
-    """Makes the matchers of one vocabulary; requests with the same grammar share it."""
+    """Makes the matchers of one vocabulary; requests with the same grammar share it. For any thread."""
 
     def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
         """`encode` is how the tokenizer writes a text; without it, or where it writes another one, the longest tokens
         are taken one after the other.
         """
         self._vocabulary, self._encode = vocabulary, encode
-        self._compiled: OrderedDict[bytes, tuple[CompiledGrammar, Row]] = OrderedDict()
+        self._kept: OrderedDict[bytes, Readable] = OrderedDict()
+        self._lock = Lock()
 
     def matcher(self, compiled: str, after: Sequence[int] = ()) -> "TextMatcher":
         """A matcher for one request; `compiled` comes from `Compiler.compile`; for `after` see `TextMatcher`.
+
+        Raises:
+            GrammarError: as `read`.
+        """
+        return TextMatcher(self.read(compiled), self._vocabulary, self._spelled, after)
+
+    def read(self, compiled: str) -> "Readable":
+        """A compiled grammar as xgrammar reads it, which takes tenths of a second for a large one; it is kept for the
+        matchers to come.
 
         Raises:
             GrammarError: the text is none that this version of xgrammar reads, or is for another vocabulary.
@@ -39,23 +57,30 @@ class Matchers:
         from xgrammar import CompiledGrammar
 
         key = hashlib.blake2b(compiled.encode()).digest()  # the text itself may have megabytes
-        found = self._compiled.pop(key, None)
+        with self._lock:
+            found = self._kept.get(key)
         if found is None:
             head, bracket, text = compiled.partition("]") if compiled.startswith("[") else ("", "", compiled)
             usable = self._vocabulary.usable_with(json.loads(head + bracket)) if head else self._vocabulary.usable_row
             try:
-                found = CompiledGrammar.deserialize_json(text, self._vocabulary.info), usable
+                found = Readable(CompiledGrammar.deserialize_json(text, self._vocabulary.info), usable)
             except RuntimeError as error:
                 raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
-        self._compiled[key] = found
-        if len(self._compiled) > CACHED:
-            self._compiled.popitem(last=False)
-        return TextMatcher(*found, self._vocabulary, self._spelled, after)
+        with self._lock:
+            self._kept[key] = found
+            self._kept.move_to_end(key)
+            held = sum(each.grammar.memory_size_bytes for each in self._kept.values())
+            while held > CACHED_BYTES and len(self._kept) > 1:
+                held -= self._kept.popitem(last=False)[1].grammar.memory_size_bytes
+        return found
 
-    def _spelled(self, text: str) -> list[int]:
-        tokens = [] if self._encode is None or not text else self._encode(text)
-        written = b"".join(self._vocabulary.tokens[token] for token in tokens)
-        return tokens if written == text.encode() else self._vocabulary.longest(text.encode())
+    def _spelled(self, raw: bytes) -> list[int]:
+        """How the tokenizer writes these bytes, which may begin or end within a character."""
+        with suppress(UnicodeDecodeError):
+            tokens = [] if self._encode is None or not raw else self._encode(raw.decode())
+            if b"".join(self._vocabulary.tokens[token] for token in tokens) == raw:
+                return tokens
+        return self._vocabulary.longest(raw)
 
 
 class TextMatcher:
@@ -66,14 +91,11 @@ class TextMatcher:
     nothing, and is cheapest if it shares its beginning with the path before. For one thread at a time.
     """
 
-    def __init__(
-        self, compiled: "CompiledGrammar", usable: Row, vocabulary: Vocabulary, spell: Encode, after: Sequence[int]
-    ) -> None:
-        """`usable`: the tokens that this grammar may allow at all."""
+    def __init__(self, compiled: Readable, vocabulary: Vocabulary, spell: Spell, after: Sequence[int]) -> None:
         from xgrammar import GrammarMatcher
 
-        self._matcher, self._spell = GrammarMatcher(compiled), spell
-        self._vocabulary, self._usable = vocabulary, usable
+        self._matcher, self._spell = GrammarMatcher(compiled.grammar), spell
+        self._vocabulary, self._usable = vocabulary, compiled.usable
         self._stops = frozenset(vocabulary.stops)
         self._after = tuple(after)
         self._recent: tuple[int, ...] = ()  # committed tokens that may begin `after`
@@ -119,9 +141,6 @@ class TextMatcher:
         Stop tokens are in it exactly where the output may end. After an end, and after a path that is not allowed and
         so never comes, they are all that is in it. It is empty where the grammar goes on with text that no token of
         this vocabulary begins.
-
-        Raises:
-            GrammarError: the grammar is so ambiguous that this took more than `SLOW_S`.
         """
         rest = self._constrained(path)
         if rest is None:
@@ -130,10 +149,8 @@ class TextMatcher:
         if not self._goes_on(rest):
             out[:] = self._vocabulary.stop_row
             return
-        began = time.thread_time()
         self._matcher.fill_next_token_bitmask(out)
         np.bitwise_and(out, self._usable, out=out)
-        self._check_time(began)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """The tokens, at most `most`, that most likely follow committed tokens and `path` because no other text is
@@ -142,7 +159,7 @@ class TextMatcher:
         rest = self._constrained(path)
         if rest is None or not self._goes_on(rest):
             return []
-        found = self._spell(self._matcher.find_jump_forward_string())[:most]
+        found = self._spell(self._jump())[:most]
         while rest is not None and len(found) < most and self._goes_on([*rest, *found]):
             self.fill([*path, *found], self._row)
             words = np.flatnonzero(self._row)
@@ -151,6 +168,13 @@ class TextMatcher:
                 break
             found.append(int(words[0]) * WORD_BITS + word.bit_length() - 1)
         return found
+
+    def _jump(self) -> bytes:
+        """The text of which no other is allowed here; it may begin or end within a character."""
+        try:
+            return str(self._matcher.find_jump_forward_string()).encode()
+        except UnicodeDecodeError as error:  # by the binding, which has no way to give bytes
+            return error.object
 
     def _state(self) -> str:
         return "has ended" if self._ended else "may not end here"
@@ -181,7 +205,6 @@ class TextMatcher:
             if mine != asked:
                 break
             shared += 1
-        began = time.thread_time()
         if shared < len(self._walked):
             self._matcher.rollback(len(self._walked) - shared)
             del self._walked[shared:]
@@ -189,9 +212,4 @@ class TextMatcher:
             if not self._matcher.accept_token(token):
                 return False
             self._walked.append(token)
-        self._check_time(began)
         return True
-
-    def _check_time(self, began: float) -> None:
-        if time.thread_time() - began > SLOW_S:
-            raise GrammarError("the grammar is too ambiguous: one token takes more than a second; make it simpler")

@@ -42,7 +42,7 @@ class Step:
     ) -> None:
         """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
         self._target, self._draft, self.carried = target, draft, carried
-        self._table, self._adjusting = table, adjusting
+        self._table, self.adjusting = table, adjusting
         self.enter = enter
         self._ids, self._timer = target.model.token_ids, timer_of(carried.bonus.device)
 
@@ -93,7 +93,7 @@ class Step:
         end of each finished prompt on; one less where nothing is drafted.
         """
         noise = self._noise(batch, num_steps) if batch.sampling.noisy else None
-        return Drawing(batch.sampling, noise, self._adjusting.of(batch.rows, batch.mode))
+        return Drawing(batch.sampling, noise, self.adjusting.of(batch.rows, batch.mode))
 
     def _noise(self, batch: Batch, num_steps: int) -> Noise:
         first = torch.cat([batch.seq_lens + 1, batch.prompt.final_lens])

@@ -77,15 +77,10 @@ class EngineService:
     """A `cluster.api.openai.service.Service` over a tiny random pair in float64."""
 
     def __init__(self, tokenizer_folder: str, vocab_size: int = VOCAB, **settings: Any) -> None:
-        config = EngineConfig(
-            model_path=target_folder(vocab_size=vocab_size, max_position=1024),
-            tokenizer_path=tokenizer_folder,
-            dtype="float64",
-            page_size=4,
-            max_total_tokens=4096,
-            num_threads=1,
-            **settings,
-        )
+        common: dict[str, Any] = {"dtype": "float64", "page_size": 4, "max_total_tokens": 4096, "num_threads": 1}
+        if "model_path" not in settings:
+            common["model_path"] = target_folder(vocab_size=vocab_size, max_position=1024)
+        config = EngineConfig(tokenizer_path=tokenizer_folder, **common, **settings)
         engine = build_engine(config)
         info = engine.info()
         self.check_pages = engine.check_pages

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -9,8 +10,9 @@ from fastapi import FastAPI
 from openai import OpenAI
 from pydantic import BaseModel
 
+from cluster.api.openai.tokenizer import ChatTokenizer
 from tests.api.listening import listening
-from tests.api.scripted import EOS, MODEL, ScriptedService
+from tests.api.scripted import EOS, MODEL, ScriptedService, save_tokenizer
 
 SAID = "once upon a time 😀 there was an aerie"
 HI = [{"role": "user", "content": "hi"}]
@@ -60,6 +62,64 @@ def test_streams(api: OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in text) == SAID[:8]
     with api.chat.completions.stream(model=MODEL, messages=HI) as stream:
         assert stream.get_final_completion().choices[0].message.content == SAID
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+OSLO = '{"city": "Oslo"}'
+
+
+@pytest.fixture
+def calling(api: OpenAI, service: ScriptedService, tmp_path: Path) -> OpenAI:
+    """A model whose template knows tools, and that calls one."""
+    template = "{{ messages[-1].content }}{% if tools %}<tool_call>{% endif %}"
+    service.tokenizer = ChatTokenizer.load(str(save_tokenizer(tmp_path, template)))
+    service.engine.script = f'I look.\n<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'.encode()
+    return api
+
+
+def test_calls_of_tools(calling: OpenAI) -> None:
+    answer = calling.chat.completions.create(model=MODEL, messages=HI, tools=[WEATHER])
+    [choice] = answer.choices
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", OSLO)
+    again = [*HI, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    assert calling.chat.completions.create(model=MODEL, messages=again, tools=[WEATHER], max_tokens=1).choices
+
+
+def test_streamed_calls_of_tools(calling: OpenAI) -> None:
+    chunks = calling.chat.completions.create(model=MODEL, messages=HI, tools=[WEATHER], stream=True)
+    found = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [call.function.name for call in found if call.id] == ["weather"]
+    assert "".join(call.function.arguments for call in found) == OSLO and {call.index for call in found} == {0}
+    with calling.chat.completions.stream(model=MODEL, messages=HI, tools=[WEATHER]) as stream:
+        done = stream.get_final_completion().choices[0]
+    assert (done.finish_reason, done.message.content) == ("tool_calls", "I look.")
+    assert done.message.tool_calls[0].function.arguments == OSLO
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_parsed_answers_and_calls(calling: OpenAI, service: ScriptedService) -> None:
+    class weather(BaseModel):
+        city: str
+
+    tools = [openai.pydantic_function_tool(weather)]
+    called = calling.chat.completions.parse(model=MODEL, messages=HI, tools=tools).choices[0].message
+    assert called.tool_calls[0].function.parsed_arguments == weather(city="Oslo")
+    service.engine.script = b'{"name": "Ann", "age": 3}'
+    parsed = calling.chat.completions.parse(model=MODEL, messages=HI, response_format=Person).choices[0].message
+    assert parsed.parsed == Person(name="Ann", age=3)
+    assert service.engine.requests[-1].params.grammar is not None
 
 
 def test_extensions_through_extra_body(api: OpenAI, service: ScriptedService) -> None:
@@ -134,7 +194,7 @@ def test_streamed_responses(api: OpenAI) -> None:
     assert [event.sequence_number for event in raw] == [*range(len(raw))]
 
 
-class Person(BaseModel):
+class Named(BaseModel):
     """What an answer has to be."""
 
     name: str
@@ -142,10 +202,10 @@ class Person(BaseModel):
 
 def test_responses_of_a_form(api: OpenAI, service: ScriptedService) -> None:
     service.engine.script = b'{"name": "Ann"}'
-    assert api.responses.parse(model=MODEL, input="who?", text_format=Person).output_parsed == Person(name="Ann")
+    assert api.responses.parse(model=MODEL, input="who?", text_format=Named).output_parsed == Named(name="Ann")
     assert service.engine.requests[0].params.grammar is not None
-    with api.responses.stream(model=MODEL, input="who?", text_format=Person) as stream:
-        assert stream.get_final_response().output_parsed == Person(name="Ann")
+    with api.responses.stream(model=MODEL, input="who?", text_format=Named) as stream:
+        assert stream.get_final_response().output_parsed == Named(name="Ann")
 
 
 def test_errors_of_responses(api: OpenAI, service: ScriptedService) -> None:

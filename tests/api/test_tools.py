@@ -26,13 +26,15 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+STRICT = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 HI = [{"role": "user", "content": "hi"}]
 MARKS = sorted({name for format in FORMATS.values() for name in format.special})
 VOCAB = 259 + len(MARKS)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 GREEDY = {"temperature": 0, "repetition_penalty": 1.3}  # without it the random target writes spaces for ever
@@ -56,9 +58,11 @@ def services(folder: Path) -> Iterator[list[EngineService]]:
         assert service.engine.loop.stop()
 
 
-def clients(services: list[EngineService], folder: Path, parser: str, reasoning: str | None = None) -> list[Client]:
+def clients(services: list[EngineService], folder: Path, parser: str) -> list[Client]:
+    """Without a mark for thought, which the random target would begin and never end."""
+    parsers = named(parser, None if parser == "gpt-oss" else "none")
     for service in services:
-        service.tokenizer = ChatTokenizer.load(str(folder), named(parser, reasoning))
+        service.tokenizer = ChatTokenizer.load(str(folder), parsers)
     return [Client(make_app(service)) for service in services]
 
 
@@ -91,7 +95,6 @@ def whole(client: Client, **body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("sampling", [GREEDY, {"seed": 5}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("parser", FORMATS)
 def test_a_required_call(services: list[EngineService], folder: Path, parser: str, sampling: dict[str, Any]) -> None:
-    """The random target thinks without end where it may, so `gpt-oss` is asked with what it thought already."""
     body = {
         "messages": HI,
         "tools": [WEATHER],
@@ -101,7 +104,7 @@ def test_a_required_call(services: list[EngineService], folder: Path, parser: st
         **sampling,
     }
     if parser == "gpt-oss":
-        body["logit_bias"] = {str(259 + MARKS.index("<|end|>")): 100}
+        body["logit_bias"] = {str(259 + MARKS.index("<|end|>")): 100}  # or it would think for ever
     tree, chain, plain = clients(services, folder, parser)
     said = whole(tree, **body)
     assert said["finish_reason"] == "tool_calls" and said["content"] is None
@@ -114,7 +117,7 @@ def test_a_required_call(services: list[EngineService], folder: Path, parser: st
 @pytest.mark.parametrize("sampling", [GREEDY, {"seed": 6}], ids=["greedy", "sampled"])
 def test_a_named_call_and_several(services: list[EngineService], folder: Path, sampling: dict[str, Any]) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
-    body = {"messages": HI, "tools": [NOW, WEATHER], "tool_choice": choice, "max_tokens": 700, **sampling}
+    body = {"messages": HI, "tools": [NOW, WEATHER], "tool_choice": choice, "max_tokens": 600, **sampling}
     tree, _, plain = clients(services, folder, "llama3")
     said = whole(tree, **body)
     assert said == whole(plain, **body) == streamed(tree, **body)
@@ -140,8 +143,7 @@ def test_free_text_beside_tools_is_free(services: list[EngineService], folder: P
     said = whole(tree, **body)
     assert said == whole(plain, **body) == streamed(tree, **body)
     assert said["finish_reason"] == "length" and not said["tool_calls"]
-    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    held = {**body, "tools": [strict], "max_tokens": 40}
+    held = {**body, "tools": [STRICT], "max_tokens": 40}
     assert whole(tree, **held) == whole(plain, **held) == streamed(tree, **held)
 
 
@@ -150,7 +152,7 @@ def test_a_format_of_the_answer_beside_tools(services: list[EngineService], fold
     asked = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
     body = {
         "messages": HI,
-        "tools": [WEATHER],
+        "tools": [STRICT],
         "response_format": asked,
         "max_tokens": 400,
         "parallel_tool_calls": False,
@@ -165,6 +167,30 @@ def test_a_format_of_the_answer_beside_tools(services: list[EngineService], fold
         kinds.add(said["finish_reason"])
     assert kinds <= {"stop", "tool_calls"}
     assert whole(plain, **body, seed=0) == whole(tree, **body, seed=0)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[EngineService]:
+    draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(DEMO / "draft"), **TREE}
+    service = EngineService(str(DEMO / "target"), model_path=str(DEMO / "target"), **draft)
+    yield service
+    service.grammars.close()
+    assert service.engine.loop.stop()
+
+
+def test_the_demo_pair_calls_where_it_must(demo: EngineService) -> None:
+    """It was not trained to: the grammar makes the call."""
+    assert demo.tokenizer is not None
+    assert (demo.tokenizer.chosen.calls, demo.tokenizer.chosen.thought) == ("hermes", "none")
+    client = Client(make_app(demo))
+    body = {"messages": HI, "tools": [WEATHER, NOW], "parallel_tool_calls": False, "max_tokens": 300, "seed": 3}
+    for choice, name in (("required", None), ({"type": "function", "function": {"name": "weather"}}, "weather")):
+        said = whole(client, **body, tool_choice=choice)
+        assert said == streamed(client, **body, tool_choice=choice)
+        [call] = said["tool_calls"]
+        assert name in (None, call["name"]) and said["finish_reason"] == "tool_calls"
+        if call["name"] == "weather":
+            jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
 
 
 def test_tools_that_cannot_be_called(services: list[EngineService], folder: Path, tokenizer_folder: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.engine.rank import Rank
+from cluster.forward.grammars import Make, Matcher
 from tests.parity.harness import VOCAB
 
 R = TypeVar("R", bound=Rank)
@@ -77,7 +78,17 @@ class Walker:
         return state
 
 
+class Either:
+    """Makes matchers of automata, which are lists, and of compiled grammars as they are made otherwise."""
+
+    def __init__(self, true: Make) -> None:
+        self.read, self._true = true.read, true
+
+    def __call__(self, grammar: str) -> Matcher:
+        return Walker(grammar) if grammar.startswith("[") else self._true(grammar)
+
+
 def walked(rank: R) -> R:
-    """Have a rank match automata."""
-    rank._lockstep.step._adjusting.grammars._make = Walker
+    """Have a rank match automata too."""
+    rank._lockstep.grammars._make = Either(rank._lockstep.grammars._make)
     return rank

@@ -1,6 +1,7 @@
 """Constrained requests over trees: always in the grammar, and what plain decoding gives under the same masks."""
 
 import json
+import time
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -116,21 +117,22 @@ def test_what_is_forced_goes_beyond_what_is_drafted(topk: int, num_steps: int) -
     assert not any(counts["free"].accepted[num_steps + 1 :])
 
 
-@pytest.mark.parametrize("method", ["accept", "fill", "forced"])
+@pytest.mark.parametrize("kind", [GrammarError, UnicodeDecodeError])
+@pytest.mark.parametrize("method", ["__init__", "accept", "fill", "forced"])
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
 def test_a_grammar_that_fails_ends_its_own_request(
-    topk: int, num_steps: int, method: str, monkeypatch: pytest.MonkeyPatch
+    topk: int, num_steps: int, method: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After some calls that worked. Those beside it get the tokens that they get without it."""
     calls, true = 0, getattr(Walker, method)
 
-    def failing(self: Walker, tokens: list[int], *rest: Any) -> Any:
+    def failing(self: Walker, given: Any, *rest: Any) -> Any:
         nonlocal calls
-        if self.text == automaton(3):
+        if automaton(3) in (given, getattr(self, "text", "")):
             calls += 1
-            if calls > 4:
-                raise GrammarError("it is too ambiguous")
-        return true(self, tokens, *rest)
+            if calls > 4 or method == "__init__":
+                raise GrammarError("it fails") if kind is GrammarError else UnicodeDecodeError("x", b"", 0, 1, "y")
+        return true(self, given, *rest)
 
     expected = plain("0.8").ended
     monkeypatch.setattr(Walker, method, failing)
@@ -138,6 +140,32 @@ def test_a_grammar_that_fails_ends_its_own_request(
     if topk or method != "forced":
         last = result.last["3"]
         assert (last.finish_reason, last.error_code) == ("error", "nonfinite_logits")
-        assert last.error is not None and "grammar is too ambiguous" in last.error
+        assert last.error is not None and "its grammar cannot be matched" in last.error
         expected = expected | {"3": result.ended["3"]}
     assert result.ended == expected
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
+def test_a_grammar_that_takes_too_long_ends_its_own_request(
+    topk: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true, burnt = Walker.fill, 0
+
+    def slow(self: Walker, path: list[int], out: Any) -> None:
+        nonlocal burnt
+        if self.text == automaton(3):
+            burnt += 1
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+        true(self, path, out)
+
+    monkeypatch.setattr(Walker, "fill", slow)
+    expected = plain("0.8").ended
+    result = run(walked(build_engine(config(topk, num_steps))), asked("0.8"))
+    last = result.last["3"]
+    assert (last.finish_reason, last.error_code) == ("error", "slow_grammar")
+    assert last.error is not None and "make it simpler" in last.error and burnt < 40
+    kept = result.tokens["3"]
+    assert kept == expected["3"][0][: len(kept)]
+    assert result.ended == expected | {"3": result.ended["3"]}

@@ -259,7 +259,7 @@ def without(name: str) -> Plant:
 
     def wrong(true: Callable[..., Any], batch: Batch, shape: TreeShape) -> Any:
         if name == "logprobs":
-            return true(replace(batch, logprobs=False), shape)
+            return true(replace(batch, mode=batch.mode & ~Mode.LOGPROBS), shape)
         return true(replace(batch, sampling=replace(batch.sampling, **{name: False})), shape)
 
     return ran(wrong)

@@ -174,6 +174,37 @@ def test_streamed_text_is_the_text_cut_at_the_stop(
     assert (stopped.hit is None) == (expected is None)
 
 
+MARK = "<eos>"
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    data=st.data(),
+    texts=st.lists(st.text(st.sampled_from("ab€😀"), max_size=8), min_size=1, max_size=5),
+    stops=STOPS,
+    include=st.booleans(),
+)
+def test_special_tokens_that_are_shown_change_no_stop(
+    data: st.DataObject, texts: list[str], stops: list[str], include: bool
+) -> None:
+    """Marks between texts: where the text without them is cut, with the marks up to there, in any split."""
+    text = "".join(texts)
+    expected = reference(text, stops)
+    cut = len(text) if expected is None else expected[2 if include else 1]
+    wanted, at = text[: min(len(texts[0]), cut)], len(texts[0])
+    ids = BYTE_LEVEL.encode(texts[0])
+    for piece in texts[1:]:
+        hit_by_now = expected is not None and expected[2] <= at
+        wanted += (MARK if at <= cut and not hit_by_now else "") + text[at : max(at, min(at + len(piece), cut))]
+        ids, at = [*ids, EOS, *BYTE_LEVEL.encode(piece)], at + len(piece)
+    stopped = StoppedText(BYTE_LEVEL, [], stops, include_stop=include, shown={EOS: MARK})
+    streamed = ""
+    for piece in data.draw(split(ids)):
+        streamed += stopped.push(piece)
+        assert wanted.startswith(streamed)
+    assert streamed + stopped.finish() == wanted
+
+
 def test_text_that_cannot_begin_a_stop_is_not_held() -> None:
     stopped = StoppedText(BYTE_LEVEL, [], ["END"])
     assert [stopped.push(piece.encode()) for piece in ("xE", "N", "N", "aEN", "D..")] == ["x", "", "ENN", "a", ""]

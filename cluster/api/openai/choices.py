@@ -11,7 +11,7 @@ from cluster.api.openai.errors import ApiError, internal, overloaded, unavailabl
 from cluster.chat.events import Event, Said
 from cluster.chat.reading import Reader
 from cluster.metrics import Outcome, RequestTimer
-from cluster.request import FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
+from cluster.request import ErrorCode, FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
 from cluster.text import StoppedText
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Choice:
             if not ours:
                 raise unavailable(f"the server ended request {output.request_id} early; it may be shutting down")
             if output.error_code is not None and output.error is not None:
-                raise ApiError(output.error, status=500, kind="server_error", code=output.error_code)
+                raise _fault(output.error, output.error_code)
             raise internal(output.request_id)
         self.tokens += len(output.token_ids)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
@@ -122,6 +122,13 @@ class Choice:
             events += [*reader.push(piece), *reader.finish()]
             text += piece
         return text, tuple(events)
+
+
+def _fault(message: str, code: ErrorCode) -> ApiError:
+    """What a client is told of a fault that its own request caused."""
+    if code == "slow_grammar":
+        return ApiError(message, code=code)
+    return ApiError(message, status=500, kind="server_error", code=code)
 
 
 def joined(index: int, deltas: Sequence[Delta]) -> Delta:

@@ -33,10 +33,10 @@ class Size:
     streams: int = 8
     max_tokens: int = 2048
     quiet_s: float = 20.0
-    times: tuple[int, ...] = (200, 100, 50, 500, 1000)
+    times: tuple[int, ...] = (200, 100, 50, 500, 1000, 1000)
 
 
-QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100))
+QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100, 40))
 
 
 @dataclass(slots=True)
@@ -58,8 +58,11 @@ class Phase:
 
     @property
     def failed(self) -> bool:
-        """Whether a stream paused too long or failed, a process was replaced, or an answer was missing or not JSON."""
-        rude = self.tally.not_json or self.tally.unanswered
+        """Whether a stream paused too long or failed, a process was replaced, or an answer was missing, not JSON or an
+        error of the server's other than that it is full.
+        """
+        broken = any(status >= 500 and status != 503 for status in self.tally.statuses)
+        rude = self.tally.not_json or self.tally.unanswered or broken
         return bool(self.longest_s > LIMIT_S or self.cut or self.replaced or rude)
 
 

@@ -60,6 +60,9 @@ def test_on_loopback_keys_are_needed_only_where_they_are_asked_for(listening: An
         ({"allowed_origins": ["https://Chat.example"]}, "must be SCHEME://HOST"),
         ({"allowed_origins": ["https://*.example"]}, "must be SCHEME://HOST"),
         ({"allowed_origins": "https://chat.example"}, "allowed_origins"),
+        ({"tool_call_parser": "hermez"}, "tool_call_parser 'hermez' is not known; known are auto, none, hermes"),
+        ({"reasoning_parser": "r1"}, "reasoning_parser 'r1' is not known; known are auto, none, think"),
+        ({"tool_call_parser": "hermes", "reasoning_parser": "gpt-oss"}, "do not go together"),
         ({"api_key": "x"}, "unknown setting 'api_key'; did you mean 'api_keys_file'"),
     ],
 )
@@ -67,6 +70,13 @@ def test_settings_that_are_wrong_are_refused_by_name(given: dict[str, Any], said
     with pytest.raises(ConfigError) as refused:
         settings(**given)
     assert said in str(refused.value)
+
+
+def test_names_of_other_servers_for_formats() -> None:
+    assert settings().parsers == (None, None)
+    assert settings(tool_call_parser="auto", reasoning_parser="deepseek-r1").parsers == (None, "think")
+    assert settings(tool_call_parser="qwen25", reasoning_parser="none").parsers == ("hermes", "none")
+    assert settings(tool_call_parser="openai", reasoning_parser="openai_gptoss").parsers == ("gpt-oss", "gpt-oss")
 
 
 def test_origins() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from cluster.bench.hostile_grammars import HOSTILE
 from cluster.grammar import compiler
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.compiler import Compiler, CompilerError, Process
-from tests.unit.grammar.hostile import HOSTILE
 from tests.unit.grammar.walks import demo, walk
 
 GOOD = Grammar("choice", '["yes", "no"]')

@@ -165,8 +165,20 @@ def test_a_text_that_is_no_compiled_grammar_is_refused() -> None:
         bytewise().matchers.matcher(compiled)  # of another vocabulary
 
 
-def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    matcher = demo().matcher(GRAMMARS["object"])
-    monkeypatch.setattr(matching, "SLOW_S", 0.0)
-    with pytest.raises(GrammarError, match="too ambiguous"):
-        mask(matcher, demo().vocabulary)
+def test_what_is_forced_may_begin_and_end_within_a_character() -> None:
+    grammars = bytewise()
+    matcher = grammars.matcher(Grammar("choice", '["größe", "größt", "大きい"]'))
+    first = "大".encode()[:1]
+    assert matcher.forced(list(first), 20) == [*list("大きい".encode()[1:]), 256]
+    assert matcher.forced(list(b"gr\xc3"), 20) == list("größ".encode()[3:])
+    assert matcher.forced([], 20) == []
+
+
+def test_grammars_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "CACHED_BYTES", 1)
+    one, other = (demo().worker.compile(Grammar("regex", text)) for text in ("a+", "b+"))
+    matchers = matching.Matchers(demo().vocabulary)
+    first = matchers.read(one)
+    assert matchers.read(one) is first
+    matchers.read(other)
+    assert matchers.read(one) is not first

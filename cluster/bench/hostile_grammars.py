@@ -1,4 +1,4 @@
-"""A hundred grammars that mean harm, or could be written by somebody who does."""
+"""Grammars that mean harm, or could be written by somebody who does, as requests ask for them."""
 
 import json
 from typing import Any
@@ -7,15 +7,15 @@ from cluster.grammar.asked import Grammar, Kind
 from cluster.grammar.sources import MAX_CHARACTERS
 
 
-def schema(value: Any) -> Grammar:
+def _schema(value: Any) -> Grammar:
     return Grammar("json_schema", json.dumps(value))
 
 
-def nested(opening: str, inside: str, closing: str, depth: int) -> str:
+def _nested(opening: str, inside: str, closing: str, depth: int) -> str:
     return opening * depth + inside + closing * depth
 
 
-def letters(count: int, kind: str) -> str:
+def _letters(count: int, kind: str) -> str:
     """Rules each of which is the next one twice."""
     return "\n".join(f"r{at} ::= r{at + 1} {kind} r{at + 1}" for at in range(count)) + f'\nr{count} ::= "a"'
 
@@ -31,8 +31,8 @@ REGEXES = (
     "(a?){50}a{50}",
     "(.*,){20}x",
     "[\\s\\S]{9999}",
-    nested("(", "a", ")", 5000),
-    nested("(", "a", ")*", 90),
+    _nested("(", "a", ")", 5000),
+    _nested("(", "a", ")*", 90),
     "|".join("abcdefgh" * 3 for _ in range(3000)),
     "|" * 50_000,
     "[" + "".join(chr(0x100 + 2 * at) for at in range(5000)) + "]{1,100}",
@@ -48,10 +48,10 @@ RULES = (
     "root ::= ((([a-z]{0,9}){0,9}){0,9}){0,9}",
     'root ::= "a"{1000000000}',
     "root ::= [a-z]{1,100000000}",
-    "root ::= r0\n" + letters(60, ""),
-    "root ::= r0\n" + letters(60, "|"),
-    "root ::= " + nested("(", '"a"', ")", 50_000),
-    "root ::= " + nested("(", '"a"', ")*", 900),
+    "root ::= r0\n" + _letters(60, ""),
+    "root ::= r0\n" + _letters(60, "|"),
+    "root ::= " + _nested("(", '"a"', ")", 50_000),
+    "root ::= " + _nested("(", '"a"', ")*", 900),
     "root ::= " + " ".join("[a-z]*" for _ in range(400)),
     "root ::= " + " | ".join(f'"{at}"' for at in range(15_000)),
     "root ::= r0\n" + "\n".join(f"r{at} ::= r{at + 1}" for at in range(9000)) + '\nr9000 ::= "a"',
@@ -60,7 +60,7 @@ RULES = (
     'root ::= "a" x\nx ::= x "b"',
     "root ::= [^]*\n" * 3,
 )
-SCHEMAS = (
+SCHEMAS: tuple[dict[str, Any], ...] = (
     {"$ref": "#"},
     {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
     {"allOf": [{"$ref": "#"}, {"type": "object"}]},
@@ -85,18 +85,18 @@ SCHEMAS = (
     {"oneOf": [{"type": "object", "properties": {"k": {"const": at}}, "required": ["k"]} for at in range(300)]},
     {"allOf": [{"anyOf": [{"minimum": at}, {"maximum": at}]} for at in range(9)], "type": "integer"},
     {"$defs": {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(60)}, "$ref": "#/$defs/d0"},
-    {"const": json.loads(nested("[", "1", "]", 150))},
+    {"const": json.loads(_nested("[", "1", "]", 150))},
 )
 HOSTILE = (
     *(Grammar(kind, text) for kind in KINDS for text in WRONG[:-1]),
     Grammar("regex", WRONG[-1]),
     *(Grammar("regex", text) for text in REGEXES),
     *(Grammar("ebnf", text) for text in RULES),
-    *map(schema, SCHEMAS),
-    Grammar("json_schema", nested('{"items":', "{}", "}", 20_000)),
-    Grammar("json_schema", nested('{"items":', "{}", "}", 150)),
-    Grammar("json_schema", nested('{"anyOf":[', "{}", "]}", 200)),
-    Grammar("json_schema", nested("[", "1", "]", 100_000)),
+    *map(_schema, SCHEMAS),
+    Grammar("json_schema", _nested('{"items":', "{}", "}", 20_000)),
+    Grammar("json_schema", _nested('{"items":', "{}", "}", 150)),
+    Grammar("json_schema", _nested('{"anyOf":[', "{}", "]}", 200)),
+    Grammar("json_schema", _nested("[", "1", "]", 100_000)),
     Grammar("choice", json.dumps(["x" * at for at in range(1, 400)])),
     Grammar("choice", json.dumps([f"{at}" for at in range(10_000)])),
     Grammar(
@@ -106,7 +106,36 @@ HOSTILE = (
     Grammar(
         "structural_tag",
         '{"type":"structural_tag","format":'
-        + nested('{"type":"star","content":', '{"type":"any_text"}', "}", 300)
+        + _nested('{"type":"star","content":', '{"type":"any_text"}', "}", 300)
         + "}",
     ),
 )
+
+
+def asking(number: int) -> dict[str, Any]:
+    """The fields of a request's body that ask for one of them, by number; higher numbers vary what lower ones ask."""
+    turn, which = divmod(number, len(HOSTILE))
+    grammar = HOSTILE[which]
+    mark = f" {turn}" if turn else ""
+    match grammar.kind:
+        case "regex":
+            return {"regex": grammar.text + mark}
+        case "ebnf":
+            return {"ebnf": grammar.text + (f"\n#{mark}" if mark else "")}
+        case "choice":
+            choices = _read(grammar.text)
+            more = [mark] if mark else []
+            return {"structured_outputs": {"choice": choices + more if isinstance(choices, list) else choices}}
+        case "structural_tag":
+            return {"structural_tag": grammar.text + mark}
+        case _:
+            schema = _read(grammar.text)
+            return {"guided_json": {**schema, "title": mark} if isinstance(schema, dict) and mark else schema}
+
+
+def _read(text: str) -> Any:
+    """A text as JSON, or itself where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

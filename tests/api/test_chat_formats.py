@@ -1,0 +1,181 @@
+"""Chats in families' formats over a scripted engine: what is thought, said and called, whole and streamed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.api.openai.tokenizer import ChatTokenizer
+from cluster.api.replica.ingress import make_app
+from cluster.chat.formats.choose import named
+from tests.api.scripted import EOS, Client, ScriptedService, events, save_tokenizer
+from tests.api.test_tools import HI, MARKS, NOW, WEATHER, streamed, whole
+from tests.unit.chat.transcripts import OSLO
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% if m['reasoning_content'] %}({{ m['reasoning_content'] }}){% endif %}"
+    "{% for call in m['tool_calls'] %}{{ call['function']['name'] }}:{{ call['function']['arguments']['city'] }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if tools %}{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
+    "{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("formats"), TEMPLATE, [m for m in MARKS if "think" not in m])
+
+
+def served(folder: Path, calls: str, thought: str | None = None) -> tuple[Client, ScriptedService]:
+    service = ScriptedService(folder)
+    service.tokenizer = ChatTokenizer.load(str(folder), named(calls, thought))
+    return Client(make_app(service)), service
+
+
+def ids_of(service: ScriptedService, text: str) -> list[int]:
+    """A text as tokens, its marks as special ones."""
+    assert service.tokenizer is not None
+    return service.tokenizer.text.encode(text, False)
+
+
+def message_of(client: Client, **body: Any) -> dict[str, Any]:
+    response = client.chat(**body)
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return message
+
+
+def test_calls_with_special_tokens_and_a_stop_string(folder: Path) -> None:
+    client, service = served(folder, "mistral")
+    service.engine.script = ids_of(service, f"I look.[TOOL_CALLS]weather[ARGS]{OSLO}[TOOL_CALLS]now[ARGS]{{}}")
+    body = {"messages": HI, "tools": [WEATHER, NOW], "max_tokens": 200}
+    said = whole(client, **body)
+    calls = [{"name": "weather", "arguments": OSLO}, {"name": "now", "arguments": "{}"}]
+    assert said == {"content": "I look.", "tool_calls": calls, "finish_reason": "tool_calls"}
+    assert streamed(client, **body) == said
+    for stop, content in ((["ook"], "I l"), (["look."], "I "), (["I look.w"], None)):
+        stopped = whole(client, **body, stop=stop)
+        assert stopped == {"content": content, "tool_calls": [], "finish_reason": "stop"}, stop
+        assert streamed(client, **body, stop=stop) == stopped
+    plain = client.chat(messages=HI, max_tokens=200, tool_choice="none", tools=[WEATHER]).json()["choices"][0]
+    assert "tool_calls" not in plain["message"] and plain["finish_reason"] == "stop"
+    assert OSLO in plain["message"]["content"]
+
+
+def test_the_answer_names_its_calls(folder: Path) -> None:
+    client, service = served(folder, "hermes")
+    service.engine.script = f"ok\n{CALL}".encode()
+    answer = client.chat(messages=HI, tools=[WEATHER], max_tokens=200, n=2).json()
+    for choice in answer["choices"]:
+        [call] = choice["message"]["tool_calls"]
+        assert call == {"id": call["id"], "type": "function", "function": {"name": "weather", "arguments": OSLO}}
+        assert call["id"].startswith("call_")
+    ids = {choice["message"]["tool_calls"][0]["id"] for choice in answer["choices"]}
+    assert len(ids) == 2
+    service.engine.script = CALL.encode()
+    assert message_of(client, messages=HI, tools=[WEATHER], max_tokens=200)["content"] is None
+
+
+@pytest.mark.parametrize("thinks", ["by itself", "by the prompt"])
+def test_thought_is_told_apart_and_counted(folder: Path, thinks: str) -> None:
+    client, service = served(folder, "hermes", "think")
+    begin, body = "<think>\n", {"messages": HI, "max_tokens": 200}
+    if thinks == "by the prompt":
+        body["messages"] = [*HI, {"role": "assistant", "content": "<think>\nI"}]
+        body["continue_final_message"] = True
+        begin = ""
+    service.engine.script = f"{begin}hm, so\n</think>\n\nYes.".encode()
+    answer = client.chat(**body).json()
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("Yes.", "hm, so", "hm, so")
+    counted = len(f"{begin}hm, so\n</think>") - max(0, len("<think>") - 1 if begin else 0)
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == counted
+    pieces = [chunk["choices"][0]["delta"] for chunk in events(client.chat(**body, stream=True))]
+    assert "".join(piece.get("reasoning_content", "") for piece in pieces) == "hm, so"
+    assert "".join(piece.get("content", "") for piece in pieces) == "Yes."
+    hidden = message_of(client, **body, include_reasoning=False)
+    assert hidden["content"] == "Yes." and "reasoning_content" not in hidden
+    mixed = message_of(client, **body, separate_reasoning=False)
+    assert mixed["content"] == f"{begin}hm, so\n</think>\n\nYes." and "reasoning_content" not in mixed
+
+
+def test_thinking_switched_off_by_the_template(folder: Path) -> None:
+    client, service = served(folder, "hermes", "think")
+    service.engine.script = b"<think> is a tag"
+    for body in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+        assert message_of(client, messages=HI, max_tokens=99, **body)["content"] == "<think> is a tag"
+        prompt = service.engine.requests[-1].prompt_token_ids
+        assert bytes(i for i in prompt if i < 256).endswith(b"<think>\n\n</think>\n\n")
+    message_of(client, messages=HI, max_tokens=9, reasoning_effort="high")
+    assert b"[high]" in bytes(i for i in service.engine.requests[-1].prompt_token_ids if i < 256)
+
+
+def test_harmony(folder: Path) -> None:
+    client, service = served(folder, "gpt-oss")
+    service.engine.script = ids_of(
+        service,
+        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+        f"<|constrain|>json<|message|>{OSLO}",
+    )
+    message = message_of(client, messages=HI, tools=[WEATHER], max_tokens=200)
+    assert (message["content"], message["reasoning_content"]) == (None, "Think.")
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": OSLO}
+    service.engine.script = ids_of(service, "<|channel|>final<|message|>Done.<|return|>")
+    assert message_of(client, messages=HI, max_tokens=200)["content"] == "Done."
+
+
+def test_what_is_sent_back_reaches_the_template(folder: Path) -> None:
+    client, service = served(folder, "hermes")
+    assistant = {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "why",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": OSLO}}],
+    }
+    messages = [*HI, assistant, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    client.chat(messages=messages, max_tokens=2)
+    prompt = bytes(i for i in service.engine.requests[-1].prompt_token_ids if i < 256).decode()
+    assert prompt == "user\nhi\nassistant\n(why)weather:Oslo\ntool\nrain\nassistant\n"
+    body = {"messages": messages, "tools": [WEATHER, NOW]}
+    ids = client.post("/tokenize", body).json()["tokens"]
+    assert b"weather,now" in bytes(i for i in ids if i < 256)
+    client.chat(**body, max_tokens=2)
+    assert list(service.engine.requests[-1].prompt_token_ids) == ids
+
+
+def test_the_last_message_is_continued(folder: Path) -> None:
+    client, service = served(folder, "hermes")
+    messages = [*HI, {"role": "assistant", "content": "once upon"}]
+    service.engine.script = b" a time"
+    assert message_of(client, messages=messages, continue_final_message=True, max_tokens=9)["content"] == " a time"
+    ids = list(service.engine.requests[-1].prompt_token_ids)
+    assert bytes(i for i in ids if i < 256) == b"user\nhi\nassistant\nonce upon"
+    asked = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert client.post("/tokenize", asked).json()["tokens"] == ids
+
+
+def test_an_effort_that_no_template_reads(client: Client) -> None:
+    refused = client.chat(reasoning_effort="low")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "reasoning_effort"
+    assert client.chat(reasoning_effort="none", max_tokens=2).status_code == 200
+
+
+def test_the_server_says_which_format_it_reads(folder: Path, tokenizer_folder: Path) -> None:
+    facts = served(folder, "llama3", "deepseek-r1")[0].get("/server_info").json()
+    assert (facts["tool_call_parser"], facts["reasoning_parser"]) == ("llama3_json", "think")
+    plain = Client(make_app(ScriptedService(tokenizer_folder))).get("/server_info").json()
+    assert (plain["tool_call_parser"], plain["reasoning_parser"]) == ("none", "none")
+
+
+def test_a_cut_call_in_a_stream_is_text(folder: Path) -> None:
+    client, service = served(folder, "hermes")
+    service.engine.script = [*CALL.encode()[:40], EOS]
+    body = {"messages": HI, "tools": [WEATHER], "max_tokens": 200}
+    said = whole(client, **body)
+    assert said == streamed(client, **body)
+    assert said == {"content": CALL[:40], "tool_calls": [], "finish_reason": "stop"}
