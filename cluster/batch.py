@@ -13,7 +13,7 @@ from torch import Tensor
 class Mode(IntFlag):
     """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
     filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans,
-    `CONSTRAINED` one has a grammar.
+    `CONSTRAINED` one has a grammar, `PROMPT_LOGPROBS` log-probabilities of a prompt's tokens are asked for.
     """
 
     NOISY = 1
@@ -21,17 +21,26 @@ class Mode(IntFlag):
     LOGPROBS = 4
     ADJUSTED = 8
     CONSTRAINED = 16
+    PROMPT_LOGPROBS = 32
 
     @property
     def adjusts(self) -> bool:
         """Whether logits change before tokens are drawn."""
         return bool(self & (Mode.ADJUSTED | Mode.CONSTRAINED))
 
+    @property
+    def captured(self) -> bool:
+        """Whether such steps may be captured: not if logits change, as those tables grow and grammars are the host's,
+        nor if rows of prompts are scored, as their number is no part of a program's key.
+        """
+        return not (self.adjusts or self & Mode.PROMPT_LOGPROBS)
+
 
 class PromptChunk(NamedTuple):
     """Prompt rows `start` to `stop - 1` of the request in table row `row`.
 
-    `tokens` are the tokens of these rows and, unless they end the prompt (`final`), the one after them.
+    `tokens` are the tokens of these rows and, unless they end the prompt (`final`), the one after them. Of the first
+    `scored` rows the log-probability of the token after them is asked for.
     """
 
     row: int
@@ -39,6 +48,7 @@ class PromptChunk(NamedTuple):
     stop: int
     final: bool
     tokens: tuple[int, ...]
+    scored: int = 0
 
 
 class Sampling(NamedTuple):
@@ -220,7 +230,8 @@ class Batch:
 
     `rows` `[B]` index the request tables: the R decoding requests, `decode_rows` `[R]`, then the F whose prompt
     finishes; `sampling` is theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position
-    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `mode` is what the step does.
+    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `mode` is what the step does. `scored`
+    `[q]` are the prompt rows of which the log-probability of the next token is asked for; None in a mode without.
     """
 
     rows: Tensor
@@ -230,6 +241,7 @@ class Batch:
     sampling: SamplingBatch
     prompt: PromptRows
     mode: Mode
+    scored: Tensor | None = None
 
     @property
     def decodes(self) -> int:

@@ -62,8 +62,9 @@ class SamplingParams:
     `temperature` 0, or below `GREEDY_BELOW`, is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch a filter off;
     the filters apply to the tempered distribution in the order top_k, top_p, min_p. `logprobs` is None for none, else
     how many top alternatives to report beside each chosen token (0 to 20); they are log-softmax of the target's raw
-    logits. `adjustments` is None for a request that has none. `grammar` is a compiled grammar (`cluster.grammar`) that
-    the output follows.
+    logits. `prompt_logprobs` asks the same for the tokens of the prompt. With `max_tokens` 0 a request ends where its
+    prompt does. `adjustments` is None for a request that has none. `grammar` is a compiled grammar (`cluster.grammar`)
+    that the output follows.
     """
 
     temperature: float = 1.0
@@ -76,6 +77,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     adjustments: Adjustments | None = None
     grammar: str | None = None
 
@@ -91,9 +93,10 @@ class SamplingParams:
             (self.top_k >= 0, "top_k", "be 0 (off) or positive"),
             (0.0 < self.top_p <= 1.0, "top_p", "lie in (0, 1]"),
             (0.0 <= self.min_p <= 1.0, "min_p", "lie in [0, 1]"),
-            (self.max_tokens >= 1, "max_tokens", "be at least 1"),
+            (self.max_tokens >= 0, "max_tokens", "be at least 0"),
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "lie in [0, 2**63)"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "lie in [0, 20]"),
+            (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "lie in [0, 20]"),
             (all(self.stop), "stop", "hold no empty string"),
         )
         for ok, name, remedy in checks:
@@ -121,11 +124,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The target's log-probability of one committed token; `top` are its likeliest alternatives, best first."""
+    """The target's log-probability of one token; `top` are the likeliest tokens in its place, best first.
+
+    `rank` counts the tokens that are at least as likely, itself included; it is 0 where nobody asked, as of an output.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +165,8 @@ class RequestOutput:
     Nobody changes it; it is not frozen because that makes it three times as dear, for every request in every step.
     The final output of a request has `finish_reason` set and `speculation` filled in; `stop_reason` is the stop string
     or the stop/EOS token id that ended it. When a stop string ended it, `token_ids` includes the token that completed
-    the string (the text layer cuts the text at the string). `error` explains finish_reason "error";
+    the string (the text layer cuts the text at the string). `prompt_logprobs` are of the prompt's tokens from the
+    second on, and come once, with the first output. `error` explains finish_reason "error";
     `error_code` is set where the request itself caused the error, and then `error` may be shown to its client.
     """
 
@@ -171,6 +179,7 @@ class RequestOutput:
     speculation: SpeculationCounts | None = None
     error: str | None = None
     error_code: ErrorCode | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Seeds:

@@ -141,7 +141,8 @@ class Balancer:
         most = max(1, request.params.max_tokens - request.resumed_tokens)
         opened = _Open(0, arrived, tokens, chain, 0, min(max(1.0, expected_new), most), most, salt=salt)
         opened.work = self._work_of(opened)
-        queued = [len(tokens) - self.page_size * rank.index.held(chain) for rank in self._ranks]
+        scored = request.params.prompt_logprobs is not None  # then all of it is computed, whatever a rank holds
+        queued = [len(tokens) - (0 if scored else self.page_size * rank.index.held(chain)) for rank in self._ranks]
         opened.rank = self._best(opened, queued) if pinned is None else pinned
         opened.queued = queued[opened.rank]
         self._open[request.request_id] = opened

@@ -300,7 +300,8 @@ class Router:
     def _take(self, stream: Stream, output: RequestOutput) -> None:
         first = not stream.fruitful
         if first:
-            self._balancer.started(stream.name, output.cached_tokens)
+            scored = stream.request.params.prompt_logprobs is not None  # its prefixes were there, and not taken
+            self._balancer.started(stream.name, None if scored else output.cached_tokens)
         self._balancer.progressed(stream.name, len(output.token_ids), 0 if first else 1)
         self._admission.progressed(stream.name, len(output.token_ids))
         stream.queue.put_nowait(stream.take(output))

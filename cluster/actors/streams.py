@@ -71,11 +71,17 @@ class Stream:
         self.queue.put_nowait(Refusal(message))
 
     def submission(self) -> Request:
-        """The request to submit to the present life, tokens sent so far included; marks the stream as submitted."""
+        """The request to submit to the present life, tokens sent so far included; marks the stream as submitted.
+
+        What was asked about the prompt came with the first of these tokens, and is not asked again.
+        """
         self.submissions += 1
         self.submitted = True
+        if not self.dealt:
+            return self.request
         return replace(
             self.request,
+            params=replace(self.request.params, prompt_logprobs=None),
             prompt_token_ids=self.request.prompt_token_ids + tuple(self.dealt),
             resumed_tokens=self.request.resumed_tokens + len(self.dealt),
         )

@@ -26,7 +26,7 @@ def pack(order: Order) -> list[int]:
         words += pair
     words.append(len(order.chunks))
     for chunk in order.chunks:
-        words += (chunk.row, chunk.start, chunk.stop, int(chunk.final), *chunk.tokens)
+        words += (chunk.row, chunk.start, chunk.stop, int(chunk.final), chunk.scored, *chunk.tokens)
     words.append(len(order.samplings))
     for s in order.samplings:
         words += (s.row, bits_of(s.temperature), s.top_k, bits_of(s.top_p), bits_of(s.min_p), s.seed)
@@ -125,5 +125,5 @@ def _constraint(w: Iterator[int]) -> Constraint:
 
 
 def _chunk(w: Iterator[int]) -> PromptChunk:
-    row, start, stop, final = next(w), next(w), next(w), bool(next(w))
-    return PromptChunk(row, start, stop, final, tuple(next(w) for _ in range(stop - start + (not final))))
+    row, start, stop, final, scored = next(w), next(w), next(w), bool(next(w)), next(w)
+    return PromptChunk(row, start, stop, final, tuple(next(w) for _ in range(stop - start + (not final))), scored)

@@ -26,9 +26,9 @@ class Facts(NamedTuple):
     collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts,
     `captured` one of the programs that the rank can replay; within a group `order` and `results` must be the same too,
     checksums of the last order and the last results read.
-    Sizes: `decodes` requests decode, `prompt_rows` prompt rows are in the step, `finals` prompts finish, `order_words`
-    is the length of the order for the group's followers, `mode` that order's, `num_steps` the deepest tree that the
-    rank votes for,
+    Sizes: `decodes` requests decode, `prompt_rows` prompt rows are in the step, `scored` of which are asked for
+    log-probabilities, `finals` prompts finish, `order_words` is the length of the order for the group's followers,
+    `mode` that order's, `num_steps` the deepest tree that the rank votes for,
     `requests` counts its waiting and running ones, `leaving` asks to end the gang, `decode_us` is the predicted time of
     the group's decoding alone.
     """
@@ -50,6 +50,7 @@ class Facts(NamedTuple):
     decode_us: int = 0
     mode: int = 0
     captured: int = 0
+    scored: int = 0
 
 
 HEADER = ("epoch", "step", "digest", "calls", "rule", "captured")
@@ -62,9 +63,10 @@ Key = tuple[int, int, tuple[Sizes, ...]]
 class StepPlan(NamedTuple):
     """What every rank runs in one step; entry g of each tuple belongs to attention group g.
 
-    `decodes`, `prompt_rows` and `finals` are what requests need, `sizes` what is run. `captured`: the step runs as a
-    program of its `key`, which is captured or about to be. `num_steps` is the tier, the minimum of the votes, `mode`
-    whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
+    `decodes`, `prompt_rows` and `finals` are what requests need, `sizes` what is run; `scored` are the prompt rows that
+    are asked for log-probabilities. `captured`: the step runs as a program of its `key`, which is captured or about to
+    be. `num_steps` is the tier, the minimum of the votes, `mode` whatever some group needs. `quiet`: nobody has
+    requests; `leaving`: the gang ends with this step.
     """
 
     step: int
@@ -79,6 +81,7 @@ class StepPlan(NamedTuple):
     leaving: bool
     decode_us: tuple[int, ...]
     mode: Mode = Mode(0)
+    scored: tuple[int, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -143,11 +146,12 @@ class PlanRule:
             leaving=any(f.leaving for f in table),
             decode_us=tuple(f.decode_us for f in groups),
             mode=mode,
+            scored=tuple(f.scored for f in groups),
         )
 
     def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: Mode) -> tuple[tuple[Sizes, ...], bool]:
-        """What each group runs, and whether as a captured program: not if some group is too large for one, or logits
-        are adjusted: those tables grow, and grammars are the host's.
+        """What each group runs, and whether as a captured program: not if some group is too large for one, or the mode
+        is none of those that are captured.
 
         When padded, every group runs the rows of the largest one (equal parts in the exchange, and one program for
         many loads); otherwise each runs its own and the exchange sends exact counts.
@@ -156,7 +160,7 @@ class PlanRule:
         padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
         if self.padding == "auto":
             padded = all_rows - sum(rows) <= self.waste * all_rows
-        if self.buckets is not None and not mode.adjusts:
+        if self.buckets is not None and mode.captured:
             fit = self.buckets.fitted
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)
@@ -233,4 +237,9 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
     if target.sharded is not None and Mode.LOGPROBS in plan.mode:
         rows = tuple(n * width + f for n, f in zip(r, finals, strict=True))
         calls.extend(Call("extend", op, rows, numbers) for op, numbers in target.sharded.asking(TOP_LOGPROBS))
+    if Mode.PROMPT_LOGPROBS in plan.mode:
+        calls.extend(Call("extend", op, plan.scored, target.width, target.columns) for op in target.head)
+        if target.sharded is not None:
+            told = [*target.sharded.asking(TOP_LOGPROBS), *target.sharded.ranking()]
+            calls.extend(Call("extend", op, plan.scored, numbers) for op, numbers in told)
     return calls

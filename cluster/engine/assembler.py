@@ -4,6 +4,7 @@
 which is the same for all orders of one shape.
 """
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
@@ -60,12 +61,14 @@ class Assembler:
     def send(self, order: Order) -> Inputs:
         """Bring the tables and the pools up to date, and send what the step needs."""
         staging = Staging(self._device)
-        if Mode.ADJUSTED in order.mode:
+        if order.adjustings or Mode.ADJUSTED in order.mode:
             self._adjusting.adjustments.make()
         finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
         staging.add("rows", [row for row, _ in order.decodes] + finals)
         if order.chunks:
             _stage_prompt(order, staging, self.idle_row)
+        if Mode.PROMPT_LOGPROBS in order.mode:
+            staging.add("scored", _scored(order.chunks))
         inputs = len(staging)
         changes = bool(order.lens or order.copies or order.writes or order.samplings)
         if changes:
@@ -113,6 +116,7 @@ class Assembler:
             sampling=self._sampling.take(rows, Mode.NOISY in inputs.mode, Mode.FILTERED in inputs.mode),
             prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
             mode=inputs.mode,
+            scored=sent.get("scored"),
         )
 
     def _more(self, mode: Mode) -> int:
@@ -161,6 +165,14 @@ def _stage_prompt(order: Order, staging: Staging, idle_row: int) -> None:
     staging.add("indptr", indptr + [len(tokens)] * empty)
     staging.add("starts", [chunk.start for chunk in chunks] + [0] * empty)
     staging.add("chunk rows", [chunk.row for chunk in chunks] + [idle_row] * empty)
+
+
+def _scored(chunks: Iterable[PromptChunk]) -> Iterator[int]:
+    """The prompt rows that are scored, the first of each chunk, by their places among all."""
+    start = 0
+    for chunk in chunks:
+        yield from range(start, start + chunk.scored)
+        start += _length(chunk)
 
 
 def _length(chunk: PromptChunk) -> int:

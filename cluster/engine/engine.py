@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
@@ -11,8 +11,9 @@ from cluster.engine.draft_sample import take_sample
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.rank import Flight, Landed, Rank, StepResult
-from cluster.engine.scheduler import Schedule, Scheduler
+from cluster.engine.scheduler import Chunk, Schedule, Scheduler
 from cluster.engine.sequence import Sequence
+from cluster.forward.choose import Logprobs
 from cluster.kv.cache import KVCache, Lease
 from cluster.metrics import EngineMetrics, StepStats
 from cluster.request import ErrorCode, Request, RequestOutput, Seeds, TokenLogprob
@@ -213,13 +214,15 @@ class Engine(Rank):
                 sequence.count(len(output.token_ids), nodes)
                 lens.append(len(output.token_ids))
             outputs += self._settled(sequence, output, self._fault(sequence, lease, sound == count))
-        finals = 0
+        finals = scored = 0
         for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, given), strict=True):
             sequence, run = chunk.sequence, []
             first, finals = finals, finals + chunk.final
+            row, scored = scored, scored + chunk.scored
             if sequence.lease is not chunk.lease:
                 continue
             sequence.prefilled(chunk.stop, chunk.final)
+            whole = whole and _score(chunk, given, row)
             if chunk.final:
                 run = [given.first[first]] if whole else []
             if chunk.final or not whole:
@@ -241,7 +244,7 @@ class Engine(Rank):
         kept = run[: cut.kept]
         sequence.extend(kept)
         wanted = sequence.request.params.logprobs
-        logprobs = () if wanted is None else tuple(_logprobs(given, row, kept, wanted))
+        logprobs = () if wanted is None else tuple(_logprobs(given.logprobs, row, kept, wanted))
         return RequestOutput(
             request_id=sequence.request.request_id,
             token_ids=tuple(kept),
@@ -249,6 +252,7 @@ class Engine(Rank):
             finish_reason=cut.reason,
             stop_reason=cut.stop_reason,
             cached_tokens=sequence.cached_tokens or 0,
+            prompt_logprobs=sequence.tell_scores() if sequence.scores else (),
         )
 
     def _fault(self, sequence: Sequence, lease: Lease, sound: bool) -> tuple[ErrorCode, str] | None:
@@ -309,9 +313,26 @@ class Engine(Rank):
         )
 
 
-def _logprobs(given: Decided, row: int, kept: list[int], top: int) -> Iterable[TokenLogprob]:
-    assert given.logprobs is not None
-    lines = slice(row, row + len(kept))
-    all_ids, all_values = given.logprobs.ids[lines, :top].tolist(), given.logprobs.values[lines, :top].tolist()
-    for token, own, ids, values in zip(kept, given.logprobs.chosen[lines].tolist(), all_ids, all_values, strict=True):
-        yield TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))
+def _score(chunk: Chunk, given: Decided, row: int) -> bool:
+    """Note the log-probabilities that a chunk was asked for, from row `row` of all on; says whether they are finite."""
+    sequence, wanted = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
+    if not chunk.scored or wanted is None or given.scores is None:
+        return True
+    skipped = len(sequence.scores) - chunk.start  # rows that were scored before the request was retracted
+    lines = slice(row + skipped, row + chunk.scored)
+    tokens = sequence.tokens[chunk.start + skipped + 1 : chunk.start + chunk.scored + 1]
+    found, ranks = given.scores.logprobs, given.scores.ranks[lines].tolist()
+    sequence.scores += _logprobs(found, lines.start, tokens, wanted, ranks)
+    return bool(found.values[lines, 0].isfinite().all())
+
+
+def _logprobs(
+    found: Logprobs | None, row: int, tokens: list[int], top: int, ranks: Iterable[int] = repeat(0)
+) -> Iterable[TokenLogprob]:
+    """Those of tokens in rows `row` onwards."""
+    assert found is not None, "they were asked for"
+    lines = slice(row, row + len(tokens))
+    all_ids, all_values = found.ids[lines, :top].tolist(), found.values[lines, :top].tolist()
+    own = found.chosen[lines].tolist()
+    for token, logprob, ids, values, rank in zip(tokens, own, all_ids, all_values, ranks, strict=False):
+        yield TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)), rank)

@@ -34,7 +34,9 @@ class FinishCheck:
             self._finder, self._text = StopFinder(params.stop), IncrementalDetokenizer(tokenizer, prompt_token_ids)
 
     def cut(self, run: Sequence[int], room: int) -> Cut:
-        """Where the run ends the request; `room` is how many more tokens max_tokens allows, at least 1."""
+        """Where the run ends the request; `room` is how many more tokens max_tokens allows."""
+        if run and not room:
+            return Cut(0, "length")
         if self._finder is None and len(run) < room and self.ends.isdisjoint(run):
             return Cut(len(run))
         for kept, token in enumerate(run, start=1):

@@ -88,6 +88,7 @@ class Lockstep:
             decodes=len(order.decodes),
             prompt_rows=sum(chunk.stop - chunk.start for chunk in order.chunks),
             finals=sum(chunk.final for chunk in order.chunks),
+            scored=sum(chunk.scored for chunk in order.chunks),
             order_words=len(words),
             num_steps=num_steps,
             mode=int(order.mode),

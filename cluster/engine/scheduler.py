@@ -22,24 +22,29 @@ from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache, Lease, Next
 from cluster.request import SamplingParams
 
+SCORED_ROWS = 512
+"""The most prompt rows of a step whose logits are asked for: so many times the vocabulary is held at once."""
 WORTH_WAITING = 16
 """The fewest prompt rows that waiting must save: it may cost a step, whose fixed cost equals that of some rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt rows `start` to `stop - 1` of a request that runs on `lease`; `final` when its prompt is then complete."""
+    """Prompt rows `start` to `stop - 1` of a request that runs on `lease`; `final` when its prompt is then complete.
+    The first `scored` rows are asked for the log-probability of the token after them.
+    """
 
     sequence: Sequence
     lease: Lease
     start: int
     stop: int
     final: bool
+    scored: int = 0
 
     def order(self) -> PromptChunk:
         """This chunk as plain values."""
         tokens = self.sequence.tokens[self.start : self.stop + 1]
-        return PromptChunk(self.lease.row, self.start, self.stop, self.final, tuple(tokens))
+        return PromptChunk(self.lease.row, self.start, self.stop, self.final, tuple(tokens), self.scored)
 
 
 @dataclass(slots=True)
@@ -81,8 +86,12 @@ class Schedule:
             constraints=tuple(s.constraint() for s in self.admitted if s.request.params.grammar is not None),
             writes=writes,
             copies=self.copies,
-            mode=mode_of(sequence.request.params for sequence in drawing),
+            mode=mode_of(sequence.request.params for sequence in drawing) | self._scoring,
         )
+
+    @property
+    def _scoring(self) -> Mode:
+        return Mode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else Mode(0)
 
     def begin(self, shape: TreeShape) -> None:
         """The step is under way, with trees of this shape."""
@@ -98,7 +107,7 @@ class Room:
 
     `spent` is the predicted time of the chunks so far, `beside` counts the target rows of the step so far, `prefilling`
     the other groups that run prompt rows. The `first` chunk gets at least `Pace.least` rows, even if it overdraws the
-    allowance; later steps make up for that.
+    allowance; later steps make up for that. Of the rows, `scored` may be scored.
     """
 
     rows: int
@@ -108,6 +117,7 @@ class Room:
     beside: int = 0
     prefilling: int = 0
     first: bool = True
+    scored: int = SCORED_ROWS
 
     @property
     def left(self) -> bool:
@@ -224,9 +234,15 @@ class Scheduler:
 
     def _ride(self, plan: Schedule, sequence: Sequence, room: Room) -> None:
         start, end = sequence.reach, len(sequence.tokens)
+        if sequence.scores_left(start, end):
+            if not room.scored:
+                return
+            end = min(end, start + room.scored)
         stop = start + room.take(start, end)
         if stop > start and sequence.lease is not None:
-            plan.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == end))
+            scored = sequence.scores_left(start, stop)
+            room.scored -= scored
+            plan.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == len(sequence.tokens), scored))
 
     def _decoding(self) -> list[tuple[Sequence, Lease]]:
         """The requests that decode in the next step, but for those that end with the steps under way."""
@@ -266,14 +282,14 @@ class Scheduler:
         passed = 0  # requests at the front of the queue that wait for a prefix
         while room.left and passed < min(len(self.waiting), self._cache.free_rows):
             sequence = self.waiting[passed]
-            wanted = self._next(sequence) if coming else None
+            wanted = self._next(sequence) if coming and sequence.cacheable is None else None
             if wanted is not None and wanted in coming:
                 whole = self._cache.pages_for(len(sequence.tokens) + self._window_of(sequence))
                 spare += max(0, whole - wanted.entry - self._ahead)
                 passed += 1
                 continue
             fresh = sequence.cached_tokens is None
-            begins = partial(self._cache.most_cached, sequence.tokens, sequence.request.cache_salt)
+            begins = partial(self._cache.most_cached, sequence.tokens, sequence.request.cache_salt, sequence.cacheable)
             if not room.fits(begins) or not self._admit(sequence, spare):
                 break
             del self.waiting[passed]
@@ -305,7 +321,8 @@ class Scheduler:
         """
         known = len(sequence.tokens)
         window = self._cache.pages_for(known + self._window_of(sequence)) - self._cache.pages_for(known)
-        lease = self._cache.open(sequence.tokens, known, spare + window, sequence.request.cache_salt)
+        salt, most = sequence.request.cache_salt, sequence.cacheable
+        lease = self._cache.open(sequence.tokens, known, spare + window, salt, most)
         if lease is None:
             return False
         sequence.join(lease)

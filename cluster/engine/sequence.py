@@ -6,7 +6,7 @@ from cluster.batch import Adjusting, Constraint, Sampling
 from cluster.config import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.kv.cache import Lease
-from cluster.request import Request, SpeculationCounts
+from cluster.request import Request, SpeculationCounts, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +16,9 @@ class Sequence:
     `tokens` are prompt and output; `committed` of them have KV in every pool, as far as results have been read. At most
     `reach` of them have when all steps under way are over, of which `unread` give the request one token or more each.
     While prompt rows are left to be begun the request is `prefilling`; afterwards it decodes, its last token the bonus.
-    `known` says that the results of all its prompt rows have been read. With `limit` tokens it ends.
+    `known` says that the results of all its prompt rows have been read. With `limit` tokens it ends. `scores` are the
+    log-probabilities of the prompt's tokens from the second on, where asked for and as far as known; they are `told`
+    once.
     """
 
     request: Request
@@ -33,6 +35,8 @@ class Sequence:
     cached_tokens: int | None = None
     steps: int = 0
     drafted: int = 0
+    scores: list[TokenLogprob] = field(default_factory=list)
+    told: bool = False
     limit: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +77,24 @@ class Sequence:
         grammar = self.request.params.grammar
         assert grammar is not None, "only constrained requests are asked"
         return Constraint(self.row, grammar, tuple(self.tokens[self.prompt_len :]))
+
+    @property
+    def cacheable(self) -> int | None:
+        """How many of its tokens may come from the cache; None for as many as there are. A row whose logits say
+        something that is still to be told has to be computed.
+        """
+        return len(self.scores) if self.scores_left(0, self.prompt_len) else None
+
+    def scores_left(self, start: int, stop: int) -> int:
+        """How many of the rows `start` to `stop - 1` are to be scored: none, or all but the last of the prompt."""
+        if self.request.params.prompt_logprobs is None or self.told or len(self.scores) == self.prompt_len - 1:
+            return 0
+        return max(0, min(stop, self.prompt_len - 1) - start)
+
+    def tell_scores(self) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of the prompt, once."""
+        told, self.scores, self.told = tuple(self.scores), [], True
+        return told
 
     @property
     def room(self) -> int:

@@ -150,6 +150,14 @@ class Logprobs:
     ids: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """`logprobs` of q given tokens; `ranks` `[q]` count those that are at least as likely, the given one included."""
+
+    logprobs: Logprobs
+    ranks: Tensor
+
+
 def logprobs(columns: Columns, rows: Tensor, tokens: Tensor) -> Logprobs:
     """Those of the unfiltered, untempered model: of `tokens` `[T]` after own `rows` `[T]`."""
     count, shards = min(TOP_LOGPROBS, columns.vocab), columns.shards
@@ -176,3 +184,28 @@ def _asked(columns: Columns, asked: Tensor, count: int) -> list[tuple[Tensor, ..
         wide = columns.values.index_select(0, rows[block]).to(dtype)
         parts.append((*_found(wide, count), wide.gather(1, local[block, None])))
     return parts
+
+
+def scores(columns: Columns, tokens: Tensor) -> Scores:
+    """Those of `tokens` `[q]`, one after each own row, by the unfiltered, untempered model."""
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    return Scores(logprobs(columns, rows, tokens), ranks(columns, tokens))
+
+
+def ranks(columns: Columns, tokens: Tensor) -> Tensor:
+    """How many tokens are at least as likely as that of `tokens` `[q]` after each own row, `[q]`."""
+    values, shards = columns.values, columns.shards
+    if shards is None:
+        return _at_least(values, values.gather(1, tokens[:, None]))[:, 0]
+    asked = shards.spread(tokens[:, None]) if shards.wide else tokens[:, None]
+    local, last = asked - columns.start, values.shape[1] - 1
+    here = values.gather(1, local.clamp(0, last)).double()
+    here.masked_fill_((local < 0) | (local > last), float("-inf"))
+    found = shards.add(_at_least(values, shards.highest(here).to(values.dtype)))
+    return found[columns.first : columns.first + tokens.shape[0], 0]
+
+
+def _at_least(values: Tensor, least: Tensor) -> Tensor:
+    """How many of each row of `values` `[T, v]` are at least `least` `[T, 1]`, `[T, 1]`."""
+    cuts = blocks(values.shape[0], values.shape[1], values.device)
+    return torch.cat([(values[cut] >= least[cut]).sum(1, keepdim=True) for cut in cuts])

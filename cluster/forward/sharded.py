@@ -58,6 +58,10 @@ class ShardedHead(NamedTuple):
         asked = [("spread", ASKED)] if self.wide else []
         return [*asked, ("compare", proposed(top, self.columns) + 1)]
 
+    def ranking(self) -> list[tuple[str, int]]:
+        """The calls that count how many tokens are at least as likely as one."""
+        return [*([("spread", 1)] if self.wide else []), ("highest", 1), ("add", 1)]
+
 
 class Sharded:
     """`Rows` of which a rank holds a shard's columns. Tempered logits are made anew in each round, block by block."""

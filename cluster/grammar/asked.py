@@ -17,7 +17,9 @@ class Grammar:
     `text` is by `kind`: json_object: empty. json_schema: the schema, as JSON. regex: the expression. ebnf: rules in
     GBNF (llama.cpp's notation, as xgrammar reads it), the first of them called root. choice: a JSON list of strings.
     structural_tag: xgrammar's structural tag, as JSON. chat: the same, in which tokens may stand; no client writes one.
+    `compact`: JSON without white space between its tokens.
     """
 
     kind: Kind
     text: str = ""
+    compact: bool = False

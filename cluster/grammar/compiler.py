@@ -109,7 +109,7 @@ class Process:
 
     def compile(self, grammar: Grammar) -> str | GrammarError:
         """The compiled grammar, or why there is none."""
-        asked = {"kind": grammar.kind, "text": grammar.text, "seconds": self._seconds}
+        asked = {"kind": grammar.kind, "text": grammar.text, "compact": grammar.compact, "seconds": self._seconds}
         for _ in range(TRIES):
             try:
                 if self.pid is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.ebnf import (
+from cluster.grammar.nodes import (
     EMPTY,
     Alt,
     Chars,

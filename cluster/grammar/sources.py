@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.ebnf import Literal, Rules, alt, automaton
+from cluster.grammar.ebnf import Rules
+from cluster.grammar.nodes import Literal, alt, automaton
 from cluster.grammar.regex import parse
 from cluster.grammar.schema.convert import loaded, object_grammar, schema_grammar
 
@@ -52,6 +53,10 @@ def source(grammar: Grammar) -> str:
         raise GrammarError(f"it has {len(grammar.text)} characters; at most {MAX_CHARACTERS} are allowed")
     try:
         grammar.text.encode()
+        if grammar.kind == "json_object":
+            return object_grammar(grammar.compact)
+        if grammar.kind == "json_schema":
+            return schema_grammar(loaded(grammar.text), grammar.compact)
         return SOURCES[grammar.kind](grammar.text)
     except UnicodeEncodeError as error:
         raise GrammarError("it holds half a surrogate pair, which is no character") from error
@@ -163,8 +168,6 @@ def _only(found: Mapping[str, Any], known: set[str] | frozenset[str], path: str)
 
 
 SOURCES: dict[str, Callable[[str], str]] = {
-    "json_object": lambda _: object_grammar(),
-    "json_schema": lambda text: schema_grammar(loaded(text)),
     "regex": _regex,
     "ebnf": _ebnf,
     "choice": _choice,

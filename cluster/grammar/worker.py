@@ -154,7 +154,7 @@ def main() -> None:
         request = json.loads(asked)
         limit(request["seconds"])
         try:
-            reply = COMPILED + worker.compile(Grammar(request["kind"], request["text"])).encode()
+            reply = COMPILED + worker.compile(Grammar(request["kind"], request["text"], request["compact"])).encode()
         except GrammarError as error:
             reply = REFUSED + str(error).encode("utf-8", "backslashreplace")
         except MemoryError:

@@ -97,26 +97,30 @@ class KVCache:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def most_cached(self, tokens: Sequence[int], salt: int = 0) -> int:
+    def most_cached(self, tokens: Sequence[int], salt: int = 0, most: int | None = None) -> int:
         """Upper bound of the tokens that `open` would find cached: whole pages that match, and less than one more."""
         if not self._radix:
             return 0
-        return min(len(self._tree.match(tokens, salt)) * self.page_size + self.page_size, len(tokens)) - 1
+        found = min(len(self._tree.match(tokens, salt)) * self.page_size + self.page_size, len(tokens)) - 1
+        return found if most is None else min(found, most)
 
-    def open(self, tokens: Sequence[int], reach: int, spare: int = 0, salt: int = 0) -> Lease | None:
+    def open(
+        self, tokens: Sequence[int], reach: int, spare: int = 0, salt: int = 0, most: int | None = None
+    ) -> Lease | None:
         """A lease for a request whose known tokens are `tokens` and which will write up to index `reach`.
 
         Locks the longest prefix cached under `salt` (which leaves at least one token to compute), takes pages for the
         rest. Cells of the first of those that another page has already are copied in the next step, unless that other
-        page must be evicted. None, with no page changed, when rows or pages do not suffice, or fewer than `spare` pages
-        would stay free or evictable.
+        page must be evicted. With `most` no more tokens than that are taken from the cache, in whole pages. None, with
+        no page changed, when rows or pages do not suffice, or fewer than `spare` pages would stay free or evictable.
         """
         if not self._rows or spare >= self.free + self.cached:
             return None
         path = self._tree.match(tokens, salt) if self._radix else []
+        path = path if most is None else path[: most // self.page_size]
         self._tree.lock(path)
         lease = Lease(self._rows[-1], path, cached=len(path) * self.page_size, salt=salt)
-        copy = self._shared_cells(lease, tokens) if self._radix else None
+        copy = self._shared_cells(lease, tokens) if self._radix and most is None else None
         wanted = self.pages_for(reach) - len(path)
         if wanted + spare > self.free + self.cached and lease.source is not None:  # its page itself may be needed
             self._release_source(lease)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.forward.choose import Logprobs
+from cluster.forward.choose import Logprobs, Scores
 from cluster.spec.verify import Accepted
 from cluster.timing import Timer
 
@@ -35,7 +35,8 @@ class Decided:
 
     `tokens` are S + 1 for each request, of which `accept_len` were accepted; from number `finite` on the target's
     logits were not finite. `first` are the tokens after finished prompts, `sound` says of each prompt row whether its
-    hidden and, after a finished prompt, the score of `first` are finite. `logprobs` are those of T tokens, where asked.
+    hidden and, after a finished prompt, the score of `first` are finite. `logprobs` are those of T tokens, where asked,
+    `scores` those of the tokens after the prompt rows that are scored.
     `drawn` is a checksum of how they were drawn, where ranks made one choice together and so cannot tell by its tokens.
     """
 
@@ -47,6 +48,7 @@ class Decided:
     logprobs: Logprobs | None
     seconds: dict[str, float]
     drawn: list[int] = field(default_factory=list)
+    scores: Scores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class StepOutput:
     rows: int
     logprobs: Logprobs | None
     phases: Phases
+    scores: Scores | None = None
 
     @staticmethod
     def of(
@@ -100,4 +103,5 @@ class StepOutput:
             logprobs=self.logprobs,
             seconds=self.phases.seconds(),
             drawn=drawn,
+            scores=self.scores,
         )

@@ -4,6 +4,7 @@ carried --draft--> tree --target--> logits, hidden --accept--> path --compact, e
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from cluster.attention.bits import line_bits, packed
 from cluster.batch import Batch, Mode, PromptRows, Seen
 from cluster.config import TreeShape
 from cluster.forward.adjust import AdjustTables
-from cluster.forward.choose import choose, logprobs
+from cluster.forward.choose import Scores, choose, logprobs, scores
 from cluster.forward.draw import Draw, Drawing, checksum
 from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
 from cluster.forward.runner import TargetRunner
@@ -85,8 +86,10 @@ class Step:
             rows = torch.cat([nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device)])
             asked = logprobs(columns, rows, torch.cat([accepted.tokens.view(-1), first]))
         drawn = first[:0] if drawing.noise is None or columns.shards is None else checksum(draws)
+        scored = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         moments.append(self._timer.now())
-        return StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
+        output = StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
+        return output if scored is None else replace(output, scores=scored)
 
     def _drawing(self, batch: Batch, num_steps: int) -> Drawing:
         """How the B requests draw: with the noise at seq_len + 1 to seq_len + S + 2, and at as many positions from the
@@ -105,6 +108,11 @@ class Step:
         if len(ids) < vocab:  # a draft's shard may have other tokens
             return Noise(keys, hashes, dtype)
         return Noise.of(keys, hashes, dtype)
+
+    def _scores(self, prompt: PromptRows, scored: Tensor, hidden: Tensor) -> Scores:
+        """Those of the tokens after the prompt rows `scored` `[q]`, of `hidden` `[c, H]`."""
+        columns = self._target.logits(hidden.index_select(0, scored))
+        return scores(columns, prompt.next_ids.index_select(0, scored))
 
     def _next(self, drawing: Drawing, accepted: Accepted) -> Draw:
         """How the token after each bonus is drawn, for the proposals that requests carry to the next step."""

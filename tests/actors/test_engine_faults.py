@@ -51,6 +51,7 @@ def requests(turn: str, max_tokens: int) -> list[Request]:
             max_tokens=max_tokens,
             ignore_eos=True,
             logprobs=1 if i % 4 == 0 else None,
+            prompt_logprobs=i % 3 if i % 2 else None,
         )
         made.append(Request(f"{turn}-{i}", prompt, params))
     return made
@@ -60,12 +61,14 @@ class Read:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.scores: list[TokenLogprob] = []
         self.last: RequestOutput | None = None
 
     async def all(self, router: Router, request: Request) -> "Read":
         async for output in router.generate(request):
             self.tokens += output.token_ids
             self.logprobs += output.logprobs
+            self.scores += output.prompt_logprobs
             self.last = output
         return self
 
@@ -98,7 +101,10 @@ def test_streams_of_a_lost_gang_have_the_tokens_of_an_undisturbed_one(
         os.kill(pids(gang)[rank], how)
         reason = await asyncio.wait_for(unhealthy(router), 5)
         await asyncio.wait_for(asyncio.gather(*tasks), 60)
-        for was, now in zip(calm, reads, strict=True):
+        for one, was, now in zip(asked, calm, reads, strict=True):
+            scored = one.params.prompt_logprobs is not None
+            assert len(now.scores) == (len(one.prompt_token_ids) - 1 if scored else 0), "told once"
+            assert [entry.logprob for entry in now.scores] == pytest.approx([e.logprob for e in was.scores])
             assert now.last is not None and now.last.finish_reason == "length", now.last
             assert now.tokens == was.tokens
             assert [entry.token_id for entry in now.logprobs] == [entry.token_id for entry in was.logprobs]

@@ -57,7 +57,14 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "n is negative": (CHAT, {"n": -3}, "n", "got -3"),
     "n is huge": (COMPLETE, {"n": 10**30}, "n", "must be at most 8"),
     "n is a fraction": (COMPLETE, {"n": 1.5}, "n", "must be an integer"),
-    "max_tokens is zero": (COMPLETE, {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "max_tokens is zero": (CHAT, {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "prompt_logprobs is too many": (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
+    "prompt_logprobs in a stream": (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not in a stream"),
+    "best_of is too many": (COMPLETE, {"best_of": 9}, "best_of", "at most 8"),
+    "best_of below n": (COMPLETE, {"best_of": 2, "n": 3}, "best_of", "at least n"),
+    "best_of in a stream": (COMPLETE, {"best_of": 2, "stream": True}, "best_of", "known at the end"),
+    "a cut to nothing": (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be positive"),
+    "echo of a conversation": (CHAT, {"echo": True}, "echo", "send the prompt to /v1/completions"),
     "max_tokens is negative": (COMPLETE, {"max_tokens": -5}, "max_tokens", "got -5"),
     "max_tokens is huge": (COMPLETE, {"max_tokens": 10**18}, "max_tokens", "ask for at most"),
     "max_tokens is a string": (COMPLETE, {"max_tokens": "5"}, "max_tokens", "must be an integer, got '5'"),
@@ -173,9 +180,8 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "must be one",
     ),
     "two grammars": (COMPLETE, {"regex": "a", "guided_choice": ["b"]}, "regex", "send one of them"),
-    "echo": (COMPLETE, {"echo": True}, "echo", "leave it out or send False"),
     "suffix": (COMPLETE, {"suffix": "end"}, "suffix", "not supported"),
-    "best_of": (COMPLETE, {"best_of": 3}, "best_of", "use n"),
+    "best_of": (CHAT, {"best_of": 3}, "best_of", "use n"),
     "prompt in a chat": (CHAT, {"prompt": "x"}, "prompt", "use /v1/completions"),
     "messages in a completion": (COMPLETE, {"messages": HI}, "messages", "use /v1/chat/completions"),
     "extra_body": (CHAT, {"extra_body": {"top_k": 5}}, "extra_body", "at the top level"),
@@ -311,4 +317,29 @@ def test_every_known_field_is_refused_by_name_or_neutral(served: tuple[Client, S
 def test_routes_that_do_not_exist(served: tuple[Client, ScriptedService], method: str, path: str, status: int) -> None:
     response = served[0].request(method, path)
     assert response.status_code == status
-    assert response.json()["error"]["type"] == "invalid_request_error"
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    if status == 404 and not path.startswith("/v1/models"):
+        assert error["code"] == "unknown_url" and "/v1/completions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("embeddings", "no embeddings"),
+        ("audio/speech", "no speech"),
+        ("images/generations", "no images"),
+        ("moderations", "no moderation"),
+        ("files/x/content", "no files"),
+        ("batches", "no batches"),
+        ("fine_tuning/jobs", "no fine-tuning"),
+        ("assistants", "no assistants"),
+        ("threads/x/runs", "no assistants"),
+    ],
+)
+def test_what_others_serve_is_named_as_missing(served: tuple[Client, ScriptedService], path: str, words: str) -> None:
+    for method in ("GET", "POST"):
+        response = served[0].request(method, f"/v1/{path}")
+        error = response.json()["error"]
+        assert response.status_code == 404 and error["code"] == "unknown_url" and error["param"] is None
+        assert words in error["message"] and "/v1/chat/completions" in error["message"]

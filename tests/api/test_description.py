@@ -49,6 +49,9 @@ BEYOND_A_SCHEMA = {
     "template arguments that replace ours",
     "template arguments that are not text",
     "conversation longer than the context",
+    "prompt_logprobs in a stream",
+    "best_of below n",
+    "best_of in a stream",
     "template arguments that break it",
 }
 

@@ -142,6 +142,17 @@ def test_retraction_and_chunks_change_nothing(topk: int, num_steps: int) -> None
     assert result.ended == plain("0.8").ended
 
 
+@pytest.mark.parametrize("kind", ["rewards", "allowed", "least", "all"])
+def test_the_first_adjusted_prompt_may_take_several_steps(kind: str) -> None:
+    """What a request changes is sent when it is admitted, before a step that draws in its name."""
+    one = next(one for one in asked("greedy") if one.request_id == kind)
+    one = replace(one, prompt_token_ids=prompts()[2])
+    whole = run(build_engine(config(0, 0)), [one])
+    assert run(build_engine(config(0, 0, chunked_prefill_size=5)), [one]).ended == whole.ended
+    bare = run(build_engine(config(0, 0)), [replace(one, params=replace(one.params, adjustments=None))])
+    assert bare.ended != whole.ended, "the adjustments change nothing here"
+
+
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
 @pytest.mark.parametrize("sampling", ["greedy", "filtered"])
 def test_a_stream_is_resumed_after_each_of_its_tokens(topk: int, num_steps: int, sampling: str) -> None:

@@ -185,3 +185,18 @@ def test_a_damaged_head_ends_every_request() -> None:
     result = run(build_engine(config_of(bad)), requests()[:4])
     assert {output.finish_reason for output in result.last.values()} == {"error"}
     assert not any(result.tokens.values())
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+@pytest.mark.parametrize("chunk", [7, -1])
+def test_scores_that_are_not_finite_are_an_error(chunk: int, max_tokens: int) -> None:
+    """Also where nothing is to be generated: a bad prompt does not end as if it had been scored."""
+    engine = build_engine(config_of(spoiled(target_folder(vocab_size=VOCAB), EMBEDDING), chunked_prefill_size=chunk))
+    bad = requests()[-1]
+    clean = tuple(token for token in bad.prompt_token_ids if token != BAD)
+    params = replace(bad.params, max_tokens=max_tokens, prompt_logprobs=1)
+    asked = [replace(bad, params=params), replace(bad, request_id="clean", prompt_token_ids=clean, params=params)]
+    result = run(engine, asked)
+    assert result.last["late"].error_code == "nonfinite_logits" and result.tokens["late"] == []
+    assert result.last["clean"].finish_reason == "length" or result.tokens["clean"][-1] == BAD
+    assert len(result.outputs["clean"][0].prompt_logprobs) == len(clean) - 1

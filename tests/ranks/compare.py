@@ -23,12 +23,13 @@ class Tally:
     """What cases compared, and what they exercised, added up.
 
     `compared` requests had all their tokens compared, `counted` also their trees and accept lengths; `aborted` ones a
-    prefix.
+    prefix. `scored` ones had log-probabilities of their prompts compared.
     `accepted[j]` are trees of which j draft tokens were accepted; `uneven` steps had ranks with different rows,
     `idle` ranks had none in a step in which others had, `replayed` ones replayed a captured program.
     """
 
     compared: int = 0
+    scored: int = 0
     counted: int = 0
     aborted: int = 0
     retracted: int = 0
@@ -69,6 +70,10 @@ def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 
         tally.compared += 1
         if (got, reason) != (whole, true_reason):
             tally.mismatches.append(f"{name}: {got} {reason} instead of {whole} {true_reason}")
+        scores = [score for life in lives for score in life.scores.get(name, [])]
+        tally.scored += bool(scores)
+        if not same_scores(scores, one.scores.get(name, [])):
+            tally.mismatches.append(f"{name}: scores {scores} instead of {one.scores.get(name)}")
         if name in retracted or not same_trees:
             continue
         tally.counted += 1
@@ -79,6 +84,14 @@ def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 
             tally.mismatches.append(f"{name}: other trees, of the same accept lengths {accepted}")
     exercised(tally, lives, case)
     return tally
+
+
+def same_scores(ours: list[list[Any]], theirs: list[list[Any]]) -> bool:
+    """Whether prompts have the same log-probabilities; their sums are added up in another order."""
+    if [(token, rank, len(top)) for token, _, rank, top in ours] != [(t, r, len(top)) for t, _, r, top in theirs]:
+        return False
+    numbers = ([x for _, own, _, top in lines for x in (own, *(p for _, p in top))] for lines in (ours, theirs))
+    return all(abs(a - b) < 1e-9 for a, b in zip(*numbers, strict=True))
 
 
 def exercised(tally: Tally, lives: list[Life], case: Case) -> None:

@@ -163,6 +163,10 @@ def _step(engine: Rank, life: Life) -> None:
         engine.check_pages()
     for output in result.outputs:
         life.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if output.prompt_logprobs:
+            assert output.request_id not in life.scores, "told twice"
+            lines = output.prompt_logprobs
+            life.scores[output.request_id] = [[line.token_id, line.logprob, line.rank, line.top] for line in lines]
         if output.finish_reason is not None:
             counts = output.speculation
             life.ended[output.request_id] = (output.finish_reason, None if counts is None else list(counts.accepted))

@@ -20,6 +20,13 @@ ADJUSTED: tuple[dict[str, Any], ...] = (
     {},
 )
 """What a request may have besides; every fourth has nothing."""
+SCORED: tuple[dict[str, Any], ...] = (
+    {"prompt_logprobs": 2},
+    {"prompt_logprobs": 0, "max_tokens": 0},
+    {"prompt_logprobs": 20, "logprobs": 1},
+    {},
+    {**ADJUSTED[0], "prompt_logprobs": 1},
+)
 CONSTRAINED: tuple[dict[str, Any], ...] = (
     *({"grammar": automaton(seed)} for seed in range(4)),
     {"grammar": automaton(5), **ADJUSTED[2]},

@@ -25,6 +25,7 @@ MODES = (
     Mode.NOISY,
     Mode.NOISY | Mode.FILTERED,
     Mode.NOISY | Mode.LOGPROBS,
+    Mode.PROMPT_LOGPROBS,
     Mode.ADJUSTED,
     Mode.NOISY | Mode.FILTERED | Mode.ADJUSTED,
 )
@@ -57,11 +58,16 @@ def check(pair: Pair, turn: int, every: int = 1) -> int:
                 continue
             chunks = PROMPTS if (number + number // len(MODES) + turn // 2) % 2 else ()
             adjustings = (ADJUSTING,) if Mode.ADJUSTED in mode else ()
+            if Mode.PROMPT_LOGPROBS in mode:
+                chunks = tuple(chunk._replace(scored=chunk.stop - chunk.start - chunk.final) for chunk in chunks)
             order = Order(decodes=DECODES, chunks=chunks, adjustings=adjustings, **CHANGES, mode=mode)
             output = programs._run(programs.assembler.send(order), shape)
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
             assert output.packed.device == torch.device(NAME, 0)
+            assert (output.scores is not None) == (Mode.PROMPT_LOGPROBS in mode)
+            if output.scores is not None:
+                assert output.scores.ranks.shape == (sum(chunk.scored for chunk in chunks),)
             ran += 1
     return ran
 

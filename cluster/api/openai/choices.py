@@ -31,6 +31,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     events: tuple[Event, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Choice:
@@ -99,7 +100,7 @@ class Choice:
             ids = output.token_ids[:-1] if hidden else output.token_ids
             text, events = self._plain(self._text, ids) if self._reader is None else self._read(self._reader, ids)
         end = (output.finish_reason, output.stop_reason)
-        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events)
+        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs)
 
     def _plain(self, shown: StoppedText, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
         text = shown.push(token_ids)
@@ -141,6 +142,7 @@ def joined(index: int, deltas: Sequence[Delta]) -> Delta:
         deltas[-1].finish_reason if deltas else None,
         deltas[-1].stop_reason if deltas else None,
         tuple(event for delta in deltas for event in delta.events),
+        tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cluster.api.openai.errors import ApiError, shown
@@ -29,7 +30,8 @@ FIELDS: dict[str, Kind] = {
     "structural_tag": "structural_tag",
 }
 # Options of structured_outputs that change what is allowed; only these values are taken.
-OPTIONS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+COMPACT = "disable_any_whitespace"
+OPTIONS = ("disable_fallback", "disable_additional_properties", "whitespace_pattern")
 TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
@@ -105,12 +107,15 @@ def _structured(value: Any) -> list[Constraint]:
     name = "structured_outputs"
     if not isinstance(value, dict):
         raise _wrong_type(name, "an object", value)
-    _only(name, value, (*STRUCTURED, *OPTIONS))
+    _only(name, value, (*STRUCTURED, *OPTIONS, COMPACT))
+    compact = value.get(COMPACT) or False
+    if not isinstance(compact, bool):
+        raise _wrong_type(f"{name}.{COMPACT}", "true or false", compact)
     for option in OPTIONS:
         if value.get(option) not in (None, False):
             raise _wrong(f"{name}.{option}", f"{shown(value[option])} is not supported by this server; leave it out")
     fields = ((f"{name}.{part}", _read(f"{name}.{part}", kind, value.get(part))) for part, kind in STRUCTURED.items())
-    return [Constraint(field, grammar) for field, grammar in fields if grammar is not None]
+    return [Constraint(field, replace(grammar, compact=compact)) for field, grammar in fields if grammar is not None]
 
 
 def _read(name: str, kind: Kind, value: Any) -> Grammar | None:

@@ -3,13 +3,14 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
 from cluster.actors.messages import Overloaded
@@ -19,8 +20,29 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1  # where nothing better is known
 RESTART_S = 5.0  # Retry-After where it is not known how long a start takes
+NOT_FOUND = 404
 CLIENT_GONE = 499  # only for logs and metrics, as in nginx: the client is not there to read it
 MAX_PATH = 200  # characters of a field's path, which may hold a name that the client made up
+MAX_METHOD = 16
+ELSEWHERE: Mapping[str, str] = {
+    "embeddings": "embeddings: its models continue text",
+    "audio": "speech and transcription: its models read and write text",
+    "images": "images: its models read and write text",
+    "videos": "videos: its models read and write text",
+    "realtime": "realtime sessions",
+    "moderations": "moderation",
+    "files": "files",
+    "uploads": "files",
+    "vector_stores": "files",
+    "batches": "batches: send requests one by one, as many at once as you like",
+    "fine_tuning": "fine-tuning",
+    "assistants": "assistants: send whole conversations",
+    "threads": "assistants: send whole conversations",
+    "evals": "evaluations",
+    "rerank": "reranking",
+    "score": "scoring by pairs: prompt_logprobs score a text",
+}
+"""By the first part of a path under /v1: what OpenAI or vLLM serve there."""
 SHOWN_CHARACTERS = 60  # of a refused value, in a message
 
 
@@ -97,6 +119,15 @@ def internal(where: str) -> ApiError:
         kind="server_error",
         code="internal_error",
     )
+
+
+def not_served(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
+    """404 for a path that no route has, which says what there is; for OpenAI's other APIs also what is missing."""
+    first = path.removeprefix("/v1").strip("/").partition("/")[0]
+    missing = f"this server has no {ELSEWHERE[first]}; " if path.startswith("/v1/") and first in ELSEWHERE else ""
+    served = ", ".join(route.path for route in routes if isinstance(route, Route) and route.path != path)
+    message = f"{missing}nothing is served under {method[:MAX_METHOD]} {shown(path)}; served are {served}"
+    return ApiError(message, status=NOT_FOUND, code="unknown_url")
 
 
 def shown(value: Any) -> str:
@@ -191,6 +222,8 @@ def install(app: FastAPI, envelope_of: Callable[[Scope], Envelope]) -> None:
     async def from_routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         made = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
+        if error.status_code == NOT_FOUND:
+            made = not_served(request.method, request.url.path, app.routes)
         return made.response(envelope_of(request.scope))
 
     async def from_us(request: Request, error: Exception) -> Response:

@@ -21,7 +21,12 @@ from cluster.api.openai.translated import TranslatedBody
 BODIES: tuple[type[Strict], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 PLACE = "#/components/schemas/{model}"
 GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-PAGES: Mapping[str, Mapping[str, Any]] = {"/health": {}, "/ready": {}, "/metrics": {"text/plain": {"schema": {}}}}
+PAGES: Mapping[str, Mapping[str, Any]] = {
+    "/health": {},
+    "/ready": {},
+    "/metrics": {"text/plain": {"schema": {}}},
+    "/docs": {"text/html": {"schema": {"type": "string"}}},
+}
 STATUSES: Mapping[str, str] = {
     "400": "A field is wrong; `param` names it",
     "401": "The server has API keys, and none of them came with the request",
@@ -93,6 +98,7 @@ def schemas(limits: Limits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
     for name in ("CompletionRequest", "ChatRequest"):
         of = named[name]["properties"]
         of["n"]["maximum"] = limits.choices
+        _inner(of["prompt_logprobs"], "integer")["maximum"] = limits.logprobs
         _inner(of["stop"], "array").update(maxItems=limits.stops)
         _inner(of["stop"], "array")["items"] = _stop(limits)
         _inner(of["stop"], "string").update(_stop(limits))
@@ -106,6 +112,7 @@ def schemas(limits: Limits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
             of.setdefault(field, {"enum": values, "description": "Not supported: only these values are accepted"})
     completion, chat = (named[name]["properties"] for name in ("CompletionRequest", "ChatRequest"))
     _inner(completion["logprobs"], "integer")["maximum"] = limits.logprobs
+    _inner(completion["best_of"], "integer")["maximum"] = limits.choices
     _inner(chat["top_logprobs"], "integer")["maximum"] = limits.logprobs
     _say_prompt(completion["prompt"], limits)
     for fields in BODIES:

@@ -5,6 +5,7 @@ What is not honoured is in `.fields`; what a prompt or a message may be, in `.co
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
@@ -81,6 +82,8 @@ class GenerationFields(AdjustingFields):
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, json_schema_extra={"not": {"const": 0}})
     routed_dp_rank: int | None = Field(default=None, ge=0)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -88,6 +91,26 @@ class GenerationFields(AdjustingFields):
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives beside each token's log-probability; None for no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def samples(self) -> int:
+        """How many outputs each prompt gets, whether or not all of them are answered."""
+        return self.n
+
+    def prompt_logprobs_wanted(self) -> int | None:
+        """How many alternatives beside the log-probability of each token of the prompt; None for none of these."""
+        return self.prompt_logprobs
+
+    def kept(self, ids: tuple[int, ...], room: int, default_tokens: int) -> tuple[int, ...]:
+        """The tokens of a prompt that are left by `truncate_prompt_tokens`: its last ones. With -1 they are as many as
+        fit into `room` tokens beside the output, or where that may have any length, beside one token.
+        """
+        most = self.truncate_prompt_tokens
+        if most is not None and most < 0:
+            asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+            least = default_tokens if default_tokens < room else 1
+            most = max(1, room - (least if asked is None else asked))
+        return ids if most is None else ids[-most:]
 
     def constraint(self) -> Constraint | None:
         """What is asked of the form of the output.
@@ -107,6 +130,7 @@ class GenerationFields(AdjustingFields):
         self.check_adjustments(model.vocab_size, limits)
         tops = self.top_logprobs_wanted()
         field = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
+        scores, cut = self.prompt_logprobs, self.truncate_prompt_tokens
         long_stop = max((len(stop) for stop in self.stop), default=0)
         vocab = model.vocab_size
         checks = (
@@ -126,6 +150,17 @@ class GenerationFields(AdjustingFields):
             ),
             (tops is None or tops <= limits.logprobs, field, f"must be at most {limits.logprobs}, got {tops}"),
             (self.stream_options is None or self.stream, "stream_options", "only allowed when stream is true"),
+            (
+                scores is None or scores <= limits.logprobs,
+                "prompt_logprobs",
+                f"must be at most {limits.logprobs}, got {scores}",
+            ),
+            (
+                scores is None or not self.stream,
+                "prompt_logprobs",
+                "not in a stream; leave out stream, or send echo and logprobs to /v1/completions",
+            ),
+            (cut != 0, "truncate_prompt_tokens", "must be positive, or -1 for as many tokens as fit, got 0"),
             (
                 None in (self.max_tokens, self.max_completion_tokens) or self.max_tokens == self.max_completion_tokens,
                 "max_tokens",
@@ -172,6 +207,7 @@ class GenerationFields(AdjustingFields):
             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
             ignore_eos=self.ignore_eos,
             logprobs=self.top_logprobs_wanted(),
+            prompt_logprobs=self.prompt_logprobs_wanted(),
         )
 
     def seed_of(self, sample: int) -> int | None:
@@ -189,8 +225,15 @@ class GenerationFields(AdjustingFields):
 
 
 class CompletionRequest(GenerationFields):
-    """The body of /v1/completions; `logprobs` is the number of alternatives to report."""
+    """The body of /v1/completions; `logprobs` is the number of alternatives to report.
 
+    With `echo` the text and its log-probabilities begin with those of the prompt. Of `best_of` outputs the `n` of the
+    highest log-probability are answered. `max_tokens` 0 asks for nothing but the prompt.
+    """
+
+    max_tokens: int | None = Field(default=None, ge=0)
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1)
     prompt: Annotated[list[str | list[int]], PlainValidator(list_of_prompts, json_schema_input_type=Prompts)]
     logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
@@ -198,6 +241,34 @@ class CompletionRequest(GenerationFields):
     def top_logprobs_wanted(self) -> int | None:
         """The value of `logprobs` itself."""
         return self.logprobs
+
+    @property
+    def samples(self) -> int:
+        """The value of `best_of`, or of `n` without it."""
+        return self.best_of or self.n
+
+    def prompt_logprobs_wanted(self) -> int | None:
+        """As many as the prompt's own field or its echo needs."""
+        echoed = self.logprobs if self.echo else None
+        return max((most for most in (self.prompt_logprobs, echoed) if most is not None), default=None)
+
+    def check(self, model: ModelInfo, limits: Limits) -> None:
+        """Check `best_of` too."""
+        super().check(model, limits)
+        best, n = self.best_of or self.n, self.n
+        checks = (
+            (best <= limits.choices, f"must be at most {limits.choices}, got {best}"),
+            (best >= n, f"must be at least n ({n}), got {best}"),
+            (best == n or not self.stream, "which output is best is known at the end; leave out best_of or stream"),
+        )
+        for ok, message in checks:
+            if not ok:
+                raise ApiError(f"best_of: {message}", param="best_of", code="invalid_value")
+
+    def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> SamplingParams:
+        """As in `GenerationFields`; to choose between outputs, their log-probabilities are needed."""
+        params = super().sampling(model, prompt_tokens, default_tokens, prompt)
+        return replace(params, logprobs=params.logprobs or 0) if self.samples > self.n else params
 
 
 class ChatRequest(ConversingFields, GenerationFields):

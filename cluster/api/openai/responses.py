@@ -1,11 +1,12 @@
 """The answers, as OpenAI writes them: the whole body, or the chunks of a stream, for text and for chat."""
 
 import codecs
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from cluster.api.openai.choices import Choice, Delta, joined
+from cluster.api.openai.echo import offsets
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.stream import DONE
 from cluster.api.openai.stream import event as framed
@@ -21,6 +22,9 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 class Extras:
     """What a client asked for besides text: tokens named by id, all token ids, usage at the end or in each chunk, and
     what was thought.
+
+    `logprobs` and `prompt_logprobs` are how many alternatives, None for none; `echoes` the texts of the prompts, where
+    answers begin with them; `best` how many outputs of each prompt are answered, None for all of them.
     """
 
     ids_as_text: bool = False
@@ -28,6 +32,10 @@ class Extras:
     usage_at_end: bool = False
     usage_in_chunks: bool = False
     thought: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echoes: tuple[str, ...] = ()
+    best: int | None = None
 
 
 class Answering(NamedTuple):
@@ -88,7 +96,12 @@ class Shape:
         """The whole answer from all deltas of all sequences."""
         whole = [joined(at, [delta for delta in deltas if delta.index == at]) for at in range(len(self.choices))]
         body: dict[str, Any] = {"object": self.object_of_body, **self._head}
-        body["choices"] = [self._choice(delta) for delta in whole]
+        if self._scored:  # the first output of each prompt brought it for all
+            each = self._each
+            whole = [replace(d, prompt_logprobs=whole[at - at % each].prompt_logprobs) for at, d in enumerate(whole)]
+        if self._extras.best is not None:
+            whole = self._best(whole, self._extras.best)
+        body["choices"] = [{**self._choice(delta), "index": at} for at, delta in enumerate(whole)]
         body["usage"] = usage(self.choices)
         if metrics := speculation_metrics(self.choices):
             body["metrics"] = metrics
@@ -106,6 +119,24 @@ class Shape:
     def failed(self, error: ApiError) -> bytes:
         """The error in OpenAI's envelope."""
         return framed(error.envelope())
+
+    @property
+    def _each(self) -> int:
+        """How many outputs each prompt has."""
+        return len(self.choices) // (1 + self.choices[-1].prompt_index)
+
+    @property
+    def _scored(self) -> bool:
+        """Whether log-probabilities of prompts are answered."""
+        extras = self._extras
+        return extras.prompt_logprobs is not None or bool(extras.echoes and extras.logprobs is not None)
+
+    def _best(self, whole: Sequence[Delta], count: int) -> list[Delta]:
+        """The `count` outputs of each prompt that are likeliest as a whole, best first."""
+        best: list[Delta] = []
+        for start in range(0, len(whole), self._each):
+            best += sorted(whole[start : start + self._each], key=_likelihood, reverse=True)[:count]
+        return best if self._extras.logprobs is not None else [replace(delta, logprobs=()) for delta in best]
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks of one delta: one, with the opening of its sequence (such as the role) in or before the first."""
@@ -150,6 +181,24 @@ class Shape:
             return text, text.encode()
         return self._tokenizer.token_text(token_id)
 
+    def _prompt_logprobs(self, delta: Delta) -> dict[str, Any]:
+        """What the first output of a prompt brought of it, in vLLM's shape: nothing of the first token, which has
+        nothing before it.
+        """
+        most = self._extras.prompt_logprobs
+        if most is None:
+            return {}
+        return {"prompt_logprobs": [None, *(self._ranked(entry, most) for entry in delta.prompt_logprobs)]}
+
+    def _ranked(self, entry: TokenLogprob, most: int) -> dict[str, Any]:
+        ranked = {entry.token_id: (entry.logprob, entry.rank)}
+        for place, (token, logprob) in enumerate(entry.top[:most], start=1):
+            ranked.setdefault(token, (logprob, place))
+        return {
+            str(token): {"logprob": _number(logprob), "rank": rank, "decoded_token": self._token(token)[0]}
+            for token, (logprob, rank) in ranked.items()
+        }
+
     def _choice(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -167,29 +216,54 @@ class CompletionShape(Shape):
     _offsets: dict[int, "_Offsets"]
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        return {**self._chunk_choice(delta), **self._prompt_token_ids(delta.index)}
+        scores = self._prompt_logprobs(delta)
+        return {**self._chunk_choice(delta), **self._prompt_token_ids(delta.index), **scores}
 
     def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(delta) if delta.logprobs else None
-        return {"index": delta.index, "text": delta.text, "logprobs": logprobs, **self._end(delta)}
+        text, echoed = delta.text, bool(self._extras.echoes) and delta.index not in self._begun
+        if echoed:
+            text = self._extras.echoes[self.choices[delta.index].prompt_index] + text
+        logprobs = None
+        if delta.logprobs or (echoed and self._extras.logprobs is not None):
+            logprobs = self._logprobs(delta, echoed)
+        return {"index": delta.index, "text": text, "logprobs": logprobs, **self._end(delta)}
 
     def _opening(self, index: int, first: dict[str, Any]) -> list[dict[str, Any]]:
         return [{**first, **self._prompt_token_ids(index)}]
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, echoed: bool) -> dict[str, Any]:
+        """Those of an output's tokens, with those of its prompt before them where it is `echoed`."""
+        choice = self.choices[delta.index]
+        text = self._extras.echoes[choice.prompt_index] if self._extras.echoes else ""
         if not hasattr(self, "_offsets"):
             self._offsets = {}
-        offsets = self._offsets.setdefault(delta.index, _Offsets())
-        named = [(*self._token(entry.token_id), entry) for entry in delta.logprobs]
+        begins = self._offsets.setdefault(delta.index, _Offsets(len(text)))
+        told = self._named(delta.logprobs)
+        told["text_offset"] = [begins.before(self._shown(entry.token_id)) for entry in delta.logprobs]
+        if not echoed:
+            return told
+        ids = choice.request.prompt_token_ids
+        scores = self._named(replace(e, top=e.top[: self._extras.logprobs]) for e in delta.prompt_logprobs)
+        scores["text_offset"] = offsets(text, (self._token(token)[1] for token in ids))[1:]
+        first = {"tokens": self._token(ids[0])[0], "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [first[name], *scores[name], *column] for name, column in told.items()}
+
+    def _named(self, entries: Iterable[TokenLogprob]) -> dict[str, list[Any]]:
+        """All columns but the offsets."""
+        lines = [(self._token(entry.token_id)[0], entry) for entry in entries]
         return {
-            "tokens": [text for text, _, _ in named],
-            "token_logprobs": [_number(entry.logprob) for _, _, entry in named],
+            "tokens": [text for text, _ in lines],
+            "token_logprobs": [_number(entry.logprob) for _, entry in lines],
             "top_logprobs": [
                 {self._token(i)[0]: _number(p) for i, p in (*entry.top, (entry.token_id, entry.logprob))}
-                for _, _, entry in named
+                for _, entry in lines
             ],
-            "text_offset": [offsets.before(raw) for _, raw, _ in named],
         }
+
+    def _shown(self, token_id: int) -> bytes:
+        """What a token adds to the text of an output: a special token nothing."""
+        hidden = self._tokenizer is not None and not self._tokenizer.textual([token_id])
+        return b"" if hidden else self._token(token_id)[1]
 
 
 class ChatShape(Shape):
@@ -204,7 +278,10 @@ class ChatShape(Shape):
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The prompt's ids stand beside the choices, since all have the same prompt."""
-        return {**super().body(deltas), **self._prompt_token_ids(0)}
+        scores: dict[str, Any] = {}
+        if self._extras.prompt_logprobs is not None:
+            scores = self._prompt_logprobs(joined(0, [delta for delta in deltas if delta.index == 0]))
+        return {**super().body(deltas), **self._prompt_token_ids(0), **scores}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": None, "refusal": None, **self._said(delta.events)}
@@ -265,9 +342,9 @@ class ChatShape(Shape):
 class _Offsets:
     """Where each token begins in the text, in characters; a character split over tokens begins at its first."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0
+        self._characters = start
 
     def before(self, raw: bytes) -> int:
         at = self._characters
@@ -287,3 +364,7 @@ def logprob_entry(entry: TokenLogprob, token: Callable[[int], tuple[str, bytes]]
 
 def _number(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
+
+
+def _likelihood(delta: Delta) -> float:
+    return sum(entry.logprob for entry in delta.logprobs)

@@ -55,6 +55,7 @@ class Limits:
     stop_token_ids: int = 64
     bad_words: int = 64
     logprobs: int = 20
+    prompt_logprobs: int = 1 << 18  # of all prompts of a call: their tokens, times the alternatives and itself
     default_completion_tokens: int = (
         16  # max_tokens of /v1/completions when it is left out, as OpenAI has it; for chat: what fits
     )

@@ -14,6 +14,7 @@ from cluster.api.keys import cache_salt
 from cluster.api.openai.body import Intake
 from cluster.api.openai.chatting import Chat, chat_of
 from cluster.api.openai.choices import Choice, Delta, run
+from cluster.api.openai.echo import text_of as text_of_prompt
 from cluster.api.openai.errors import ApiError, overloaded, shown
 from cluster.api.openai.fields import warning_headers
 from cluster.api.openai.offload import off_loop
@@ -31,13 +32,17 @@ from cluster.text import StoppedText
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings."""
+    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings.
+
+    `scores` is how many log-probabilities of prompts the answer holds: where many, it is written off the event loop.
+    """
 
     call_id: str
     choices: list[Choice]
     shape: AnswerShape
     stream: bool
     headers: dict[str, str]
+    scores: int = 0
 
 
 async def answer(service: Service, limits: Limits, intake: Intake, request: HttpRequest, read: Reader) -> Response:
@@ -63,7 +68,8 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
             return await _streamed(request, call, deltas)
         async with aclosing(deltas):
             said = await until_client_leaves(request.receive, _all(deltas))
-    return Response(json_bytes(call.shape.body(said)), media_type="application/json", headers=call.headers)
+    whole = await off_loop(call.scores, lambda: json_bytes(call.shape.body(said)))
+    return Response(whole, media_type="application/json", headers=call.headers)
 
 
 async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
@@ -75,9 +81,12 @@ async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Del
         raise
 
     async def events() -> AsyncGenerator[bytes, None]:
-        yield call.shape.events(first)
+        yield await off_loop(call.scores, partial(call.shape.events, first))
         async for delta in deltas:
-            yield call.shape.events(delta)
+            if delta.prompt_logprobs:
+                yield await off_loop(call.scores, partial(call.shape.events, delta))
+            else:
+                yield call.shape.events(delta)
         if last := call.shape.end():
             yield last
 
@@ -106,7 +115,8 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
             raise _needs_tokenizer(field)
     chat = Chat()
     if isinstance(fields, ChatRequest):
-        encoded = await _encoded(service, fields, length, fields.add_special_tokens, model.room)
+        room = None if fields.truncate_prompt_tokens else model.room
+        encoded = await _encoded(service, fields, length, fields.add_special_tokens, room)
         assert tokenizer is not None
         chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
         constraint, prompts = chat.constraint, [tuple(encoded.ids)]
@@ -117,6 +127,9 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
         default_tokens = limits.default_completion_tokens
 
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
+    whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
+    scores = _scores(fields, prompts, limits)
+    echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
     unique = uuid.uuid4().hex
     call_id = asked.prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
@@ -128,30 +141,75 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
             if not ids:
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
             params = fields.sampling(model, len(ids), default_tokens, blamed[at])
-            for i in range(fields.n):
+            for i in range(fields.samples):
                 text = None
                 if tokenizer is not None:
                     included, least = fields.include_stop_str_in_output, fields.min_tokens
                     text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
+                if i and not fields.stream:  # what is asked about a prompt comes with its first output
+                    own = replace(own, prompt_logprobs=None)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
                 choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader()))
         return choices
 
     choices = await off_loop(length, make_choices)
+    extras = _extras(fields, echoes)
+    words = None if tokenizer is None else tokenizer.text
+    shape = asked.shape(Answering(call_id, int(time.time()), model.model_id, choices, words, extras))
+    headers = warning_headers(asked.warnings) | ({asked.id_header: call_id} if asked.id_header else {})
+    return Call(call_id, choices, shape, fields.stream, headers, scores)
+
+
+def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
     options = fields.stream_options
-    extras = Extras(
+    return Extras(
         ids_as_text=fields.return_tokens_as_token_ids,
         token_ids=fields.return_token_ids,
         usage_at_end=options is not None and options.include_usage,
         usage_in_chunks=options is not None and options.continuous_usage_stats,
         thought=not isinstance(fields, ChatRequest) or fields.include_reasoning,
+        logprobs=fields.top_logprobs_wanted(),
+        prompt_logprobs=fields.prompt_logprobs,
+        echoes=echoes,
+        best=fields.n if fields.samples > fields.n else None,
     )
-    words = None if tokenizer is None else tokenizer.text
-    shape = asked.shape(Answering(call_id, int(time.time()), model.model_id, choices, words, extras))
-    headers = warning_headers(asked.warnings) | ({asked.id_header: call_id} if asked.id_header else {})
-    return Call(call_id, choices, shape, fields.stream, headers)
+
+
+def _echoes(
+    service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
+) -> tuple[str, ...]:
+    """The texts of the prompts where answers repeat them: as they came, unless fewer tokens are `kept`."""
+    if not isinstance(fields, CompletionRequest) or not fields.echo:
+        return ()
+    tokenizer = None if service.tokenizer is None else service.tokenizer.text
+    texts = []
+    for given, ids, left in zip(fields.prompt, whole, kept, strict=True):
+        as_it_came = given if isinstance(given, str) and len(left) == len(ids) else None
+        texts.append(text_of_prompt(as_it_came, left, tokenizer))
+    return tuple(texts)
+
+
+def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]], limits: Limits) -> int:
+    """How many log-probabilities of prompts an answer holds.
+
+    Raises:
+        ApiError: more than one call may ask for.
+    """
+    wanted = fields.prompt_logprobs_wanted()
+    if wanted is None:
+        return 0
+    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)
+    if scores > limits.prompt_logprobs:
+        param = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
+        raise ApiError(
+            f"{param}: the answer would hold {scores} log-probabilities of prompts, more than the "
+            f"{limits.prompt_logprobs} of one call; ask for fewer alternatives, or send several requests",
+            param=param,
+            code="invalid_value",
+        )
+    return scores
 
 
 async def _encoded(
@@ -214,15 +272,16 @@ def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
 
 async def _prompt_ids(service: Served, limits: Limits, fields: CompletionRequest, length: int) -> list[tuple[int, ...]]:
     prompts = fields.prompt
-    if len(prompts) * fields.n > limits.sequences:
+    if len(prompts) * fields.samples > limits.sequences:
+        many = "n" if fields.samples == fields.n else "best_of"
         raise ApiError(
-            f"prompt: {len(prompts)} prompts with n = {fields.n} make {len(prompts) * fields.n} sequences, more than "
-            f"the {limits.sequences} of one request; send several requests",
+            f"prompt: {len(prompts)} prompts with {many} = {fields.samples} make {len(prompts) * fields.samples} "
+            f"sequences, more than the {limits.sequences} of one request; send several requests",
             param="prompt",
             code="invalid_value",
         )
-    vocab, context = service.model.vocab_size, service.model.context_length
-    special, found = fields.add_special_tokens, []
+    vocab, special, found = service.model.vocab_size, fields.add_special_tokens, []
+    context = None if fields.truncate_prompt_tokens else service.model.context_length
     for at, prompt in enumerate(prompts):
         blamed = "prompt" if len(prompts) == 1 else f"prompt.{at}"
         if isinstance(prompt, str):

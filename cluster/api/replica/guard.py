@@ -32,6 +32,7 @@ SCOPES: Mapping[str, Scope] = {
     "/metrics": "use",
     "/version": "use",
     "/openapi.json": "use",
+    "/docs": "use",
     "/server_info": "admin",  # paths, addresses, process ids, causes of faults
 }
 """By declared path; a route that is not here is for admins."""

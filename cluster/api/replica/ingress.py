@@ -18,6 +18,7 @@ from cluster.api.anthropic.request import CountRequest, MessagesRequest
 from cluster.api.keys import Keys
 from cluster.api.openai import errors
 from cluster.api.openai.body import Intake
+from cluster.api.openai.docs_page import POLICY, page_of
 from cluster.api.openai.errors import RESTART_S, ApiError, shown, unavailable
 from cluster.api.openai.fields import WARNING_HEADER, warning_headers
 from cluster.api.openai.offload import off_loop
@@ -181,6 +182,12 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
     async def metrics() -> Response:
         """The Prometheus page of all replicas and ranks."""
         return Response(await service.metrics_page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        """These routes and the fields of their bodies, to read."""
+        page = page_of(app.openapi())
+        return Response(page, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
     @app.get("/version")
     async def version() -> Response:

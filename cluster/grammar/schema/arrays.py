@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.ebnf import EMPTY, NOTHING, Literal, Node, Rules, alt, repeat, seq
+from cluster.grammar.ebnf import Rules
+from cluster.grammar.nodes import EMPTY, NOTHING, Literal, Node, alt, repeat, seq
 from cluster.grammar.schema.keywords import Schema, size
 from cluster.grammar.schema.strings import COMMA, SPACES
 

@@ -9,7 +9,8 @@ from decimal import Decimal
 from typing import Any
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.ebnf import Literal, Node, Ref, Rules, alt, seq
+from cluster.grammar.ebnf import Rules
+from cluster.grammar.nodes import Literal, Node, Ref, alt, seq
 from cluster.grammar.schema.arrays import array_of, items_of
 from cluster.grammar.schema.keywords import Reader, Schema, finite, parts_of, types_of
 from cluster.grammar.schema.numbers import NUMBER, integer, number
@@ -20,20 +21,20 @@ BOOLEAN = alt(Literal("true"), Literal("false"))
 NULL = Literal("null")
 
 
-def schema_grammar(schema: Any) -> str:
-    """The grammar of a JSON schema, as `loaded`, in xgrammar's notation.
+def schema_grammar(schema: Any, compact: bool = False) -> str:
+    """The grammar of a JSON schema, as `loaded`, in xgrammar's notation; `compact`: without white space.
 
     Raises:
         GrammarError: it is not a schema, or asks for what is not enforced; the message says where.
     """
     converter = Converter(schema)
-    return converter.rules.written(converter.value(converter.root, "#"))
+    return converter.rules.written(converter.value(converter.root, "#"), compact)
 
 
-def object_grammar() -> str:
+def object_grammar(compact: bool = False) -> str:
     """The grammar of any JSON object."""
     converter = Converter(True)
-    return converter.rules.written(converter.any_object())
+    return converter.rules.written(converter.any_object(), compact)
 
 
 def loaded(text: str) -> Any:

@@ -4,7 +4,8 @@ import math
 from decimal import Decimal
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.ebnf import EMPTY, Chars, Literal, Node, Ref, Repeat, Rules, alt, chars, one_of, repeat, seq
+from cluster.grammar.ebnf import Rules
+from cluster.grammar.nodes import EMPTY, Chars, Literal, Node, Ref, Repeat, alt, chars, one_of, repeat, seq
 from cluster.grammar.schema.keywords import Schema
 
 DIGIT = chars((0x30, 0x39))

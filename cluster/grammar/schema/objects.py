@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.ebnf import EMPTY, NOTHING, Literal, Node, Rules, alt, minus, one_of, repeat, seq
+from cluster.grammar.ebnf import Rules
+from cluster.grammar.nodes import EMPTY, NOTHING, Blank, Literal, Node, alt, minus, one_of, repeat, seq
 from cluster.grammar.regex import parse
 from cluster.grammar.schema.keywords import Schema, finite, is_closed, size, spelled
 from cluster.grammar.schema.strings import COMMA, PLAIN, SPACES, any_string, literal, quoted, string
 
 MAX_STATES = 10_000
-COLON = seq(Literal(":"), alt(EMPTY, Literal(" ")))
+COLON = seq(Literal(":"), Blank(alt(EMPTY, Literal(" "))))
 NAMED_BY = frozenset({"type", "pattern", "minLength", "maxLength", "format", "enum", "const"})
 
 

@@ -5,16 +5,17 @@ from decimal import Decimal
 from typing import Any
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.ebnf import (
+from cluster.grammar.ebnf import Rules
+from cluster.grammar.nodes import (
     LAST,
     NOTHING,
     Alt,
+    Blank,
     Chars,
     Literal,
     Node,
     Regular,
     Repeat,
-    Rules,
     Seq,
     alt,
     both,
@@ -31,7 +32,7 @@ from cluster.grammar.schema.keywords import size
 
 INDENT = 16
 # None, one, or a new line and an indent: what writers of JSON use, and nothing that a model could go on with forever.
-SPACES = alt(Literal(""), Literal(" "), seq(Literal("\n"), repeat(one_of(" \t"), 0, INDENT)))
+SPACES = Blank(alt(Literal(""), Literal(" "), seq(Literal("\n"), repeat(one_of(" \t"), 0, INDENT))))
 HEX = chars((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
 TO_ESCAPE = chars((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 ALL = chars((0, LAST))

@@ -74,6 +74,20 @@ def test_a_pin_to_no_rank_is_refused_and_changes_nothing(rank: int) -> None:
     assert [balancer.load(at) for at in range(3)] == before
 
 
+def test_a_scored_prompt_looks_for_no_prefix() -> None:
+    """Its rows are all computed, so the rank that holds them is no faster."""
+    balancer = Balancer("expected_load", 2, PAGE, index_pages=PLENTY)
+    text = request("first", 400)
+    assert balancer.choose(text, 2.0) == 0
+    run(balancer, "first")
+    for name, scores, rank in (("plain", None, 0), ("scored", 1, 1)):
+        assert balancer.choose(request(f"{name} beside", 300, 9000, routed_dp_rank=0), 2.0) == 0
+        asked = replace(text, request_id=name, params=replace(text.params, prompt_logprobs=scores))
+        assert balancer.choose(asked, 2.0) == rank
+        run(balancer, f"{name} beside")
+        run(balancer, name)
+
+
 def test_a_queued_prompt_keeps_others_away_until_it_is_computed() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     assert balancer.choose(request("long", 3000, most=2), 2.0) == 0

@@ -1,10 +1,12 @@
 """How a stream remembers what it was sent, and in which order streams come back."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.actors.messages import Loss
 from cluster.actors.streams import RESUMES, Recovery, Stream
-from cluster.request import Request, RequestOutput, SamplingParams, Seeds, SpeculationCounts
+from cluster.request import Request, RequestOutput, SamplingParams, Seeds, SpeculationCounts, TokenLogprob
 
 LOSS = Loss(1, "died", 7, "target", "the process died", 0, 0.0, 0.1)
 
@@ -28,6 +30,21 @@ def test_a_stream_is_submitted_again_with_what_it_was_sent() -> None:
     assert again.prompt_token_ids == (1, 2, 3, 4, 5, 6, 7, 10, 11, 12)
     assert again.resumed_tokens == 5
     assert (again.params, again.routed_dp_rank, again.request_id) == (s.request.params, 1, "s")
+
+
+def test_what_was_asked_about_the_prompt_is_told_once() -> None:
+    """It came with the first token; until then a new life is asked as the first was."""
+    s = stream()
+    s.request = replace(s.request, params=replace(s.request.params, prompt_logprobs=2))
+    assert s.submission() == s.request
+    s.lose(nodes=3)
+    assert s.submission() == s.request
+    line = TokenLogprob(2, -0.5, ((2, -0.5),), 1)
+    assert s.take(output(10, prompt_logprobs=(line,))).prompt_logprobs == (line,)
+    s.lose(nodes=3)
+    again = s.submission()
+    assert again.params == replace(s.request.params, prompt_logprobs=None)
+    assert again.prompt_token_ids == (*s.request.prompt_token_ids, 10)
 
 
 def test_the_counts_of_all_lives_add_up() -> None:

@@ -6,7 +6,7 @@ from cluster.dp_attention.orders import checksum, pack, unpack
 FULL = Order(
     decodes=((0, 9), (2, 4)),
     lens=((2, 3),),
-    chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6)), PromptChunk(3, 15, 18, True, (7, 8, 9))),
+    chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6), 2), PromptChunk(3, 15, 18, True, (7, 8, 9))),
     samplings=(Sampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
     adjustings=(
         Adjusting(3, 0.5, -0.25, 1.5, 2, 3, (4, 5, 6, 7), (1,), ((2, -100.0), (9, 0.5)), (2, 3), ((5, 6), (7,))),

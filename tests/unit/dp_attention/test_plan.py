@@ -176,6 +176,26 @@ def test_the_script_after_a_sharded_head() -> None:
         assert [call for call in filtered if call[0] == "target"] == [*search, best[1]]
 
 
+def test_the_script_where_prompts_are_scored() -> None:
+    """The head once more, for the rows that are asked for, and what its shards tell of these; it is not captured."""
+
+    def after_choice(wide: bool | None) -> list[tuple[str, str, tuple[int, ...], int]]:
+        ops = Ops((), ("head",), 8, 100, None if wide is None else ShardedHead(100, 32, wide))
+        asking = facts(2, 7, 1)._replace(mode=int(Mode.PROMPT_LOGPROBS), scored=5)
+        plan = rule("exact", buckets=(1, 8)).plan([asking, facts(1)], SHAPE)
+        assert plan.scored == (5, 0) and not plan.captured
+        calls = [(call.phase, call.op, call.rows, call.width) for call in script(plan, SHAPE, ops, None)]
+        return [call for call in calls if call[0] == "extend"]
+
+    rows = (5, 0)
+    head, compare = ("extend", "head", rows, 8), ("extend", "compare", rows, 42)
+    ranking = [("extend", "highest", rows, 1), ("extend", "add", rows, 1)]
+    assert after_choice(None) == [head]
+    assert after_choice(False) == [head, compare, *ranking]
+    told = [("extend", "spread", rows, 2), compare, ("extend", "spread", rows, 1), *ranking]
+    assert after_choice(True) == [head, *told]
+
+
 def test_a_shallower_tier_has_a_shorter_script() -> None:
     plan = rule("exact").plan([facts(2)], SHAPE)
     lengths = [len(script(plan, shape, TARGET, DRAFT)) for shape in tiers(SHAPE)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Mode
-from cluster.forward.choose import FAR, TOP_LOGPROBS, Logprobs, choose, likeliest, logprobs
+from cluster.forward.choose import FAR, TOP_LOGPROBS, Logprobs, choose, likeliest, logprobs, ranks
 from cluster.forward.draw import Draw, checksum
 from cluster.forward.noise import Noise, gumbel_of, noise_keys, token_hashes, vocabulary_hashes
 from cluster.forward.sharded import CHOSEN, proposed, told
@@ -165,6 +165,26 @@ def test_log_probabilities_are_those_of_the_whole(grid: Grid, dtype: torch.dtype
                 assert torch.equal(got.ids, wanted.ids)
             raw = logits[group][rows[group]].to(wanted.values.dtype).log_softmax(-1)
             assert torch.allclose(raw.gather(1, got.ids), got.values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_ranks_are_those_of_the_whole(grid: Grid, dtype: torch.dtype) -> None:
+    """How many tokens are at least as likely as one: its place in the order, after those that tie with it."""
+    for trial, vocab in enumerate((3, 21, 130)):
+        torch.manual_seed(trial)
+        logits = [torch.randn(5, vocab, dtype=torch.float64).to(dtype) for _ in range(grid.dp)]
+        logits[0][1] = logits[0][1, 0]  # all tie
+        tokens = [torch.randint(vocab, (5,)) for _ in range(grid.dp)]
+
+        def rank(seat: Seat, tokens: list[Tensor] = tokens) -> Tensor:
+            return ranks(seat.columns, tokens[seat.group])
+
+        for number, got in enumerate(seated(grid, logits, head_of(grid, vocab, dtype).ranking(), rank)):
+            group = number // grid.tp
+            rows = zip(logits[group].tolist(), tokens[group].tolist(), strict=True)
+            assert got.tolist() == [sum(x >= row[token] for x in row) for row, token in rows]
+            assert group or got[1] == vocab
 
 
 @pytest.mark.parametrize("vocab", [300, 30_000])

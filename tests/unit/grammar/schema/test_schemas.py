@@ -4,6 +4,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any
@@ -145,3 +146,14 @@ def test_not_json_is_refused() -> None:
     for text in ("", "{", "NaN", "{'a': 1}", '{"minimum": Infinity}'):
         with pytest.raises(GrammarError, match="not JSON"):
             loaded(text)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name not in ("enum", "const")])
+def test_compact_json_has_no_white_space_between_its_tokens(name: str) -> None:
+    """But for values that the schema spells out, which have one spelling."""
+    schema, sample = SAMPLES[name]
+    held = replace(grammar(schema), compact=True)
+    assert demo().accepts(held, json.dumps(sample, ensure_ascii=False, separators=(",", ":")))
+    spaced = json.dumps(sample, ensure_ascii=False, indent=1)
+    if spaced != json.dumps(sample, ensure_ascii=False, separators=(",", ":")):
+        assert not demo().accepts(held, spaced) and demo().accepts(grammar(schema), spaced)

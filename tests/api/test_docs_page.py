@@ -1,0 +1,81 @@
+"""/docs: all routes and fields on a page that loads nothing from anywhere."""
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from cluster.api.openai.docs_page import page_of
+from cluster.api.openai.protocol import ChatRequest, CompletionRequest
+from tests.api.scripted import Client
+
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """The tags that are open, the attributes of all, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def document(client: Client) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/openapi.json").json()
+    return found
+
+
+def test_it_names_every_route_and_every_field(client: Client, document: dict[str, Any]) -> None:
+    response = client.get("/docs")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
+    text = Page(response.text).text
+    for path, operations in document["paths"].items():
+        for method in operations:
+            assert f"{method.upper()} {path}" in text
+    for name in (*CompletionRequest.model_fields, *ChatRequest.model_fields, "max_new_tokens"):
+        assert name in text
+
+
+def test_it_loads_nothing(client: Client) -> None:
+    response = client.get("/docs")
+    page = Page(response.text)
+    links = [(tag, name, value) for tag, name, value in page.attributes if name in ("src", "href", "action", "srcset")]
+    assert links == [("a", "href", "openapi.json")]
+    assert "<script" not in response.text and "url(" not in response.text and "@import" not in response.text
+    assert not re.search(r"https?:", response.text)
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_what_it_says_cannot_be_markup() -> None:
+    """Also not where a description is not ours."""
+    evil = "<script>alert(1)</script>"
+    schema = {"properties": {evil: {"type": evil, "default": evil}}, "description": evil}
+    operation = {
+        "description": evil,
+        "requestBody": {"content": {evil: {"schema": {"$ref": "#/components/schemas/E"}}}},
+        "responses": {evil: {"description": evil}},
+    }
+    page = page_of(
+        {"info": {"title": evil, "version": evil}, "paths": {evil: {evil: operation}},
+         "components": {"schemas": {"E": schema}}}
+    )  # fmt: skip
+    assert "<script" not in page.lower()
+    assert Page(page).text.count(evil) >= 6

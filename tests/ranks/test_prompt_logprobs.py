@@ -1,0 +1,53 @@
+"""Log-probabilities of prompts on several ranks are those of one, wherever the columns of the head are."""
+
+from itertools import product
+
+import pytest
+
+from tests.parity.harness import VOCAB, tiny_pair
+from tests.ranks.compare import Tally, check
+from tests.ranks.gang import Case
+from tests.ranks.test_parity import Gangs, config
+from tests.ranks.workload import SCORED, workload
+from tests.tiny import draft_folder
+
+MESHES = ((2, 1), (2, 2), (4, 2))
+SHARDS = ("attention", "world")
+
+
+def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: str, **settings: object) -> Tally:
+    """`settings` may name the size of a draft's vocabulary, and `shaken`: random chunks and tiers."""
+    target, draft = tiny_pair()
+    if "draft_vocab" in settings:
+        draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))  # type: ignore[arg-type]
+    shaken, (tp, dp) = settings.pop("shaken", None), mesh
+    given = {"vocab_parallel": shards, "tp_size": tp, "attn_dp_size": dp, **settings}
+    actions = workload(tp + dp, dp, 20, vocab=VOCAB, horizon=10, aborts=0.1, besides=SCORED)
+    case = Case(config(target, draft, **given), actions, shaken=shaken)  # type: ignore[arg-type]
+    return check(ranks(tp), case, same_trees=shaken is None)
+
+
+@pytest.mark.parametrize(("mesh", "shards"), [((2, 1), "attention"), ((2, 2), "world"), ((2, 2), "attention")])
+def test_a_gang_scores_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: str) -> None:
+    tally = tally_of(ranks, mesh, shards, debug_lockstep=True)
+    assert not tally.mismatches, tally.mismatches
+    assert tally.compared > 15 and tally.scored > 10, tally
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"topk": 1, "num_steps": 5, "shaken": 3},
+        {"topk": 3, "draft_vocab": 17, "max_total_tokens": 96},
+        {"topk": 3, "dp_padding": "padded", "shaken": 4},
+        {"topk": 1, "capture": "on", "capture_sizes": [1, 2, 4, 8, 16]},
+    ],
+)
+@pytest.mark.parametrize(("mesh", "shards"), product(MESHES, SHARDS))
+def test_prompts_are_scored_on_all_meshes(
+    ranks: Gangs, mesh: tuple[int, int], shards: str, shape: dict[str, object]
+) -> None:
+    tally = tally_of(ranks, mesh, shards, **shape)
+    assert not tally.mismatches, tally.mismatches
+    assert tally.compared > 12 and tally.scored > 8, tally
