@@ -146,6 +146,9 @@ class EngineConfig(Settings):
     )
     speculative_draft_model_path: str | None = Field(default=None, description="folder of the draft; unset: none")
     speculative_num_steps: int | None = Field(default=None, ge=1, le=16)
+    speculative_forced_tokens: int = Field(
+        default=8, ge=0, le=64, description="nodes that a grammar may add to a drafted tree; they cost no draft"
+    )
     speculative_eagle_topk: int | None = Field(default=None, ge=1, le=32)
     speculative_num_draft_tokens: int | None = Field(default=None, ge=2, le=512)
     speculative_batch_tiers: dict[int, int] = Field(
@@ -269,13 +272,11 @@ class EngineConfig(Settings):
         return self
 
 
-FORCED = 8  # nodes that grammars may add to a drafted tree, and levels
-
-
 class TreeShape(BaseModel):
     """S, K and N of one step: depth, children per node, nodes (root included). N = 1: no speculation.
 
-    The last `forced` of the nodes and levels are not drafted: there is room for what a grammar forces.
+    The last `forced` of the nodes and levels are not drafted: there is room for what a grammar forces. `room` is how
+    many of them a step with a grammar has.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -284,6 +285,7 @@ class TreeShape(BaseModel):
     topk: int
     num_draft_tokens: int
     forced: int = 0
+    room: int = 0
 
     @property
     def drafted(self) -> "TreeShape":
@@ -292,13 +294,14 @@ class TreeShape(BaseModel):
 
     def forcing(self) -> "TreeShape":
         """The same with room for what grammars force; plain decoding stays as it is."""
-        return self._longer(FORCED) if self.num_steps and not self.forced else self
+        return self._longer(self.room) if self.num_steps and not self.forced else self
 
     def _longer(self, more: int) -> "TreeShape":
         if not more:
             return self
         steps, nodes = self.num_steps + more, self.num_draft_tokens + more
-        return TreeShape(num_steps=steps, topk=self.topk, num_draft_tokens=nodes, forced=self.forced + more)
+        sizes = {"num_steps": steps, "num_draft_tokens": nodes, "forced": self.forced + more}
+        return self.model_copy(update=sizes)
 
     @property
     def window(self) -> int:
@@ -311,7 +314,7 @@ def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:
     shallower = []
     for steps in range(shape.num_steps):
         nodes = min(shape.num_draft_tokens, _most_nodes(steps, shape.topk))
-        shallower.append(TreeShape(num_steps=steps, topk=shape.topk, num_draft_tokens=nodes))
+        shallower.append(shape.model_copy(update={"num_steps": steps, "num_draft_tokens": nodes}))
     return (*shallower, shape)
 
 
@@ -350,4 +353,4 @@ def tree_shape(config: EngineConfig) -> TreeShape:
             f"speculative_num_draft_tokens {nodes} is more than the {most} nodes that speculative_num_steps {steps} "
             f"and speculative_eagle_topk {topk} can propose; lower it"
         )
-    return TreeShape(num_steps=steps, topk=topk, num_draft_tokens=nodes)
+    return TreeShape(num_steps=steps, topk=topk, num_draft_tokens=nodes, room=config.speculative_forced_tokens)

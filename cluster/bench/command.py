@@ -11,6 +11,7 @@ from cluster.bench.cases import (
     acceptance,
     crowd,
     faults,
+    grammars,
     levels,
     lockstep,
     offline,
@@ -30,6 +31,7 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "serving": serving,  # start-up, latency and memory of `aerie serve`
     "acceptance": acceptance,  # how well the draft predicts
     "levels": levels,  # acceptance by depth of any draft, three levels deep
+    "grammars": grammars,  # what a grammar costs, and what the nodes that it forces gain
     "lockstep": lockstep,  # what lockstep costs data-parallel ranks
     "overlap": overlap,  # what the host does for a step, and how much of it a device waits for
 }

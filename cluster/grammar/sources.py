@@ -36,6 +36,13 @@ FORMATS: dict[str, frozenset[str]] = {
 }
 
 
+# What a form of ours may have besides.
+OF_CHAT: dict[str, frozenset[str]] = {
+    "token": frozenset({"token"}),
+    "json_schema": FORMATS["json_schema"] | {"compact"},
+}
+
+
 def tokens_of(tag: Any) -> list[int]:
     """The tokens that stand in a structural tag as such."""
     inner = tag.values() if isinstance(tag, dict) else tag if isinstance(tag, list) else ()
@@ -87,7 +94,7 @@ def _ebnf(text: str) -> str:
 
 
 def _chat(text: str) -> str:
-    return _structural_tag(text, FORMATS | {"token": frozenset({"token"})})
+    return _structural_tag(text, FORMATS | OF_CHAT)
 
 
 def _structural_tag(text: str, formats: Mapping[str, frozenset[str]] = FORMATS) -> str:
@@ -151,7 +158,7 @@ def _inner(form: Mapping[str, Any], kind: str, path: str) -> str:
     inside = form.get({"json_schema": "json_schema", "grammar": "grammar", "regex": "pattern"}[kind])
     try:
         if kind == "json_schema":
-            return schema_grammar(loaded(inside) if isinstance(inside, str) else inside)
+            return schema_grammar(loaded(inside) if isinstance(inside, str) else inside, form.get("compact") is True)
         if not isinstance(inside, str):
             raise GrammarError("must be text")
         return _regex(inside) if kind == "regex" else _ebnf(inside)

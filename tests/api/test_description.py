@@ -9,6 +9,7 @@ import pytest
 from cluster.api.openai.body import MAX_KEYS
 from cluster.api.openai.service import Limits
 from tests.api.bad_conversations import BEYOND_A_SCHEMA as BEYOND_OF_CONVERSATIONS
+from tests.api.bad_conversations import TOOL
 from tests.api.scripted import MODEL, Client
 from tests.api.test_bad_input import CHAT, FIELDS, HI
 
@@ -110,12 +111,22 @@ def test_what_is_refused_does_not_fit(document: dict[str, Any]) -> None:
     assert fitting <= BEYOND_A_SCHEMA
 
 
+CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ANSWERED = [
+    *HI,
+    {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "c", "content": "1"},
+]
+
+
 def test_what_is_taken_fits(document: dict[str, Any], client: Client) -> None:
     parts = [{"type": "text", "text": "hi"}]
     for fields in (
         {"stop": "x", "seed": 3, "n": 2, "temperature": 0, "top_logprobs": 2, "logprobs": True, "user": "me"},
         {"stop": ["x", "y"], "presence_penalty": 0, "response_format": {"type": "text"}, "unheard_of": 1},
         {"presence_penalty": 0.5, "logit_bias": {"5": -1}, "bad_words": ["x"], "allowed_token_ids": [1, 2]},
+        {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False, "messages": ANSWERED},
+        {"tools": [], "tool_choice": "auto", "reasoning_effort": "none", "include_reasoning": False},
         {"messages": [{"role": "user", "content": parts}], "max_tokens": 3, "stream": False, "stop_token_ids": [1]},
     ):
         body = {"model": MODEL, "messages": HI, **fields}

@@ -10,7 +10,7 @@ from cluster.api.openai.errors import ApiError
 from cluster.api.openai.protocol import ChatRequest
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.openai.tools import Tool
-from cluster.chat.formats.plan import Answer, Form, Format, Prompted, json_value
+from cluster.chat.formats.plan import Answer, Form, Format, Prompted, json_value, with_tokens
 from cluster.chat.json_text import loaded
 from cluster.chat.reading import Reader, Tools
 from cluster.grammar.asked import Grammar, GrammarError
@@ -58,7 +58,7 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> Chat:
     except GrammarError as error:
         raise refused(error, "tools" if fields.callable_tools or asked is None else asked.field) from None
     if held is not None:
-        form = _with_tokens(held.form, {name: token for token, name in special.items()})
+        form = with_tokens(held.form, {name: token for token, name in special.items()})
         text = json.dumps({"type": "structural_tag", "format": form})
         asked = Constraint(held.field, Grammar("chat", text))
     schemas = {tool.function.name: tool.function.schema_of_arguments for tool in callable_tools}
@@ -101,9 +101,9 @@ def _form_of(grammar: Grammar) -> Form:
         raise GrammarError("beside tools, and where the model thinks, white space in JSON cannot be forbidden")
     match grammar.kind:
         case "json_schema":
-            return json_value(grammar.text)
+            return {**json_value(grammar.text), "compact": grammar.compact}
         case "json_object":
-            return json_value(ANY_ARGUMENTS)
+            return {**json_value(ANY_ARGUMENTS), "compact": grammar.compact}
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "choice":
@@ -118,26 +118,3 @@ def _form_of(grammar: Grammar) -> Form:
             if not isinstance(tag, dict) or "format" not in tag:
                 raise GrammarError("beside tools, and where the model thinks, a structural tag must have a format")
             return dict(tag["format"])
-
-
-def _with_tokens(form: Any, tokens: Mapping[str, int]) -> Any:
-    """A form with the special tokens in its constant texts as tokens."""
-    if isinstance(form, list):
-        return [_with_tokens(part, tokens) for part in form]
-    if not isinstance(form, dict) or form.get("type") in ("json_schema", "regex", "grammar"):
-        return form
-    if form.get("type") != "const_string":
-        return {name: _with_tokens(part, tokens) for name, part in form.items()}
-    parts = _split(form["value"], tokens)
-    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
-
-
-def _split(value: str, tokens: Mapping[str, int]) -> list[Form]:
-    """A text as texts and tokens in turn."""
-    places = [(at, -len(name), name) for name in tokens if (at := value.find(name)) >= 0]
-    if not places:
-        return [{"type": "const_string", "value": value}]
-    at, _, name = min(places)
-    before = [{"type": "const_string", "value": value[:at]}] if at else []
-    rest = value[at + len(name) :]
-    return [*before, {"type": "token", "token": tokens[name]}, *(_split(rest, tokens) if rest else [])]

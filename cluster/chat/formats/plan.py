@@ -46,6 +46,29 @@ def one_of(parts: Sequence[Form]) -> Form:
     return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
 
 
+def with_tokens(form: Any, tokens: Mapping[str, int]) -> Any:
+    """A form with the special tokens in its constant texts as tokens."""
+    if isinstance(form, list):
+        return [with_tokens(part, tokens) for part in form]
+    if not isinstance(form, dict) or form.get("type") in ("json_schema", "regex", "grammar"):
+        return form
+    if form.get("type") != "const_string":
+        return {name: with_tokens(part, tokens) for name, part in form.items()}
+    parts = _split(form["value"], tokens)
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
+
+
+def _split(value: str, tokens: Mapping[str, int]) -> list[Form]:
+    """A text as texts and tokens in turn."""
+    places = [(at, -len(name), name) for name in tokens if (at := value.find(name)) >= 0]
+    if not places:
+        return [{"type": "const_string", "value": value}]
+    at, _, name = min(places)
+    before = [{"type": "const_string", "value": value[:at]}] if at else []
+    rest = value[at + len(name) :]
+    return [*before, {"type": "token", "token": tokens[name]}, *(_split(rest, tokens) if rest else [])]
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """How a family writes calls. All of them stand between `opening` and `ending`, with `between` from one to the next;
@@ -66,8 +89,10 @@ class Written:
             one_after_another(text(self.before(name)), self.arguments(schema), text(self.after))
             for name, schema in tools.items()
         ]
-        call, more = one_of(each), one_after_another(text(self.between), one_of(each))
-        repeated = [{"type": "star", "content": more}] if several and self.several else []
+        call, repeated = one_of(each), list[Form]()
+        if several and self.several:
+            more = {"type": "star", "content": one_after_another(text(self.between), call)}
+            call, repeated = (call, [more]) if self.between else ({"type": "plus", "content": call}, [])
         return one_after_another(text(self.opening), call, *repeated, text(self.ending))
 
 

@@ -1,0 +1,148 @@
+"""`aerie bench grammars`: what a grammar costs, and what the nodes that it forces gain, side by side in one run.
+
+The same prompts three times: free, held to schemas with masks alone, and with forced nodes too. Free output has another
+accept length, so speeds are compared per accepted token: tokens per second over the accept length, which is steps per
+second. Contenders take turns; ratios are taken within a repeat, medians shown.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cluster.bench.pair import DEFAULT, Pair
+from cluster.bench.report import Say, machine, median, ratio, table
+from cluster.bench.runs import Run, params_of, run_together
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
+from cluster.grammar.asked import Grammar
+from cluster.grammar.vocabulary import Vocabulary
+from cluster.grammar.worker import Worker
+from cluster.request import SamplingParams
+from cluster.text import TextTokenizer
+
+GOAL_COST, GOAL_GAIN = 0.95, 1.2
+BATCHES = (1, 8)
+TEMPERATURES = (0.0, 0.8)
+NAMES = (
+    ("customer_identifier", "shipping_address_line", "preferred_language", "subscription_status"),
+    ("temperature_celsius", "relative_humidity", "measurement_station", "observation_status"),
+    ("repository_owner", "default_branch_name", "continuous_integration", "license_identifier"),
+    ("account_holder_name", "transaction_amount", "transaction_currency", "settlement_status"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured: `prompts` of `prompt_tokens` tokens, answers of at most `new_tokens`."""
+
+    prompts: int = 8
+    prompt_tokens: int = 32
+    new_tokens: int = 160
+    repeats: int = 5
+
+
+QUICK = Size(prompts=4, new_tokens=40, repeats=1)
+
+
+def schema_of(names: Sequence[str]) -> dict[str, Any]:
+    """A list of objects with these members, of strings, numbers and a choice of two."""
+    kinds = ({"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 999})
+    members: dict[str, Any] = {name: kinds[at % 2] for at, name in enumerate(names[:-1])}
+    members[names[-1]] = {"enum": ["pending_confirmation", "completed_successfully"]}
+    record = {"type": "object", "properties": members, "required": list(names), "additionalProperties": False}
+    return {"type": "array", "items": record, "minItems": 3, "maxItems": 3}
+
+
+def compiled(pair: Pair, config: EngineConfig, compact: bool) -> list[str]:
+    """The schemas over the pair's tokens."""
+    engine = build_engine(config)
+    tokenizer, ends = TextTokenizer.load(pair.target), engine.info().eos_token_ids
+    worker = Worker(Vocabulary.of(tokenizer, engine.info().vocab_size, ends))
+    return [worker.compile(Grammar("json_schema", json.dumps(schema_of(names)), compact)) for names in NAMES]
+
+
+def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
+    """Run everything and return the figures, JSON-ready."""
+    config = pair.config(DEFAULT, size.prompts)
+    prompts = pair.prompts(size.prompts, size.prompt_tokens)
+    engines = {
+        "free": build_engine(config),
+        "masks": build_engine(config.model_copy(update={"speculative_forced_tokens": 0})),
+        "forced": build_engine(config),
+    }
+    rows = []
+    for compact in (False, True):
+        grammars = compiled(pair, config, compact)
+        for temperature in TEMPERATURES:
+            for batch in BATCHES:
+                say(f"grammars: temperature {temperature}, batch {batch}{', compact' if compact else ''}")
+                runs: dict[str, list[Run]] = {name: [] for name in engines}
+                for repeat in range(size.repeats + 1):
+                    for name in list(engines)[:: -1 if repeat % 2 else 1]:
+                        held = grammars if name != "free" else [None]
+                        params = [_params(size, temperature, at, held[at % len(held)]) for at in range(len(prompts))]
+                        whole = Run()
+                        for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
+                            part = slice(start, start + batch)
+                            whole.add(run_together(engines[name], prompts[part], params[part]))
+                        runs[name].append(whole)
+                rows.append({"temperature": temperature, "batch": batch, "compact": compact} | _figures(runs))
+    return {
+        "what": "grammars",
+        "machine": machine(),
+        "goals": {"cost": GOAL_COST, "gain": GOAL_GAIN},
+        "identical": all(row["identical"] for row in rows),
+        "rows": rows,
+    }
+
+
+def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> SamplingParams:
+    params = params_of(size.new_tokens, temperature, seed)
+    return params if grammar is None else replace(params, grammar=grammar, ignore_eos=False)
+
+
+def _figures(runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """Of all repeats but the first, which warms up."""
+    free, masks, forced = (runs[name][1:] for name in ("free", "masks", "forced"))
+
+    def cost(held: list[Run]) -> float:
+        per_step = [
+            ratio(b.tokens_per_second * a.accept_length, a.tokens_per_second * b.accept_length)
+            for a, b in zip(free, held, strict=True)
+        ]
+        return median(per_step)
+
+    speeds = [ratio(b.tokens_per_second, a.tokens_per_second) for a, b in zip(masks, forced, strict=True)]
+    return {
+        "accept_length": {"free": free[0].accept_length, "masks": masks[0].accept_length}
+        | {"forced": forced[0].accept_length},
+        "cost_masks": cost(masks),
+        "cost_forced": cost(forced),
+        "gain": ratio(forced[0].accept_length, masks[0].accept_length),
+        "speed": median(speeds),
+        "identical": masks[0].tokens == forced[0].tokens,
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as a table."""
+    where = result["machine"]
+    rows = [
+        [
+            f"{row['temperature']:g}",
+            row["batch"],
+            "yes" if row["compact"] else "no",
+            *(f"{row['accept_length'][name]:.2f}" for name in ("free", "masks", "forced")),
+            f"{row['cost_masks']:.2f}",
+            f"{row['cost_forced']:.2f}",
+            f"{row['gain']:.2f}",
+            f"{row['speed']:.2f}",
+            "yes" if row["identical"] else "NO",
+        ]
+        for row in result["rows"]
+    ]
+    names = ["T", "batch", "compact", "accept: free", "masks", "forced"]
+    names += ["steps/s, masks", "forced", "accept gained", "tokens/s gained", "same tokens"]
+    head = f"grammars: goals {result['goals']['cost']} of the steps per second without, {result['goals']['gain']} times"
+    return f"{head} the accept length\n{where['cpu']}, {where['cores']} cores\n{table(names, rows)}"
