@@ -13,7 +13,8 @@ from torch import Tensor
 class Mode(IntFlag):
     """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
     filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans,
-    `CONSTRAINED` one has a grammar, `PROMPT_LOGPROBS` log-probabilities of a prompt's tokens are asked for.
+    `CONSTRAINED` one has a grammar, `PROMPT_LOGPROBS` a prompt's log-probabilities are asked for, `TREES` one is
+    shown its trees.
     """
 
     NOISY = 1
@@ -22,6 +23,7 @@ class Mode(IntFlag):
     ADJUSTED = 8
     CONSTRAINED = 16
     PROMPT_LOGPROBS = 32
+    TREES = 64
 
     @property
     def adjusts(self) -> bool:
@@ -29,11 +31,12 @@ class Mode(IntFlag):
         return bool(self & (Mode.ADJUSTED | Mode.CONSTRAINED))
 
     @property
-    def captured(self) -> bool:
-        """Whether such steps may be captured: not if logits change, as those tables grow and grammars are the host's,
-        nor if rows of prompts are scored, as their number is no part of a program's key.
+    def repeatable(self) -> bool:
+        """Whether its steps may be captured: not where logits are adjusted, since those tables grow and grammars are
+        the host's, nor where rows of prompts are scored, as their number is no part of a program's key, nor where trees
+        are shown, which few ask for.
         """
-        return not (self.adjusts or self & Mode.PROMPT_LOGPROBS)
+        return not (self.adjusts or self & (Mode.PROMPT_LOGPROBS | Mode.TREES))
 
 
 class PromptChunk(NamedTuple):

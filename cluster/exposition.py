@@ -71,6 +71,26 @@ def merge(samples: Iterable[bytes]) -> bytes:
     return generate_latest(_Page([*families.values(), *_second_names(families)]))
 
 
+class Sums:
+    """The series of serialised samples, added up: all of a name, or those of each value of one of its labels."""
+
+    def __init__(self, samples: Iterable[bytes]) -> None:
+        self._series: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for sample in samples:
+            for name, _, _, series in json.loads(sample)["families"]:
+                for suffix, labels, value in series:
+                    self._series.setdefault(name + suffix, []).append((labels, value))
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the series of a name with these labels; 0.0 where there are none."""
+        return sum(value for own, value in self._series.get(name, ()) if labels.items() <= own.items())
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """The same for each value of a label."""
+        values = dict.fromkeys(own[label] for own, _ in self._series.get(name, ()) if labels.items() <= own.items())
+        return {value: self.total(name, **{**labels, label: value}) for value in values}
+
+
 class ProcessFacts(Collector):
     """This process's CPU, memory and files, as prometheus_client's collector names them, with our labels added.
 

@@ -64,7 +64,7 @@ class SamplingParams:
     how many top alternatives to report beside each chosen token (0 to 20); they are log-softmax of the target's raw
     logits. `prompt_logprobs` asks the same for the tokens of the prompt. With `max_tokens` 0 a request ends where its
     prompt does. `adjustments` is None for a request that has none. `grammar` is a compiled grammar (`cluster.grammar`)
-    that the output follows.
+    that the output follows. `return_tree` asks for the tree of each step beside its tokens.
     """
 
     temperature: float = 1.0
@@ -80,6 +80,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     adjustments: Adjustments | None = None
     grammar: str | None = None
+    return_tree: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -158,6 +159,22 @@ class SpeculationCounts:
         return 1.0 + self.accepted_tokens / self.steps if self.steps else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class StepTree:
+    """The tree that one step verified for one request, node by node, parents before their children.
+
+    Node 0 is the root, the last token before the step, and its own parent. The last `forced` nodes are what a grammar
+    leaves no choice about, beyond what the draft proposed. `accepted` are the nodes of the accepted path, root first;
+    `bonus` is the token after it. A request that ends in the step gets no more of these tokens than it asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]
+    bonus: int
+    forced: int = 0
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """What one step gave one request: the tokens committed in it, and whether that ended the request.
@@ -168,6 +185,7 @@ class RequestOutput:
     the string (the text layer cuts the text at the string). `prompt_logprobs` are of the prompt's tokens from the
     second on, and come once, with the first output. `error` explains finish_reason "error";
     `error_code` is set where the request itself caused the error, and then `error` may be shown to its client.
+    `tree` is set where the request asked for it and a tree gave the tokens: the first token follows the prompt.
     """
 
     request_id: str
@@ -180,6 +198,7 @@ class RequestOutput:
     error: str | None = None
     error_code: ErrorCode | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tree: StepTree | None = None
 
 
 class Seeds:

@@ -48,15 +48,22 @@ class RestService:
     def __init__(self, engine: EngineClient, model: Any, rest: "Rest", metrics: ServingMetrics) -> None:
         self.engine, self.model, self.tokenizer, self.metrics = engine, model, rest.tokenizer, metrics
         self.grammars = rest.grammars(rest.tokenizer, model)
-        self._page = Shared(self._make_page)
+        self._samples, self._page = Shared(self._gather), Shared(self._make_page)
+
+    async def samples(self) -> list[bytes]:
+        """The registry samples of all replicas and ranks that answer, whichever replica is asked."""
+        return await self._samples.get()
 
     async def metrics_page(self) -> bytes:
         """The Prometheus text of all replicas and ranks that answer, whichever replica is asked."""
         return await self._page.get()
 
-    async def _make_page(self) -> bytes:
+    async def _gather(self) -> list[bytes]:
         ingresses, engines = await asyncio.gather(self._ingresses(), self.engine.metrics())
-        return await asyncio.to_thread(merge, [*ingresses, *engines])
+        return [*ingresses, *engines]
+
+    async def _make_page(self) -> bytes:
+        return await asyncio.to_thread(merge, await self._samples.get())
 
     async def _ingresses(self) -> list[bytes]:
         """One sample per replica with REST routes, at least that of this one."""
@@ -232,7 +239,7 @@ def _begin_process(settings: AppSettings) -> None:
 
 
 def _rest_options(settings: AppSettings) -> dict[str, Any]:
-    """Who may ask: the API keys of this replica, and the origins of pages.
+    """Who may ask: the API keys of this replica, and the origins of pages; and whether there is a page of its own.
 
     Raises:
         ConfigError: the keys cannot be used; or there are none, and other machines reach Serve's proxy.
@@ -241,7 +248,7 @@ def _rest_options(settings: AppSettings) -> dict[str, Any]:
     if keys is None and not settings.allow_unauthenticated:
         client: Any = _get_global_client()
         check_reach(client.http_config.host, keys, allowed=False)
-    return {"keys": keys, "origins": settings.allowed_origins}
+    return {"keys": keys, "origins": settings.allowed_origins, "page": settings.page}
 
 
 def _bind_to_node_only() -> None:

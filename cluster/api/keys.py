@@ -30,8 +30,11 @@ logger = logging.getLogger(__name__)
 Scope = Literal["use", "admin"]
 ENVIRONMENT: Mapping[str, Scope] = {"AERIE_API_KEY": "use", "AERIE_ADMIN_API_KEY": "admin"}
 """Variables with keys in plain text, several with commas between, and what these may do."""
-OPEN = frozenset({"/health", "/ready"})
-"""What needs no key: probes have none."""
+PROBED = frozenset({"/health", "/ready"})
+PAGE = ("/", *(f"/page/{name}" for name in ("style.css", "icon.svg", "page.js", "server.js", "overview.js")))
+PAGE += tuple(f"/page/{name}" for name in ("chart.js", "playground.js", "steps.js", "tree.js", "dom.js"))
+OPEN = PROBED | {*PAGE}
+"""What needs no key: probes have none, and a browser sends none for the page's own files, which hold no data."""
 LOOK_S = 1.0
 LARGEST = 1 << 20  # bytes of a keys file
 EASY = 16  # keys of fewer characters can be guessed

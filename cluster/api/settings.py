@@ -187,6 +187,7 @@ class AppSettings(ServingSettings):
     log_format: LogFormat = "text"
     api_keys_file: str | None = None  # the same path on each node that has ingress replicas; see cluster.api.keys
     allow_unauthenticated: bool = False  # serve everyone who reaches the server, if it has no API keys
+    page: bool = True  # a page at / that shows what the server does, and a playground; see cluster.api.page
     allowed_origins: list[str] = Field(default_factory=list)  # of pages that may ask from a browser; "*" is all
     tool_call_parser: str | None = None  # how the model writes calls of tools; None: what its template says
     reasoning_parser: str | None = None  # how it marks what it thinks

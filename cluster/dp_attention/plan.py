@@ -151,7 +151,7 @@ class PlanRule:
 
     def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: Mode) -> tuple[tuple[Sizes, ...], bool]:
         """What each group runs, and whether as a captured program: not if some group is too large for one, or the mode
-        is none of those that are captured.
+        is not repeatable.
 
         When padded, every group runs the rows of the largest one (equal parts in the exchange, and one program for
         many loads); otherwise each runs its own and the exchange sends exact counts.
@@ -160,7 +160,7 @@ class PlanRule:
         padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
         if self.padding == "auto":
             padded = all_rows - sum(rows) <= self.waste * all_rows
-        if self.buckets is not None and mode.captured:
+        if self.buckets is not None and mode.repeatable:
             fit = self.buckets.fitted
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)

@@ -213,6 +213,10 @@ class Engine(Rank):
             if nodes and output.token_ids:
                 sequence.count(len(output.token_ids), nodes)
                 lens.append(len(output.token_ids))
+            if sequence.request.params.return_tree and output.token_ids:
+                assert given.trees is not None
+                tree = given.trees.read(i, given.tokens[i][:sound], shape.drafted.num_draft_tokens)
+                output = replace(output, tree=tree)
             outputs += self._settled(sequence, output, self._fault(sequence, lease, sound == count))
         finals = scored = 0
         for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, given), strict=True):

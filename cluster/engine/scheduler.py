@@ -344,4 +344,6 @@ def mode_of(drawing: Iterable[SamplingParams]) -> Mode:
             mode |= Mode.ADJUSTED.value
         if params.grammar is not None:
             mode |= Mode.CONSTRAINED.value
+        if params.return_tree:
+            mode |= Mode.TREES.value
     return Mode(mode)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from cluster.forward.choose import Logprobs, Scores
+from cluster.request import StepTree
+from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
 from cluster.timing import Timer
 
@@ -30,6 +32,36 @@ class Phases:
 
 
 @dataclass(frozen=True, slots=True)
+class Trees:
+    """The trees that a step verified, on the device: `packed` int64 `[R, 2 N + S + 1]` are the tokens and parents of
+    each tree's N nodes, and its accepted path. Only what is asked for is copied.
+    """
+
+    packed: Tensor
+    nodes: int
+
+    @staticmethod
+    def of(tree: DraftTree, accepted: Accepted) -> "Trees":
+        """Those of one step, in memory of their own."""
+        return Trees(torch.cat([tree.tokens, tree.parents, accepted.path], 1), tree.tokens.shape[1])
+
+    def read(self, request: int, tokens: list[int], drafted: int) -> StepTree:
+        """The tree of decoding request `request`, to which the step gave `tokens`; its first `drafted` nodes are the
+        draft's and the root. Nodes that only fill the shape are left out.
+        """
+        numbers: list[int] = self.packed[request].tolist()
+        ids, parents, path = numbers[: self.nodes], numbers[self.nodes : 2 * self.nodes], numbers[2 * self.nodes :]
+        real = next((node for node in range(1, self.nodes) if parents[node] == node), self.nodes)
+        return StepTree(
+            token_ids=tuple(ids[:real]),
+            parents=tuple(parents[:real]),
+            accepted=tuple(path[: len(tokens)]),
+            bonus=tokens[-1],
+            forced=max(0, real - drafted),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Decided:
     """A step's decisions on the host.
 
@@ -38,6 +70,7 @@ class Decided:
     hidden and, after a finished prompt, the score of `first` are finite. `logprobs` are those of T tokens, where asked,
     `scores` those of the tokens after the prompt rows that are scored.
     `drawn` is a checksum of how they were drawn, where ranks made one choice together and so cannot tell by its tokens.
+    `trees` are there where a request asked for its own.
     """
 
     tokens: list[list[int]]
@@ -49,6 +82,7 @@ class Decided:
     seconds: dict[str, float]
     drawn: list[int] = field(default_factory=list)
     scores: Scores | None = None
+    trees: Trees | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +97,7 @@ class StepOutput:
     logprobs: Logprobs | None
     phases: Phases
     scores: Scores | None = None
+    trees: Trees | None = None
 
     @staticmethod
     def of(
@@ -104,4 +139,5 @@ class StepOutput:
             seconds=self.phases.seconds(),
             drawn=drawn,
             scores=self.scores,
+            trees=self.trees,
         )

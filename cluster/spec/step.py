@@ -23,7 +23,7 @@ from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.forced import forced_into
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.result import Phases, StepOutput
+from cluster.spec.result import Phases, StepOutput, Trees
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted, accept
 from cluster.timing import timer_of
@@ -89,7 +89,8 @@ class Step:
         scored = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         moments.append(self._timer.now())
         output = StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
-        return output if scored is None else replace(output, scores=scored)
+        shown = Trees.of(tree, accepted) if Mode.TREES in batch.mode else None
+        return output if scored is None and shown is None else replace(output, scores=scored, trees=shown)
 
     def _drawing(self, batch: Batch, num_steps: int) -> Drawing:
         """How the B requests draw: with the noise at seq_len + 1 to seq_len + S + 2, and at as many positions from the

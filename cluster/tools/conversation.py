@@ -6,7 +6,10 @@ from typing import Any
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.protocol import ChatRequest
 
-OURS = ("messages", "model", "stream", "stream_options", "n", "return_token_ids", "logprobs", "top_logprobs")
+OURS = (
+    *("messages", "model", "stream", "stream_options", "n", "return_token_ids", "return_tree"),
+    *("logprobs", "top_logprobs"),
+)
 HELP = """\
 /set NAME VALUE   a field of the requests, such as temperature, top_p, seed, max_tokens or stop; without VALUE: the
                   server's default again; without NAME: what is set

@@ -16,7 +16,7 @@ from cluster.api.openai.grammars import Grammars
 from cluster.api.openai.service import ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.metrics import ServingMetrics, merge
-from cluster.request import Request, RequestOutput, Seeds, SpeculationCounts, TokenLogprob
+from cluster.request import Request, RequestOutput, Seeds, SpeculationCounts, StepTree, TokenLogprob
 from cluster.status import EngineStatus
 from cluster.text import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
 from tests.info import rank_info
@@ -73,6 +73,7 @@ class ScriptedEngine:
         self.history = GangHistory()
         self.step_s = 0.0
         self.speculates = True
+        self.tree: StepTree | None = None
         self._tokenizer = tokenizer.text
         self._seeds = Seeds(0)
 
@@ -141,6 +142,7 @@ class ScriptedEngine:
                 speculation=SpeculationCounts(sum(accepted), 2 * sum(accepted), tuple(accepted))
                 if reason and self.speculates
                 else None,
+                tree=self.tree if params.return_tree and committed > len(run) else None,
             )
             if reason:
                 return
@@ -165,8 +167,11 @@ class ScriptedService:
         self.grammars = Grammars(self.tokenizer, self.model)
         self.metrics = ServingMetrics(model_name=MODEL)
 
+    async def samples(self) -> list[bytes]:
+        return [self.metrics.serialize(), *await self.engine.metrics()]
+
     async def metrics_page(self) -> bytes:
-        return merge([self.metrics.serialize()])
+        return merge(await self.samples())
 
     def outcomes(self) -> dict[str, float]:
         """Requests ended so far by outcome, those with any."""

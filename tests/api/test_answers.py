@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.request import SamplingParams
+from cluster.request import SamplingParams, StepTree
 from tests.api.scripted import EOS, IM_END, IM_START, MODEL, Client, ScriptedService, events
 
 
@@ -254,6 +254,45 @@ def test_token_ids_on_request(client: Client, service: ScriptedService) -> None:
     chat = client.chat(return_token_ids=True, logprobs=True, return_tokens_as_token_ids=True, max_tokens=1).json()
     assert chat["prompt_token_ids"][0] == IM_START
     assert chat["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ord('x')}"
+
+
+TREE = StepTree((120, 121, 0xC3, 122), (0, 0, 0, 1), (0, 1), 122, forced=1)
+NODES = [
+    {"parent": None, "forced": False, "token_id": 120, "token": "x"},
+    {"parent": 0, "forced": False, "token_id": 121, "token": "y"},
+    {"parent": 0, "forced": False, "token_id": 0xC3, "token": "\ufffd"},
+    {"parent": 1, "forced": True, "token_id": 122, "token": "z"},
+]
+
+
+@pytest.mark.parametrize("kind", ["complete", "chat"])
+def test_the_tree_of_each_step_on_request(client: Client, service: ScriptedService, kind: str) -> None:
+    """Beside the tokens that it gave; the first token has none."""
+    service.engine.script, service.engine.tree = b"xyz", TREE
+    ask = getattr(client, kind)
+    chunks = events(ask(return_tree=True, max_tokens=3, stream=True))
+    shown = [chunk["choices"][0].get("tree") for chunk in chunks]
+    expected = {"nodes": NODES, "accepted": [0, 1], "bonus": {"token_id": 122, "token": "z"}}
+    assert shown == [None] * (len(chunks) - 1) + [expected]
+    assert params_of(service).return_tree
+    assert all("tree" not in chunk["choices"][0] for chunk in events(ask(max_tokens=3, stream=True)))
+    assert not params_of(service).return_tree
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("complete", {}),
+        ("chat", {}),
+        ("chat", {"stream": True, "n": 2}),
+        ("complete", {"stream": True, "prompt": ["a", "b"]}),
+    ],
+)
+def test_trees_are_refused_where_they_are_not_shown(client: Client, kind: str, fields: dict[str, object]) -> None:
+    answer = getattr(client, kind)(return_tree=True, **fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "return_tree" and "stream is true" in error["message"]
 
 
 def test_a_model_without_a_tokenizer(client: Client, service: ScriptedService) -> None:

@@ -12,7 +12,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from cluster.api.keys import Key, Keys, digest_of
+from cluster.api.keys import PAGE, Key, Keys, digest_of
+from cluster.api.page import HERE
 from cluster.api.replica.guard import SCOPES
 from cluster.api.replica.ingress import make_app
 from cluster.logs import TextLines
@@ -21,7 +22,7 @@ from tests.api.scripted import MODEL, Client, ScriptedService
 ANN, BOB, ROOT = "sk-aerie-key-of-ann", "sk-aerie-key-of-bob", "sk-aerie-key-of-root"
 KEYS = Keys(None, [Key("ann", "use", digest_of(ANN.encode())), Key("bob", "use", digest_of(BOB.encode())),
                    Key("root", "admin", digest_of(ROOT.encode()))])  # fmt: skip
-HEALTH, ADMINS = {"/health", "/ready"}, {"/server_info"}
+HEALTH, ADMINS, SHELL = {"/health", "/ready"}, {"/server_info"}, {*PAGE}
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -67,7 +68,7 @@ def spellings(path: str) -> Iterator[str]:
     yield path.replace("/", "//")
     yield path.upper()
     yield path[:2].upper() + path[2:]
-    yield "/%" + f"{ord(path[1]):02x}" + path[2:]
+    yield f"/%{ord(path[1]):02x}{path[2:]}" if path[1:] else "/%00"
     yield path + "%2F"
     yield "/" + path[1:].replace("/", "%2f")
     yield "/." + path
@@ -128,12 +129,16 @@ def test_every_route_has_a_scope_and_every_scope_a_route(guarded: FastAPI) -> No
     assert {path for path, scope in SCOPES.items() if scope == "admin"} == ADMINS
 
 
-def is_health(method: str, target: str) -> bool:
-    return method in ("GET", "HEAD") and unquote(target.partition("?")[0]) in HEALTH
+def is_among(pages: set[str], method: str, target: str) -> bool:
+    return method in ("GET", "HEAD") and unquote(target.partition("?")[0]) in pages
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_stranger_sees_health_and_nothing_else(guarded: FastAPI, service: ScriptedService, stranger: str) -> None:
+def test_a_stranger_sees_health_and_the_door_and_nothing_else(
+    guarded: FastAPI, service: ScriptedService, stranger: str
+) -> None:
+    """The door: the page's files, which are the same for all."""
+
     async def scene() -> None:
         seen = set()
         for path in paths(guarded, "/docs", "/-/routes"):
@@ -141,8 +146,12 @@ def test_a_stranger_sees_health_and_nothing_else(guarded: FastAPI, service: Scri
                 for method in METHODS:
                     status, body, headers = await asked(guarded, method, target, STRANGERS[stranger])
                     seen.add(status)
-                    if is_health(method, target):
+                    if is_among(HEALTH, method, target):
                         assert status == 200 and body == b"", (method, target)
+                        continue
+                    if is_among(SHELL, method, target):
+                        name = unquote(target.partition("?")[0]).rpartition("/")[2] or "index.html"
+                        assert status == 200 and body in (b"", (HERE / name).read_bytes()), (method, target)
                         continue
                     assert status == 401, (method, target, body)
                     error = json.loads(body)["error"]

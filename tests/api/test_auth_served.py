@@ -10,7 +10,7 @@ import pytest
 from cluster.api.launch.keys import create, remove
 from cluster.api.replica.guard import SCOPES
 from tests.api.apps import LOG, arguments, eventually, serving
-from tests.api.test_auth import HEALTH, spellings
+from tests.api.test_auth import HEALTH, SHELL, spellings
 from tests.api.test_proxy_errors import raw
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
@@ -43,6 +43,8 @@ def test_nothing_but_health_is_answered_over_the_wire_without_a_key(tmp_path: Pa
                         assert b"counting" not in body, "the application is not named"
                     elif asked in HEALTH and method == "GET":
                         assert (status, body) == (200, b""), (method, target)
+                    elif asked in SHELL and method == "GET":
+                        assert status == 200 and b"counting" not in body, (method, target)
                     else:
                         assert status == 401, (method, target, body)
                         assert json.loads(body)["error"]["code"] == "invalid_api_key"

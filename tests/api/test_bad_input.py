@@ -311,7 +311,8 @@ def test_every_known_field_is_refused_by_name_or_neutral(served: tuple[Client, S
         ("GET", "/v2/completions", 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/models/nobody", 404),
-        ("GET", "/", 404),
+        ("GET", "/page/", 404),
+        ("POST", "/", 405),
     ],
 )
 def test_routes_that_do_not_exist(served: tuple[Client, ScriptedService], method: str, path: str, status: int) -> None:

@@ -91,6 +91,9 @@ class EngineService:
         self.grammars = Grammars(self.tokenizer, self.model)
         self.metrics = ServingMetrics(model_name=MODEL)
 
+    async def samples(self) -> list[bytes]:
+        return []
+
     async def metrics_page(self) -> bytes:
         return b""
 

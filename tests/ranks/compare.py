@@ -22,8 +22,8 @@ AMPLE = {"max_total_tokens": 16384, "max_running_requests": 32}
 class Tally:
     """What cases compared, and what they exercised, added up.
 
-    `compared` requests had all their tokens compared, `counted` also their trees and accept lengths; `aborted` ones a
-    prefix. `scored` ones had log-probabilities of their prompts compared.
+    `compared` requests had all their tokens compared, `counted` also their trees and accept lengths, of
+    which they were `shown` so many; `aborted` ones a prefix. `scored` ones had their prompts' compared.
     `accepted[j]` are trees of which j draft tokens were accepted; `uneven` steps had ranks with different rows,
     `idle` ranks had none in a step in which others had, `replayed` ones replayed a captured program.
     """
@@ -31,6 +31,7 @@ class Tally:
     compared: int = 0
     scored: int = 0
     counted: int = 0
+    shown: int = 0
     aborted: int = 0
     retracted: int = 0
     padded: int = 0
@@ -56,6 +57,7 @@ def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 
     tally = Tally(steps=len(lives[0].rows))
     tokens, ended, retracted = joined(lives)
     trees = {name: drafted for life in lives for name, drafted in life.trees.items()}
+    shown = {name: drafted for life in lives for name, drafted in life.shown.items()}
     for action in case.actions:
         if action.kind == "abort":
             continue
@@ -77,9 +79,12 @@ def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 
         if name in retracted or not same_trees:
             continue
         tally.counted += 1
+        tally.shown += len(shown.get(name, ()))
         tally.accepted += Counter(dict(enumerate(accepted or [])))
         if accepted != true_accepted:
             tally.mismatches.append(f"{name}: accept lengths {accepted} instead of {true_accepted}")
+        elif json.dumps(shown.get(name)) != json.dumps(one.shown.get(name)):
+            tally.mismatches.append(f"{name}: shown other trees, of the same accept lengths {accepted}")
         elif trees.get(name) != one.trees.get(name) and case.config.get("capture") != "on":  # replays draft unseen
             tally.mismatches.append(f"{name}: other trees, of the same accept lengths {accepted}")
     exercised(tally, lives, case)

@@ -63,15 +63,16 @@ class Nap:
 class Life:
     """What a rank tells of a life that ended by agreement.
 
-    `ended`: reason and accepted histogram by request; `trees`: a checksum of all its drafted trees; `rows`: its rows in
-    the target phase of every step, padding not counted, `padded` the padding, `replayed` the steps that were replayed;
-    `world_log`, `attn_log`: count and checksum of the collectives it entered. `scores` are the log-probabilities of
-    prompts: token, number, rank and the likeliest, of each token.
+    `ended`: reason and accepted histogram by request; `trees`: a checksum of all its drafted trees; `shown`: those that
+    it asked for; `rows`: its rows in the target phase of every step, padding not counted, `padded` the padding,
+    `replayed` the steps that were replayed; `world_log`, `attn_log`: count and checksum of the collectives it entered.
+    `scores` are the log-probabilities of prompts: token, number, rank and the likeliest, of each token.
     """
 
     tokens: dict[str, list[int]]
     ended: dict[str, tuple[str, list[int] | None]]
     trees: dict[str, int]
+    shown: dict[str, list[list[Any]]]
     retracted: list[str]
     rows: list[int]
     padded: int

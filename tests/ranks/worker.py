@@ -9,7 +9,7 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from random import Random
 from typing import Any
 
@@ -131,7 +131,7 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
     mesh, began = engine._lockstep.mesh, time.monotonic()
     actions = deque(a for a in case["actions"] if mesh.leads and a["dp_rank"] == mesh.dp_rank)
     last = max((a["step"] for a in case["actions"]), default=0)
-    life = Life({}, {}, {}, [], [], 0, 0, [], [], 0, 0.0, [])
+    life = Life({}, {}, {}, {}, [], [], 0, 0, [], [], 0, 0.0, [])
     if isinstance(engine, Engine):
         _watch_trees(engine, life.trees)
         _watch_retraction(engine, life.retracted)
@@ -162,6 +162,8 @@ def _step(engine: Rank, life: Life) -> None:
     if isinstance(engine, Engine):
         engine.check_pages()
     for output in result.outputs:
+        if output.tree is not None:
+            life.shown.setdefault(output.request_id, []).append(astuple(output.tree))
         life.tokens.setdefault(output.request_id, []).extend(output.token_ids)
         if output.prompt_logprobs:
             assert output.request_id not in life.scores, "told twice"

@@ -24,7 +24,7 @@ MODES = (
     Mode(0),
     Mode.NOISY,
     Mode.NOISY | Mode.FILTERED,
-    Mode.NOISY | Mode.LOGPROBS,
+    Mode.NOISY | Mode.LOGPROBS | Mode.TREES,
     Mode.PROMPT_LOGPROBS,
     Mode.ADJUSTED,
     Mode.NOISY | Mode.FILTERED | Mode.ADJUSTED,
@@ -68,6 +68,7 @@ def check(pair: Pair, turn: int, every: int = 1) -> int:
             assert (output.scores is not None) == (Mode.PROMPT_LOGPROBS in mode)
             if output.scores is not None:
                 assert output.scores.ranks.shape == (sum(chunk.scored for chunk in chunks),)
+            assert (output.trees is not None) == (Mode.TREES in mode)
             ran += 1
     return ran
 

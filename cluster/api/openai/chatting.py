@@ -97,8 +97,6 @@ def _schema(tool: Tool) -> Mapping[str, Any]:
 
 def _form_of(grammar: Grammar) -> Form:
     """A grammar that a request asks for, as a part of a larger one."""
-    if grammar.compact:
-        raise GrammarError("beside tools, and where the model thinks, white space in JSON cannot be forbidden")
     match grammar.kind:
         case "json_schema":
             return {**json_value(grammar.text), "compact": grammar.compact}

@@ -11,7 +11,15 @@ from cluster.api.openai.errors import ApiError, internal, overloaded, unavailabl
 from cluster.chat.events import Event, Said
 from cluster.chat.reading import Reader
 from cluster.metrics import Outcome, RequestTimer
-from cluster.request import ErrorCode, FinishReason, Request, RequestOutput, SpeculationCounts, TokenLogprob
+from cluster.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SpeculationCounts,
+    StepTree,
+    TokenLogprob,
+)
 from cluster.text import StoppedText
 
 logger = logging.getLogger(__name__)
@@ -21,7 +29,8 @@ logger = logging.getLogger(__name__)
 class Delta:
     """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back.
 
-    `events` are the same text read in the family's format: what is said, thought, and which tools are called.
+    `events` are the same text read in the family's format: what is said, thought, and which tools are called. `tree` is
+    the step's, where it was asked for.
     """
 
     index: int
@@ -32,6 +41,7 @@ class Delta:
     stop_reason: str | int | None = None
     events: tuple[Event, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tree: StepTree | None = None
 
 
 class Choice:
@@ -100,7 +110,9 @@ class Choice:
             ids = output.token_ids[:-1] if hidden else output.token_ids
             text, events = self._plain(self._text, ids) if self._reader is None else self._read(self._reader, ids)
         end = (output.finish_reason, output.stop_reason)
-        return Delta(self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs)
+        return Delta(
+            self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs, output.tree
+        )
 
     def _plain(self, shown: StoppedText, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
         text = shown.push(token_ids)

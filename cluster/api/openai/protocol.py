@@ -84,6 +84,7 @@ class GenerationFields(AdjustingFields):
     return_tokens_as_token_ids: bool = False
     prompt_logprobs: int | None = Field(default=None, ge=0)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, json_schema_extra={"not": {"const": 0}})
+    return_tree: bool = False
     routed_dp_rank: int | None = Field(default=None, ge=0)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -111,6 +112,10 @@ class GenerationFields(AdjustingFields):
             least = default_tokens if default_tokens < room else 1
             most = max(1, room - (least if asked is None else asked))
         return ids if most is None else ids[-most:]
+
+    def sequences(self) -> int:
+        """How many sequences are asked for."""
+        return self.n
 
     def constraint(self) -> Constraint | None:
         """What is asked of the form of the output.
@@ -162,6 +167,11 @@ class GenerationFields(AdjustingFields):
             ),
             (cut != 0, "truncate_prompt_tokens", "must be positive, or -1 for as many tokens as fit, got 0"),
             (
+                not self.return_tree or (self.stream and self.sequences() == 1),
+                "return_tree",
+                "only allowed when stream is true, n is 1 and there is one prompt",
+            ),
+            (
                 None in (self.max_tokens, self.max_completion_tokens) or self.max_tokens == self.max_completion_tokens,
                 "max_tokens",
                 f"differs from max_completion_tokens ({self.max_completion_tokens}); send one of them",
@@ -208,6 +218,7 @@ class GenerationFields(AdjustingFields):
             ignore_eos=self.ignore_eos,
             logprobs=self.top_logprobs_wanted(),
             prompt_logprobs=self.prompt_logprobs_wanted(),
+            return_tree=self.return_tree,
         )
 
     def seed_of(self, sample: int) -> int | None:
@@ -269,6 +280,10 @@ class CompletionRequest(GenerationFields):
         """As in `GenerationFields`; to choose between outputs, their log-probabilities are needed."""
         params = super().sampling(model, prompt_tokens, default_tokens, prompt)
         return replace(params, logprobs=params.logprobs or 0) if self.samples > self.n else params
+
+    def sequences(self) -> int:
+        """`n` of each prompt."""
+        return self.n * len(self.prompt)
 
 
 class ChatRequest(ConversingFields, GenerationFields):

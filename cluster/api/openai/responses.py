@@ -12,7 +12,7 @@ from cluster.api.openai.stream import DONE
 from cluster.api.openai.stream import event as framed
 from cluster.api.openai.usage import speculation_metrics, usage, usage_so_far
 from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
-from cluster.request import TokenLogprob
+from cluster.request import StepTree, TokenLogprob
 from cluster.text import TextTokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -169,7 +169,21 @@ class Shape:
         end: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._with_token_ids:
             end["token_ids"] = list(delta.token_ids)
+        if delta.tree is not None:
+            end["tree"] = self._tree(delta.tree)
         return end
+
+    def _tree(self, tree: StepTree) -> dict[str, Any]:
+        """The step's tree, its nodes with their text; `parent` is null at the root."""
+        drafted = len(tree.token_ids) - tree.forced
+        nodes = [
+            {"parent": parent if node else None, "forced": node >= drafted, **self._piece(token)}
+            for node, (parent, token) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
+        ]
+        return {"nodes": nodes, "accepted": list(tree.accepted), "bonus": self._piece(tree.bonus)}
+
+    def _piece(self, token_id: int) -> dict[str, Any]:
+        return {"token_id": token_id, "token": self._token(token_id)[0]}
 
     def _prompt_token_ids(self, index: int) -> dict[str, Any]:
         ids = self.choices[index].request.prompt_token_ids

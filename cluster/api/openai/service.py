@@ -112,6 +112,10 @@ class Service(Served, Protocol):
         """The instruments of this replica."""
         ...
 
+    async def samples(self) -> list[bytes]:
+        """The registry samples of all replicas and ranks (see `cluster.metrics`)."""
+        ...
+
     async def metrics_page(self) -> bytes:
         """The Prometheus text of all replicas and ranks."""
         ...

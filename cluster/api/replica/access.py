@@ -18,7 +18,7 @@ from cluster.metrics import Outcome
 
 logger = logging.getLogger(__name__)
 
-UNLOGGED = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds by monitoring
+UNLOGGED = frozenset({"/health", "/ready", "/metrics", "/server_state"})  # polled every few seconds
 OTHER = "other"  # counts every path that is not a declared route
 NOTED = "aerie.choices"
 SHOWN = 200  # characters of a path

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Call
 
-from cluster.api.keys import OPEN, Key, Keys, Scope
+from cluster.api.keys import OPEN, PAGE, Key, Keys, Scope
 from cluster.api.openai.errors import ApiError
 from cluster.api.replica.envelopes import envelope_of
 
@@ -34,6 +34,8 @@ SCOPES: Mapping[str, Scope] = {
     "/openapi.json": "use",
     "/docs": "use",
     "/server_info": "admin",  # paths, addresses, process ids, causes of faults
+    "/server_state": "use",  # the same without those; it tells causes to admins
+    **dict.fromkeys(PAGE, "use"),
 }
 """By declared path; a route that is not here is for admins."""
 KEY, ANONYMOUS = "aerie.key", "aerie.anonymous"

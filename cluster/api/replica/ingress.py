@@ -15,7 +15,7 @@ from cluster import __version__
 from cluster.actors.messages import GangStatus
 from cluster.api.anthropic.errors import ENVELOPE
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
-from cluster.api.keys import Keys
+from cluster.api.keys import PAGE, Keys
 from cluster.api.openai import errors
 from cluster.api.openai.body import Intake
 from cluster.api.openai.docs_page import POLICY, page_of
@@ -27,14 +27,16 @@ from cluster.api.openai.protocol import ChatRequest, CompletionRequest, Detokeni
 from cluster.api.openai.response_api.request import ResponseRequest
 from cluster.api.openai.service import Limits, Service
 from cluster.api.openai.stream import json_bytes
+from cluster.api.page import add_page
 from cluster.api.replica import calls
 from cluster.api.replica.access import AccessLog
 from cluster.api.replica.asking import asked_chat, asked_message, asked_response, asked_text, checked
 from cluster.api.replica.drain import Drain, DrainMiddleware
 from cluster.api.replica.envelopes import envelope_of
-from cluster.api.replica.guard import Guard, is_anonymous
+from cluster.api.replica.guard import Guard, is_anonymous, key_of
 from cluster.api.replica.head_requests import HeadAsGet
 from cluster.api.replica.server_info import facts_of
+from cluster.api.replica.server_state import state_of
 from cluster.chat.formats.choose import Chosen
 
 logger = logging.getLogger(__name__)
@@ -52,10 +54,11 @@ def make_app(
     drain: Drain | None = None,
     keys: Keys | None = None,
     origins: Sequence[str] = (),
+    page: bool = True,
 ) -> FastAPI:
     """The REST app of a service, whose parts are looked up on every call. `limits` default to those that follow from
     the model; `drain` tells when to refuse calls. Without `keys` everyone may ask for everything. Pages of the
-    `origins` may ask from a browser.
+    `origins` may ask from a browser. With `page` there is one at /.
     """
     limits = limits or Limits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -65,6 +68,9 @@ def make_app(
     _add_other_apis(app, service, limits, intake)
     _add_tokens(app, service, limits, intake)
     _add_facts(app, service, limits)
+    if page:
+        add_page(app)
+        _add_state(app, service)
     describe(app, limits, OTHER_APIS)
     app.add_middleware(HeadAsGet)
     app.add_middleware(DrainMiddleware, drain=drain or Drain())
@@ -76,7 +82,9 @@ def make_app(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
     app.add_middleware(
-        AccessLog, service=service, routes=[route.path for route in app.routes if isinstance(route, Route)]
+        AccessLog,
+        service=service,
+        routes=[route.path for route in app.routes if isinstance(route, Route) and route.path not in PAGE],
     )
     return app
 
@@ -193,6 +201,16 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
     async def version() -> Response:
         """The version of Aerie."""
         return _json({"version": __version__})
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/server_state")
+    async def server_state(request: Request) -> Response:
+        """What the server does now, for its page."""
+        status, samples = await asyncio.gather(_status(service), service.samples())
+        key = key_of(request.scope)
+        causes = key is None or key.scope == "admin"
+        return _json(await asyncio.to_thread(state_of, service.model.model_id, status, samples, causes))
 
 
 async def _check_progress(service: Service, request: Request) -> None:

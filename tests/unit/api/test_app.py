@@ -46,7 +46,8 @@ def test_a_replica_that_others_reach_needs_keys_or_the_word(
 
 def test_on_loopback_keys_are_needed_only_where_they_are_asked_for(listening: Any) -> None:
     listening("127.0.0.1")
-    assert app._rest_options(settings()) == {"keys": None, "origins": []}
+    assert app._rest_options(settings()) == {"keys": None, "origins": [], "page": True}
+    assert not app._rest_options(settings(page=False))["page"]
     with pytest.raises(ConfigError, match="api_keys_file '/no/keys' cannot be read: No such file"):
         app._rest_options(settings(api_keys_file="/no/keys"))
 

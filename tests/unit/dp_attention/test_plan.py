@@ -71,6 +71,14 @@ def test_adjusted_steps_are_not_captured_but_padded_as_any() -> None:
         assert plan.sizes == rule(padding).plan(table, SHAPE).sizes
 
 
+def test_steps_that_show_trees_are_not_captured() -> None:
+    table = [facts(3, 7, 3)._replace(mode=int(Mode.NOISY | Mode.TREES)), facts(1)]
+    plan = rule("exact", buckets=(1, 2, 4, 8)).plan(table, SHAPE)
+    assert not plan.captured and plan.mode == Mode.NOISY | Mode.TREES
+    assert rule("exact", buckets=(1, 2, 4, 8)).plan([facts(3, 7, 3), facts(1)], SHAPE).captured
+    assert script(plan, SHAPE, TARGET, DRAFT) == script(plan._replace(mode=Mode.NOISY), SHAPE, TARGET, DRAFT)
+
+
 def test_the_key_is_what_a_step_runs() -> None:
     """Loads that run at the same sizes, tier and mode share it; each of these makes another."""
     small = rule("exact", buckets=(1, 2, 4, 8))

@@ -1,0 +1,220 @@
+"""The page in a real browser, over a server of the demo pair: door, overview, playground, and a lost rank."""
+
+import json
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+
+from tests.api.apps import total
+from tests.page.browser import Page
+from tests.page.conftest import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+
+PROMPT = "class Queue:\n    def __init__(self"
+DONE = "!document.querySelector('#run').disabled"
+TITLE = re.compile(r'("(?:[^"\\]|\\.)*"), token \d+: (root|accepted|bonus|not taken)(, forced by the grammar)?')
+
+
+def play(page: Page, prompt: str, max_tokens: int, **constraint: str) -> str:
+    """Run the playground to the end of an answer; returns its text."""
+    begin(page, prompt, max_tokens, **constraint)
+    page.wait(DONE, 120)
+    assert page.text("#trouble") == ""
+    return page.text("#answer")
+
+
+def begin(page: Page, prompt: str, max_tokens: int, **constraint: str) -> None:
+    page.click("#tab-playground")
+    page.choose("#form", next(iter(constraint), ""))
+    for text in constraint.values():
+        page.fill("#constraint", text)
+    page.fill("#max_tokens", str(max_tokens))
+    page.fill("#prompt", prompt)
+    page.click("#run")
+
+
+def drawn(page: Page) -> list[tuple[str, str, bool]]:
+    """The nodes of the tree that is shown: text, kind, and whether forced; a path in its order."""
+    found = [TITLE.fullmatch(title) for title in page.texts("#tree g.node title")]
+    assert all(found)
+    return [(json.loads(match[1]), match[2], bool(match[3])) for match in found if match]
+
+
+def test_without_a_key_there_is_a_door_and_with_one_there_are_numbers(tab: Page, server: Server) -> None:
+    tab.look()
+    tab.open(f"{server.url}/")
+    tab.get("sessionStorage.clear()")
+    tab.open("about:blank#left")
+    tab.open(f"{server.url}/")
+    tab.wait("!document.querySelector('#door').hidden")
+    assert tab.get("document.querySelector('main').hidden") and "aerie-demo" not in tab.text("body")
+    tab.fill("#key", "sk-aerie-wrong")
+    tab.press("Enter")
+    tab.wait("document.querySelector('#denied').textContent.includes('not valid')")
+    assert "aerie-demo" not in tab.text("body")
+    assert tab.troubles and all("401" in trouble for trouble in tab.troubles), "nothing but what was denied"
+    tab.fill("#key", server.use)
+    tab.press("Enter")
+    tab.wait("document.querySelector('#health').textContent === 'serving'")
+    assert "aerie-demo" in tab.text("#served")
+    tab.wait("document.querySelectorAll('#ranks tbody tr').length === 2")
+    tab.open(f"{server.url}/#playground")
+    tab.open(f"{server.url}/")
+    tab.wait("document.querySelector('#health').textContent === 'serving'")
+    tab.click("#forget")
+    tab.wait("!document.querySelector('#door').hidden && document.querySelector('main').hidden")
+    assert tab.get("sessionStorage.length") == 0
+
+
+def test_a_run_is_streamed_and_each_of_its_steps_has_its_tree(page: Page, server: Server) -> None:
+    """The nodes of the accepted path and the bonus are the run's text, step by step; the whole is the API's answer."""
+    said = play(page, PROMPT, 64)
+    answer = server.complete(prompt=PROMPT, max_tokens=64, temperature=0)
+    assert said == answer["choices"][0]["text"] and "64 tokens in" in page.text("#tally")
+    runs = page.texts(".run")
+    assert "".join(runs) == said and 10 < len(runs) < 40
+    page.click(".run")
+    assert "has no tree" in page.text("#shown-text")
+    accepted, sizes = 0, set()
+    for number, run in enumerate(runs[1:], 2):
+        page.press("ArrowRight")
+        assert f"step {number} of {len(runs)}" in page.text("#shown-title")
+        assert page.get("document.activeElement.textContent") == run
+        nodes = drawn(page)
+        path = [text for text, kind, _ in nodes if kind in ("accepted", "bonus")]
+        assert nodes[0][1] == "root" and nodes[-1][1] != "root" and [kind for _, kind, _ in nodes].count("bonus") == 1
+        # nodes are drawn in depth-first order, the path first
+        assert "".join(path).startswith(run) and (run == "".join(path) or number == len(runs))
+        assert f"{len(path) - 1} accepted" in page.text("#shown-text")
+        accepted += len(path)
+        sizes.add(len(nodes) - 2)
+    assert accepted >= 63 and sizes == {15}
+    page.press("Home")
+    assert page.get("document.activeElement.textContent") == runs[0]
+    page.click("#after")
+    assert f"step 2 of {len(runs)}" in page.text("#shown-title")
+    page.click("#trees-too")
+    assert play(page, PROMPT, 64) == said, "asking for trees changes nothing"
+    assert page.get("document.querySelectorAll('.has-tree').length === 0 && document.querySelector('#shown').hidden")
+    page.click("#trees-too")
+
+
+def test_a_grammar_is_seen_to_force_its_text(page: Page) -> None:
+    pattern = r"class [A-Z][a-z]{3,9}\(object\):\n    def __init__\(self, [a-z]{3,8}\):\n"
+    said = play(page, "import os\n\n", 60, regex=pattern)
+    assert re.fullmatch(pattern, said)
+    page.click(".run.forced")
+    nodes = drawn(page)
+    assert any(forced and kind == "accepted" for _, kind, forced in nodes)
+    assert "forced by the grammar" in page.text("#shown-text")
+    schema = {"type": "object", "properties": {"found": {"enum": ["yes", "no"]}}, "required": ["found"]}
+    assert json.loads(play(page, "x = ", 60, schema=json.dumps(schema)))["found"] in ("yes", "no")
+    begin(page, "x", 9, regex="(")
+    page.wait("document.querySelector('#trouble').textContent")
+    assert "regex" in page.text("#trouble") and page.get(DONE)
+    assert [trouble for trouble in page.troubles if "400" not in trouble] == []
+    page.troubles.clear()
+
+
+def test_an_answer_can_be_stopped(page: Page, server: Server) -> None:
+    begin(page, PROMPT, 4000)
+    page.wait("document.querySelectorAll('.run').length > 3")
+    page.click("#stop")
+    page.wait("document.querySelector('#tally').textContent.startsWith('stopped after')")
+    page.wait(DONE)
+    page.click("#tab-overview")
+    page.wait("document.querySelectorAll('#figures dd')[2].textContent === '0'")
+    assert server.get("/server_state")["requests"]["streaming"] == 0
+
+
+def test_a_chat_goes_on_where_it_was(page: Page) -> None:
+    page.click("#tab-playground")
+    page.choose("#kind", "chat")
+    first = play(page, "import os", 12)
+    play(page, "and then", 12)
+    turns = page.texts("#turns li")
+    assert turns[:2] == ["userimport os", f"assistant{first}"] and turns[2] == "userand then"
+    page.click("#anew")
+    assert page.texts("#turns li") == [] and page.text("#answer") == ""
+
+
+def test_the_overview_shows_what_the_server_counts(page: Page, server: Server) -> None:
+    server.complete(prompt=PROMPT, max_tokens=40, temperature=0)
+    metrics = server.page_of_metrics()
+    drafts, accepted = (int(total(metrics, f"aerie_{name}_total")) for name in ("drafts", "accepted_draft_tokens"))
+    page.wait(f"document.querySelector('#trees').textContent.includes('{drafts} trees')")
+    assert f"{1 + accepted / drafts:.2f} tokens" in page.text("#trees")
+    rows = page.get("[...document.querySelectorAll('#depths tbody tr')].map(r => [...r.cells].map(c => c.textContent))")
+    for depth, shown, *_ in rows:
+        count = sum(
+            float(line.split()[-1])
+            for line in metrics.splitlines()
+            if line.startswith("aerie_accepted_by_depth_total{") and f'depth="{depth}"' in line
+        )
+        assert shown == f"{100 * count / drafts:.0f} %" or abs(float(shown[:-2]) - 100 * count / drafts) <= 0.5
+    assert len(rows) >= 4
+    page.wait("document.querySelectorAll('#speed svg .line').length > 0")
+    assert page.texts("#ranks tbody td:first-child") == ["0", "1"]
+    assert "EAGLE3" in page.text("#loaded") and page.text("#fault-counts").startswith("None")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(320, False), (390, True), (1200, True)])
+def test_it_fits_a_phone_and_the_dark(page: Page, width: int, dark: bool) -> None:
+    page.look(width, 800, dark)
+    play(page, PROMPT, 32)
+    for view in ("playground", "overview"):
+        page.click(f"#tab-{view}")
+        page.wait(f"!document.querySelector('#{view}').hidden")
+        assert page.get("document.documentElement.scrollWidth") <= width
+    channels = [int(c) for c in re.findall(r"\d+", page.get("getComputedStyle(document.body).backgroundColor"))]
+    assert (max(channels) < 80) == dark
+
+
+def test_it_is_used_with_the_keyboard_alone(page: Page) -> None:
+    page.get("document.querySelector('#tab-overview').focus()")
+    page.press("ArrowRight")
+    assert page.get("document.activeElement.id") == "tab-playground"
+    assert page.get("!document.querySelector('#playground').hidden && document.querySelector('#overview').hidden")
+    reached = []
+    for _ in range(12):
+        page.press("Tab")
+        reached.append(page.get("document.activeElement.id"))
+    assert reached[:8] == ["kind", "temperature", "max_tokens", "seed", "form", "trees-too", "prompt", "run"]
+
+
+def test_a_server_that_does_not_answer_is_said_not_to(page: Page) -> None:
+    page.call("Network.enable")
+    offline: dict[str, Any] = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.call("Network.emulateNetworkConditions", offline=True, **offline)
+    page.wait("document.querySelector('#health').textContent.startsWith('no answer')")
+    page.call("Network.emulateNetworkConditions", offline=False, **offline)
+    page.wait("document.querySelector('#health').textContent === 'serving'")
+    assert all("ERR_INTERNET_DISCONNECTED" in trouble for trouble in page.troubles)
+    page.troubles.clear()
+
+
+def test_a_killed_rank_is_shown_and_the_stream_goes_on(page: Page, server: Server) -> None:
+    """The page names the rank, says when its gang serves again, and the open answer ends as if nothing had happened."""
+    whole = server.complete(prompt=PROMPT, max_tokens=1500, temperature=0)["choices"][0]["text"]
+    [pid] = [rank["pid"] for rank in server.get("/server_info")["ranks"] if rank["rank"] == 1]
+    begin(page, PROMPT, 1500)
+    page.wait("document.querySelectorAll('.run').length > 5")
+    os.kill(pid, signal.SIGKILL)
+    said = page.wait(
+        "document.querySelector('#health').className === 'bad' && document.querySelector('#health').textContent"
+    )
+    assert said.startswith("not serving") and "rank 1 died" in said
+    assert page.get("!document.querySelector('#run').disabled") is False, "the answer waits"
+    page.wait("document.querySelector('#health').textContent === 'serving'", 120)
+    page.wait(DONE, 120)
+    assert page.text("#trouble") == "" and page.text("#answer") == whole
+    page.click("#tab-overview")
+    page.wait("document.querySelector('#fault-counts').textContent.startsWith('1 lost, 1 restarts, 1 streams resumed')")
+    [fault] = page.texts("#faults li")
+    assert "rank 1 died at step" in fault and "served again after" in fault
+    assert page.texts("#ranks tbody td:first-child") == ["0", "1"]
+    assert "silent" not in page.text("#ranks")
