@@ -55,9 +55,22 @@ LAYERS = (
 )
 # The houses of a layer: what a module under the first name never imports.
 HOUSES = {
-    "cluster.api.openai": ("cluster.api.replica", "cluster.api.launch", "cluster.api.app", "cluster.api.settings"),
+    "cluster.api.openai": (
+        "cluster.api.anthropic",
+        "cluster.api.replica",
+        "cluster.api.launch",
+        "cluster.api.app",
+        "cluster.api.settings",
+    ),
+    "cluster.api.anthropic": (
+        "cluster.api.openai.response_api",
+        "cluster.api.replica",
+        "cluster.api.launch",
+        "cluster.api.app",
+        "cluster.api.settings",
+    ),
     "cluster.api.replica": ("cluster.api.launch", "cluster.api.app"),
-    "cluster.api.launch": ("cluster.api.openai", "cluster.api.replica"),
+    "cluster.api.launch": ("cluster.api.openai", "cluster.api.anthropic", "cluster.api.replica"),
     "cluster.api.proxy": ("cluster.api.openai", "cluster.api.replica", "cluster.api.launch", "cluster.api.app"),
     "cluster.arch.safetensors": ("cluster.arch.draft", "cluster.arch.families", "cluster.arch.read"),
 }

@@ -46,6 +46,8 @@ SAID: Mapping[int, tuple[str, str, str]] = {
     500: ("server_error", "replica_lost", "the replica that held this request is gone; send it again"),
     503: ("server_error", "engine_unhealthy", "no replica serves requests now; try again shortly"),
 }
+MESSAGES = "/v1/messages"
+OF_ANTHROPIC = {"not_found": "not_found_error", "server_error": "api_error"}  # by code or type of ours
 GATHERED = 1 << 20  # bytes of a body that are gathered here; a longer body is passed on in pieces
 GATHERED_BY_ALL = 256 << 20  # bytes of all bodies together; beyond that, bodies are passed on as they come
 GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must arrive within GRACE_S, plus a second for each BYTES_PER_S bytes
@@ -93,7 +95,7 @@ class WholeRequests:
             more = await self._gather(receive, body, began)
         except TimeoutError:
             error = ("invalid_request_error", "request_timeout", too_slow(len(body), clock() - began))
-            await _answer(send, 408, error, None, scope["method"], [(b"connection", b"close")])
+            await _answer(send, 408, error, None, scope, [(b"connection", b"close")])
             return
         finally:
             self._held -= len(body)
@@ -170,7 +172,7 @@ class JsonErrors:
             await self._app(scope, receive, send)
             return
         if scope["path"][len(scope.get("root_path", "")) :] == ROUTES:  # as Serve compares it
-            await _answer(send, 404, SAID[404], None, scope["method"])
+            await _answer(send, 404, SAID[404], None, scope)
             return
         if (wrong := _wrong_header(scope["headers"])) is not None:
             error = (
@@ -178,10 +180,10 @@ class JsonErrors:
                 "invalid_value",
                 f"{wrong}: must be at most {LONGEST_ID} printable ASCII characters",
             )
-            await _answer(send, 400, error, wrong, scope["method"])
+            await _answer(send, 400, error, wrong, scope)
             return
         headers = [pair for pair in scope["headers"] if pair[0] != NOT_FOR_CLIENTS]
-        state = _Answer(send, scope["method"])
+        state = _Answer(send, scope)
         try:
             await self._app({**scope, "headers": headers}, receive, state.send)
         finally:
@@ -191,9 +193,9 @@ class JsonErrors:
 class _Answer:
     """Watches the answer to one request as it passes."""
 
-    def __init__(self, send: Send, method: str) -> None:
+    def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
-        self._method = method
+        self._scope = scope
         self._started = self._ended = self._replaced = self._streams = False
 
     async def send(self, message: Message) -> None:
@@ -206,7 +208,7 @@ class _Answer:
             if status >= 400 and kind.startswith(b"text/plain") and status in SAID:
                 self._replaced = True
                 kept = [pair for pair in message["headers"] if pair[0].lower() in (b"retry-after", b"x-request-id")]
-                await _answer(self._send, status, SAID[status], None, self._method, kept)
+                await _answer(self._send, status, SAID[status], None, self._scope, kept)
                 return
         if message["type"] == "http.response.body":
             self._ended = self._ended or not message.get("more_body", False)
@@ -216,9 +218,10 @@ class _Answer:
     async def finish(self) -> None:
         """Serve sends nothing more: if the answer is missing or its stream still open, end it with an error."""
         if not self._started:
-            await _answer(self._send, 503, SAID[500], None, self._method)
+            await _answer(self._send, 503, SAID[500], None, self._scope)
         elif self._streams and not self._ended:
-            event = b"data: " + _envelope(SAID[500], None) + b"\n\n"
+            name = b"event: error\n" if _is_anthropic(self._scope) else b""
+            event = name + b"data: " + _envelope(SAID[500], None, self._scope) + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -232,8 +235,16 @@ def _wrong_header(headers: list[tuple[bytes, bytes]]) -> str | None:
     return None
 
 
-def _envelope(error: tuple[str, str, str], param: str | None) -> bytes:
+def _is_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API, whose client reads errors in another form."""
+    return f"{MESSAGES}/" in f"{scope['path']}/"
+
+
+def _envelope(error: tuple[str, str, str], param: str | None, scope: Scope) -> bytes:
     kind, code, message = error
+    if _is_anthropic(scope):
+        kind = OF_ANTHROPIC.get(code) or OF_ANTHROPIC.get(kind, kind)
+        return json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
     content: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": content}).encode()
 
@@ -243,12 +254,12 @@ async def _answer(
     status: int,
     error: tuple[str, str, str],
     param: str | None,
-    method: str,
+    scope: Scope,
     kept: list[tuple[bytes, bytes]] | None = None,
 ) -> None:
-    body = _envelope(error, param)
+    body = _envelope(error, param, scope)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(kept or [])]
     if status == 503 and not any(name.lower() == b"retry-after" for name, _ in headers):
         headers.append(RETRY_AFTER)
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else body})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

@@ -12,10 +12,10 @@ from typing import Any
 
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.grammars import Grammars
-from cluster.api.openai.protocol import ChatRequest
 from cluster.api.openai.service import Limits, ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
-from cluster.api.replica.calls import Call, checked, understand
+from cluster.api.replica.asking import asked_chat
+from cluster.api.replica.calls import Call, understand
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.tools.answers import Run
@@ -74,8 +74,8 @@ class EngineAnswers:
 
     def _understood(self, body: Mapping[str, Any]) -> Call:
         try:
-            fields, warnings = checked(self._folder, self._limits, ChatRequest, body)
-            return asyncio.run(understand(self._folder, self._limits, fields, warnings, 0))
+            asked = asked_chat(self._folder, self._limits, body)
+            return asyncio.run(understand(self._folder, self._limits, asked, 0))
         except ApiError as error:
             raise ValueError(error.message) from None
 

@@ -13,6 +13,16 @@ from tests.api.bad_conversations import TOOL
 from tests.api.scripted import MODEL, Client
 from tests.api.test_bad_input import CHAT, FIELDS, HI
 
+BODIES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
 # Refused for what a schema cannot say: another field's value, the model's context or vocabulary, or half characters.
 BEYOND_A_SCHEMA = {
     *BEYOND_OF_CONVERSATIONS,
@@ -69,9 +79,10 @@ def test_nothing_is_missing(document: dict[str, Any]) -> None:
 
 def test_every_status_is_there(document: dict[str, Any]) -> None:
     paths = document["paths"]
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in BODIES:
         assert {"200", "400", "404", "408", "413", "415", "503"} <= set(paths[path]["post"]["responses"])
     assert "404" in paths["/v1/models/{model_id}"]["get"]["responses"]
+    assert "200" not in paths["/v1/responses/{response_id}"]["get"]["responses"]
     for path, operations in paths.items():
         for operation in operations.values():
             assert "422" not in operation["responses"]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import openai
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 from pydantic import BaseModel
 
 from cluster.api.openai.tokenizer import ChatTokenizer
+from tests.api.listening import listening
 from tests.api.scripted import EOS, MODEL, ScriptedService, save_tokenizer
 
 SAID = "once upon a time 😀 there was an aerie"
@@ -20,19 +20,9 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def api(app: FastAPI, service: ScriptedService) -> Iterator[OpenAI]:
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-        port = server.servers[0].sockets[0].getsockname()[1]
-        service.engine.script = SAID.encode()
-        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-            yield client
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    service.engine.script = SAID.encode()
+    with listening(app) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_models(api: OpenAI) -> None:
@@ -177,3 +167,54 @@ def test_closing_a_stream_aborts_it(api: OpenAI, service: ScriptedService) -> No
             break
         threading.Event().wait(0.02)
     assert len(service.engine.aborted) == 1
+
+
+def test_responses(api: OpenAI) -> None:
+    response = api.responses.create(model=MODEL, input="hi", instructions="be brief", metadata={"a": "b"})
+    assert (response.output_text, response.status, response.metadata) == (SAID, "completed", {"a": "b"})
+    assert response.usage.output_tokens == len(SAID.encode()) + 1
+    assert response.usage.input_tokens_details.cached_tokens == 2
+    turns = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in response.output), *HI]
+    counted = api.responses.input_tokens.count(model=MODEL, input=turns)
+    assert counted.input_tokens == api.responses.create(model=MODEL, input=turns).usage.input_tokens
+    cut = api.responses.create(model=MODEL, input=HI, max_output_tokens=4)
+    assert (cut.output_text, cut.status, cut.incomplete_details.reason) == ("once", "incomplete", "max_output_tokens")
+    with pytest.raises(openai.NotFoundError, match="stores none"):
+        api.responses.retrieve(response.id)
+
+
+def test_streamed_responses(api: OpenAI) -> None:
+    with api.responses.stream(model=MODEL, input="hi") as stream:
+        said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert (said, final.output_text, final.status) == (SAID, SAID, "completed")
+    raw = list(api.responses.create(model=MODEL, input="hi", stream=True, max_output_tokens=4))
+    assert [event.type for event in raw][:2] == ["response.created", "response.in_progress"]
+    assert raw[-1].type == "response.incomplete" and raw[-1].response.output_text == "once"
+    assert [event.sequence_number for event in raw] == [*range(len(raw))]
+
+
+class Named(BaseModel):
+    """What an answer has to be."""
+
+    name: str
+
+
+def test_responses_of_a_form(api: OpenAI, service: ScriptedService) -> None:
+    service.engine.script = b'{"name": "Ann"}'
+    assert api.responses.parse(model=MODEL, input="who?", text_format=Named).output_parsed == Named(name="Ann")
+    assert service.engine.requests[0].params.grammar is not None
+    with api.responses.stream(model=MODEL, input="who?", text_format=Named) as stream:
+        assert stream.get_final_response().output_parsed == Named(name="Ann")
+
+
+def test_errors_of_responses(api: OpenAI, service: ScriptedService) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        api.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "msg_1"}])
+    assert (bad.value.param, bad.value.code) == ("input.0.type", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError, match="nothing is stored here"):
+        api.responses.create(model=MODEL, input="hi", previous_response_id="resp_1")
+    service.engine.fail_at = 5
+    *_, error, failed = api.responses.create(model=MODEL, input="hi", stream=True)
+    assert (error.type, error.code) == ("error", "internal_error")
+    assert (failed.type, failed.response.error.code) == ("response.failed", "server_error")

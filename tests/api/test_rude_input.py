@@ -9,11 +9,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from cluster.api.anthropic import request as anthropic_request
 from cluster.api.openai import content, conversing, errors, tokenizer
 from cluster.api.openai import fields as field_tables
 from cluster.api.openai.body import MAX_CONTAINERS, MAX_KEYS
 from cluster.api.openai.errors import shown
 from cluster.api.openai.fields import MAX_WARNINGS, WARNING_HEADER, sort_fields
+from cluster.api.openai.response_api import request as response_request
 from cluster.api.openai.service import LEAST_BODY, Limits
 from cluster.api.replica import calls
 from cluster.api.replica.ingress import make_app
@@ -92,6 +94,9 @@ LONG_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "empty messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 1000}),
     "template argument": (CHAT, {"messages": HI, "chat_template_kwargs": {"extra": LONG}}),
     "tokenized template argument": ("/tokenize", {"messages": HI, "chat_template_kwargs": {"extra": LONG}}),
+    "items": ("/v1/responses", {"input": [{"role": "user", "content": "hi"}] * 100}),
+    "blocks": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}),
+    "counted blocks": ("/v1/messages/count_tokens", {"messages": HI, "system": LONG}),
     "tokens": ("/detokenize", {"tokens": [97] * 3000}),
 }
 
@@ -111,6 +116,8 @@ def test_no_part_of_a_long_body_is_worked_on_in_the_event_loop(
 
         monkeypatch.setattr(owner, function, noting)
 
+    noted(response_request, "dialogue_of")
+    noted(anthropic_request, "dialogue_of")
     noted(conversing, "check_messages")
     noted(calls, "_check_ids")
     noted(calls, "StoppedText")
@@ -119,7 +126,7 @@ def test_no_part_of_a_long_body_is_worked_on_in_the_event_loop(
     assert service.tokenizer is not None
     noted(service.tokenizer._template, "apply_chat_template")
     path, body = LONG_BODIES[name]
-    client.post(path, {"max_tokens": 1, **body} if path in (COMPLETE, CHAT) else body)
+    client.post(path, {"max_tokens": 1, **body} if path in (COMPLETE, CHAT, "/v1/messages") else body)
     assert threads
     assert all(thread.startswith("offload") for thread in threads)
 

@@ -38,7 +38,7 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     )
     serving = ServingMetrics(model_name="m")
     serving.expect_ranks(1)
-    serving.expect_routes(["/v1/completions", "/v1/chat/completions"])
+    serving.expect_routes(["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
     page = merge([engine.serialize(), serving.serialize()]).decode()
     series: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):

@@ -5,8 +5,8 @@ Strict: `"5"`, `true` and `5.5` are not the integer 5.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from cluster.api.openai.errors import ApiError, invalid, path_of, shown
-from cluster.api.openai.fields import sort_fields
+from cluster.api.openai.fields import GENERATION, Table, sort_fields
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLES_SHOWN = ", ".join(ROLES)
@@ -30,6 +30,12 @@ class Strict(BaseModel):
     """Base of the request models."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
+    table: ClassVar[Table] = GENERATION
+
+    @classmethod
+    def honoured(cls) -> Collection[str]:
+        """The names of the fields that this body honours."""
+        return cls.model_fields
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
@@ -38,14 +44,14 @@ class Strict(BaseModel):
         Raises:
             ApiError: 400 that names the first field at fault.
         """
-        kept, warnings = sort_fields(body, cls.model_fields)
+        kept, warnings = sort_fields(body, cls.honoured(), cls.table)
         try:
             return cls.model_validate(kept), warnings
         except ValidationError as error:
             raise invalid(error) from None
 
 
-def _readable(text: str) -> str:
+def readable(text: str) -> str:
     """A string that UTF-8 can encode; JSON escapes may hold half of a surrogate pair."""
     try:
         text.encode()
@@ -62,7 +68,7 @@ def list_of_stops(value: Any) -> Any:
 def list_of_prompts(value: Any) -> list[Any]:
     """`str | list[str] | list[int] | list[list[int]]` as a list of prompts."""
     if isinstance(value, str):
-        return [_readable(value)]
+        return [readable(value)]
     shape = "must be a string, a list of strings, a list of token ids or a list of such lists"
     if not isinstance(value, list):
         raise ValueError(f"{shape}, got {shown(value)}")
@@ -71,7 +77,7 @@ def list_of_prompts(value: Any) -> list[Any]:
     first = value[0]
     if isinstance(first, str):
         _all_of(str, value, "strings")
-        return [_readable(text) for text in value]
+        return [readable(text) for text in value]
     if isinstance(first, list):
         for at, ids in enumerate(value):
             if not isinstance(ids, list):
@@ -93,7 +99,7 @@ def _all_of(kind: type, items: list[Any], what: str, where: str = "") -> None:
 def _plain_text(value: Any) -> str:
     """The content of a message: a string, or text parts that are joined."""
     if isinstance(value, str):
-        return _readable(value)
+        return readable(value)
     if not isinstance(value, list):
         raise ValueError(f"must be a string or a list of text parts, got {shown(value)}")
     texts = []
@@ -103,11 +109,11 @@ def _plain_text(value: Any) -> str:
             raise ValueError(
                 f"part {at} must be {{'type': 'text', 'text': ...}}: this model reads text, not {shown(kind)}"
             )
-        texts.append(_readable(part["text"]))
+        texts.append(readable(part["text"]))
     return "".join(texts)
 
 
-Text = Annotated[str, AfterValidator(_readable)]
+Text = Annotated[str, AfterValidator(readable)]
 Content = Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str | list[dict[str, str]])]
 
 

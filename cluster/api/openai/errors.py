@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Route
+from starlette.types import Scope
 
 from cluster.actors.messages import Overloaded
 from cluster.api.refusals import FULL, held_s
@@ -70,11 +71,15 @@ class ApiError(Exception):
         """The body of the answer, or the event in a stream that has begun."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The answer for a request whose stream has not begun."""
+    def response(self, envelope: "Envelope | None" = None) -> Response:
+        """The answer for a request whose stream has not begun, in OpenAI's envelope or another."""
         # Plain ASCII: a message may quote a lone surrogate that the client sent, which UTF-8 cannot write.
-        body = json.dumps(self.envelope()).encode()
+        body = json.dumps(self.envelope() if envelope is None else envelope(self)).encode()
         return Response(body, self.status, media_type="application/json", headers=self.headers)
+
+
+Envelope = Callable[[ApiError], Mapping[str, Any]]
+"""The body of an error in the form of one API."""
 
 
 class ClientGoneError(Exception):
@@ -163,10 +168,12 @@ def path_of(*parts: object) -> str:
     return text if len(text) <= MAX_PATH else text[: MAX_PATH - 3] + "..."
 
 
-def invalid(error: ValidationError) -> ApiError:
-    """The first complaint of pydantic as one line that begins with the field's path, in words for a client."""
+def invalid(error: ValidationError, *where: object) -> ApiError:
+    """The first complaint of pydantic as one line that begins with the field's path, in words for a client; `where`
+    is the path of what was validated.
+    """
     first = error.errors(include_url=False)[0]
-    param = path_of(*first["loc"])
+    param = path_of(*where, *first["loc"])
     kind = first["type"]
     if kind == "missing":
         return ApiError(f"{param}: required", param=param, code="missing_required_parameter")
@@ -209,24 +216,25 @@ PLAIN: Mapping[str, str] = {
 }
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of the app in the envelope, those of routing included."""
+def install(app: FastAPI, envelope_of: Callable[[Scope], Envelope]) -> None:
+    """Answer every error of the app in the envelope of the API that was asked, those of routing included."""
 
     async def from_routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        made = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
         if error.status_code == NOT_FOUND:
-            return not_served(request.method, request.url.path, app.routes).response()
-        return ApiError(str(error.detail), status=error.status_code, headers=error.headers).response()
+            made = not_served(request.method, request.url.path, app.routes)
+        return made.response(envelope_of(request.scope))
 
     async def from_us(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(envelope_of(request.scope))
 
     async def nobody_there(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return internal(request.url.path).response()
+        return internal(request.url.path).response(envelope_of(request.scope))
 
     app.add_exception_handler(HTTPException, from_routing)
     app.add_exception_handler(ApiError, from_us)

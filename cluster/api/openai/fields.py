@@ -2,11 +2,12 @@
 
 Three kinds: honoured (a field of the models in `.protocol`), harmless (it cannot change the answer), and not
 honoured: refused by name unless it has a value that asks for nothing. A field in no table goes through with a warning.
+The other APIs have tables of their own, of the same three kinds.
 """
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.api.openai.errors import ApiError, shown
 
@@ -159,7 +160,20 @@ REMEDIES: dict[str, str] = {
 }
 
 
-def sort_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+class Table(NamedTuple):
+    """What an API's fields are beside the honoured ones. `refused` has the values that ask for nothing."""
+
+    harmless: Collection[str]
+    refused: Mapping[str, tuple[Any, ...]]
+    remedies: Mapping[str, str]
+
+
+GENERATION = Table(HARMLESS, REFUSED, REMEDIES)
+
+
+def sort_fields(
+    body: Mapping[str, Any], honoured: Collection[str], table: Table = GENERATION
+) -> tuple[dict[str, Any], list[str]]:
     """The honoured fields that are not null, under the server's spelling, and warnings about unknown fields.
 
     Raises:
@@ -176,10 +190,10 @@ def sort_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[dic
             if ours in kept and kept[ours] != value:
                 raise ApiError(f"{name}: given twice, as {ours} too; send one", param=name, code="invalid_value")
             kept[ours] = value
-        elif name in REFUSED or name in REMEDIES:
-            if not any(_same(value, neutral) for neutral in REFUSED.get(name, ())):
-                raise _refusal(name, value)
-        elif name not in HARMLESS:
+        elif name in table.refused or name in table.remedies:
+            if not any(_same(value, neutral) for neutral in table.refused.get(name, ())):
+                raise _refusal(name, value, table)
+        elif name not in table.harmless:
             unknown += 1
             if unknown <= MAX_WARNINGS:
                 warnings.append(_warning(name, honoured))
@@ -200,9 +214,9 @@ def warning_headers(warnings: list[str]) -> dict[str, str]:
     return {WARNING_HEADER: "; ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")}
 
 
-def _refusal(name: str, value: Any) -> ApiError:
-    neutral = REFUSED.get(name, ())
-    remedy = REMEDIES.get(name) or (f"leave it out or send {shown(neutral[0])}" if neutral else "leave it out")
+def _refusal(name: str, value: Any, table: Table) -> ApiError:
+    neutral = table.refused.get(name, ())
+    remedy = table.remedies.get(name) or (f"leave it out or send {shown(neutral[0])}" if neutral else "leave it out")
     return ApiError(
         f"{name}: {shown(value)} is not supported by this server; {remedy}", param=name, code="unsupported_parameter"
     )

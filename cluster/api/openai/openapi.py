@@ -3,8 +3,8 @@
 The handlers read bodies themselves, so FastAPI does not know their fields; what it generates is replaced.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -16,10 +16,11 @@ from cluster.api.openai.content import ROLES, Strict
 from cluster.api.openai.fields import REFUSED, REMEDIES
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cluster.api.openai.service import Limits
+from cluster.api.openai.translated import TranslatedBody
 
 BODIES: tuple[type[Strict], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 PLACE = "#/components/schemas/{model}"
-GENERATES = ("/v1/completions", "/v1/chat/completions")
+GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 PAGES: Mapping[str, Mapping[str, Any]] = {
     "/health": {},
     "/ready": {},
@@ -57,31 +58,42 @@ ERROR = {
 }
 
 
+class OtherApi(NamedTuple):
+    """An API whose bodies become chat requests: its path, with all below it, its bodies, the schema of its errors."""
+
+    path: str
+    bodies: tuple[type[TranslatedBody], ...]
+    error_name: str = "Error"
+    error: Mapping[str, Any] = ERROR
+
+
 def body_of(fields: type[Strict]) -> dict[str, Any]:
     """The `openapi_extra` of a route whose body is `fields`."""
     content = {"application/json": {"schema": {"$ref": PLACE.format(model=fields.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def describe(app: FastAPI, limits: Limits) -> None:
+def describe(app: FastAPI, limits: Limits, others: Sequence[OtherApi] = ()) -> None:
     """Have /openapi.json describe what the routes really accept and answer."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            schema["components"] = {"schemas": schemas(limits)}
+            schema["components"] = {"schemas": schemas(limits, others)}
             for path, operations in schema["paths"].items():
+                error = next((other.error_name for other in others if f"{path}/".startswith(f"{other.path}/")), "Error")
                 for operation in operations.values():
-                    _say_responses(path, operation)
+                    _say_responses(path, operation, error)
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def schemas(limits: Limits) -> dict[str, Any]:
+def schemas(limits: Limits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
     """The schemas of all bodies and of an error; a body that the routes or `limits` refuse does not match them."""
-    _, found = models_json_schema([(fields, "validation") for fields in BODIES], ref_template=PLACE)
+    translated = [fields for other in others for fields in other.bodies]
+    _, found = models_json_schema([(fields, "validation") for fields in (*BODIES, *translated)], ref_template=PLACE)
     named: dict[str, Any] = found["$defs"]
     for name in ("CompletionRequest", "ChatRequest"):
         of = named[name]["properties"]
@@ -114,8 +126,24 @@ def schemas(limits: Limits) -> dict[str, Any]:
     part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
     _inner(named["ChatMessage"]["properties"]["content"], "array")["items"] = part
     named["TokenizeRequest"]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
-    named["Error"] = ERROR
-    return named
+    for fields in translated:
+        _say_translated(named[fields.__name__], fields, chat, limits)
+    return {**named, "Error": ERROR, **{other.error_name: other.error for other in others}}
+
+
+def _say_translated(
+    schema: dict[str, Any], fields: type[TranslatedBody], chat: Mapping[str, Any], limits: Limits
+) -> None:
+    """Add to a body of another API the fields that it shares with a chat request, and those that it refuses."""
+    of, table = schema["properties"], fields.table
+    of |= {name: chat[name] for name in sorted(fields.extensions)}
+    for name in (*table.refused, *table.remedies):
+        values = [*table.refused.get(name, ()), None]
+        of.setdefault(name, {"enum": values, "description": "Not supported: only these values are accepted"})
+    schema["maxProperties"] = MAX_KEYS
+    of["tools"]["maxItems"] = limits.tools
+    if "top_logprobs" in fields.model_fields:
+        of["top_logprobs"]["maximum"] = limits.logprobs
 
 
 def _stop(limits: Limits) -> dict[str, Any]:
@@ -144,7 +172,7 @@ def _inner(schema: dict[str, Any], kind: str) -> dict[str, Any]:
     return found
 
 
-def _say_responses(path: str, operation: dict[str, Any]) -> None:
+def _say_responses(path: str, operation: dict[str, Any], error: str) -> None:
     """Add all statuses of a route, with the content of their bodies."""
     good: dict[str, Any] = {"description": "Success"}
     kinds = PAGES.get(path, {"application/json": {"schema": {}}})
@@ -155,12 +183,13 @@ def _say_responses(path: str, operation: dict[str, Any]) -> None:
     statuses: tuple[str, ...] = (
         OF_BODIES if "requestBody" in operation else ("500", "503") if path in PAGES else ("500",)
     )
-    if "{model_id}" in path:
+    if "{model_id}" in path or "{response_id}" in path:
         statuses = ("404", "500")
     if path not in OPEN:
         statuses = ("401", "403", *statuses)
-    content = {"application/json": {"schema": {"$ref": PLACE.format(model="Error")}}}
+    content = {"application/json": {"schema": {"$ref": PLACE.format(model=error)}}}
+    found = {} if "{response_id}" in path else {"200": good}
     operation["responses"] = {
-        "200": good,
+        **found,
         **{status: {"description": STATUSES[status], "content": content} for status in statuses},
     }

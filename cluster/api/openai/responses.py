@@ -1,12 +1,15 @@
 """The answers, as OpenAI writes them: the whole body, or the chunks of a stream, for text and for chat."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from cluster.api.openai.choices import Choice, Delta, joined
 from cluster.api.openai.echo import offsets
+from cluster.api.openai.errors import ApiError
+from cluster.api.openai.stream import DONE
+from cluster.api.openai.stream import event as framed
 from cluster.api.openai.usage import speculation_metrics, usage, usage_so_far
 from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
 from cluster.request import StepTree, TokenLogprob
@@ -35,8 +38,39 @@ class Extras:
     best: int | None = None
 
 
+class Answering(NamedTuple):
+    """What an answer is written about. `created` is Unix seconds."""
+
+    call_id: str
+    created: int
+    model: str
+    choices: Sequence[Choice]
+    tokenizer: TextTokenizer | None
+    extras: Extras
+
+
+class AnswerShape(Protocol):
+    """How one call is answered in the form of its API. One per call: it remembers what has been sent."""
+
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The whole answer from all deltas of all sequences."""
+        ...
+
+    def events(self, delta: Delta) -> bytes:
+        """The events of a stream that one delta makes; the first has the opening before it."""
+        ...
+
+    def end(self) -> bytes:
+        """The events after the last delta."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events that tell of an error after the stream has begun."""
+        ...
+
+
 class Shape:
-    """What all answers share: id, time, model and usage. One per call; it remembers which sequences have begun."""
+    """What answers to completions and chats share: id, time, model and usage. It remembers which sequences began."""
 
     object_of_body: ClassVar[str]
     object_of_chunk: ClassVar[str]
@@ -72,6 +106,19 @@ class Shape:
         if metrics := speculation_metrics(self.choices):
             body["metrics"] = metrics
         return body
+
+    def events(self, delta: Delta) -> bytes:
+        """The chunks of a delta, framed."""
+        return b"".join(framed(chunk) for chunk in self.chunks(delta))
+
+    def end(self) -> bytes:
+        """The last chunk, if there is one, and the mark of the end."""
+        last = self.last_chunk()
+        return (framed(last) if last else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error in OpenAI's envelope."""
+        return framed(error.envelope())
 
     @property
     def _each(self) -> int:
@@ -303,12 +350,7 @@ class ChatShape(Shape):
         return {"content": content, "refusal": None}
 
     def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [self._named(*pair) for pair in entry.top]
-        return {**self._named(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, raw = self._token(token_id)
-        return {"token": text, "logprob": _number(logprob), "bytes": list(raw)}
+        return logprob_entry(entry, self._token)
 
 
 class _Offsets:
@@ -322,6 +364,16 @@ class _Offsets:
         at = self._characters
         self._characters += len(self._decoder.decode(raw))
         return at
+
+
+def logprob_entry(entry: TokenLogprob, token: Callable[[int], tuple[str, bytes]]) -> dict[str, Any]:
+    """A token's log-probability and those of its alternatives; `token` gives the text and bytes of an id."""
+
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = token(token_id)
+        return {"token": text, "logprob": _number(logprob), "bytes": list(raw)}
+
+    return {**named(entry.token_id, entry.logprob), "top_logprobs": [named(*pair) for pair in entry.top]}
 
 
 def _number(logprob: float) -> float:

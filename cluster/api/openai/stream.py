@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -24,9 +24,9 @@ def json_bytes(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def event(data: Mapping[str, Any]) -> bytes:
-    """One event of a stream."""
-    return b"data: " + json_bytes(data) + b"\n\n"
+def event(data: Mapping[str, Any], name: str = "") -> bytes:
+    """One event of a stream; the APIs that name their events give a `name`."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + json_bytes(data) + b"\n\n"
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -56,17 +56,25 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of events. However it ends, `events` and their `source` are closed before the call returns."""
+    """A stream of events. However it ends, `events` and their `source` are closed before the call returns.
+
+    `failed` makes the events that tell of an error after the stream has begun.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None], headers: Mapping[str, str]
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[Any, None],
+        headers: Mapping[str, str],
+        failed: Callable[[ApiError], bytes],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._source = source
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come; stop when the client leaves, also while a send to it is blocked."""
@@ -82,11 +90,11 @@ class EventStream(Response):
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
-            await send({"type": "http.response.body", "body": event(error.envelope()), "more_body": True})
+            await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
         except OSError:
             raise
         except Exception:
             logger.exception("a stream failed")
-            failure = event(internal("stream").envelope())
+            failure = self._failed(internal("stream"))
             await send({"type": "http.response.body", "body": failure, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

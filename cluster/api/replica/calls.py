@@ -1,12 +1,11 @@
-"""One call of /v1/completions or /v1/chat/completions, from its body to its answer."""
+"""One call of a generating route, from its body to its answer."""
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
@@ -20,17 +19,15 @@ from cluster.api.openai.errors import ApiError, overloaded, shown
 from cluster.api.openai.fields import warning_headers
 from cluster.api.openai.offload import off_loop
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
-from cluster.api.openai.responses import ChatShape, CompletionShape, Extras, Shape
+from cluster.api.openai.responses import Answering, AnswerShape, Extras
 from cluster.api.openai.service import Limits, Served, Service
-from cluster.api.openai.stream import DONE, EventStream, event, json_bytes, until_client_leaves
+from cluster.api.openai.stream import EventStream, json_bytes, until_client_leaves
 from cluster.api.openai.tokenizer import Encoded
 from cluster.api.replica import access
+from cluster.api.replica.asking import Asked, Reader
 from cluster.api.replica.guard import key_of
 from cluster.request import Request
 from cluster.text import StoppedText
-
-F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
-G = TypeVar("G", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +39,23 @@ class Call:
 
     call_id: str
     choices: list[Choice]
-    shape: Shape
+    shape: AnswerShape
     stream: bool
     headers: dict[str, str]
     scores: int = 0
 
 
-async def answer(service: Service, limits: Limits, intake: Intake, request: HttpRequest, kind: type[G]) -> Response:
-    """Answer /v1/completions or /v1/chat/completions."""
+async def answer(service: Service, limits: Limits, intake: Intake, request: HttpRequest, read: Reader) -> Response:
+    """Answer a generating route, whose bodies `read` understands."""
     arrived = time.perf_counter()
     try:
         if (why := service.engine.full()) is not None:  # before its body costs anything
             raise overloaded(why, whoever=True)
         async with intake.json(request) as (body, length):
-            fields, warnings = await off_loop(length, lambda: checked(service, limits, kind, body))
-            salt = cache_salt(key_of(request.scope), fields.cache_salt)
-            call = await understand(service, limits, fields, warnings, length, salt)
+            asked = await off_loop(length, lambda: read(service, limits, body))
+            salt = cache_salt(key_of(request.scope), asked.fields.cache_salt)
+            with asked.origins.named():
+                call = await understand(service, limits, asked, length, salt)
     except ApiError as error:
         service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
         raise
@@ -65,10 +63,11 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
     for choice in call.choices:
         choice.began(service.metrics.on_start(arrived))
     deltas = run(service.engine, call.choices)
-    if call.stream:
-        return await _streamed(request, call, deltas)
-    async with aclosing(deltas):
-        said = await until_client_leaves(request.receive, _all(deltas))
+    with asked.origins.named():
+        if call.stream:
+            return await _streamed(request, call, deltas)
+        async with aclosing(deltas):
+            said = await until_client_leaves(request.receive, _all(deltas))
     whole = await off_loop(call.scores, lambda: json_bytes(call.shape.body(said)))
     return Response(whole, media_type="application/json", headers=call.headers)
 
@@ -81,20 +80,17 @@ async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Del
         await deltas.aclose()
         raise
 
-    def written(delta: Delta) -> bytes:
-        return b"".join(event(chunk) for chunk in call.shape.chunks(delta))
-
     async def events() -> AsyncGenerator[bytes, None]:
-        yield await off_loop(call.scores, partial(written, first))
+        yield await off_loop(call.scores, partial(call.shape.events, first))
         async for delta in deltas:
             if delta.prompt_logprobs:
-                yield await off_loop(call.scores, partial(written, delta))
+                yield await off_loop(call.scores, partial(call.shape.events, delta))
             else:
-                yield written(delta)
-        last = call.shape.last_chunk()
-        yield (event(last) if last else b"") + DONE
+                yield call.shape.events(delta)
+        if last := call.shape.end():
+            yield last
 
-    return EventStream(events(), deltas, call.headers)
+    return EventStream(events(), deltas, call.headers, call.shape.failed)
 
 
 async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
@@ -105,32 +101,14 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
-    """The request in a JSON body, within the limits, and warnings about unknown fields.
-
-    Raises:
-        ApiError: it cannot be served; the field at fault is named.
-    """
-    fields, warnings = kind.read(body)
-    fields.check(service.model, limits)
-    return fields, warnings
-
-
-async def understand(
-    service: Served,
-    limits: Limits,
-    fields: CompletionRequest | ChatRequest,
-    warnings: list[str],
-    length: int,
-    salt: int = 0,
-) -> Call:
+async def understand(service: Served, limits: Limits, asked: Asked, length: int, salt: int = 0) -> Call:
     """Turn the prompts of a request into tokens, and give every sequence its settings, its seed and its cache's `salt`.
     Where the body is long (`length` bytes), the work is done off the event loop.
 
     Raises:
         ApiError: the request cannot be served; the field at fault is named.
     """
-    model = service.model
+    model, fields = service.model, asked.fields
     tokenizer = service.tokenizer
     for field in ("stop", "bad_words"):
         if getattr(fields, field) and tokenizer is None:
@@ -142,18 +120,18 @@ async def understand(
         assert tokenizer is not None
         chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
         constraint, prompts = chat.constraint, [tuple(encoded.ids)]
-        blamed, default_tokens, prefix = ["messages"], model.room, "chatcmpl-"
+        blamed, default_tokens = ["messages"], model.room
     else:
         constraint, prompts = fields.constraint(), await _prompt_ids(service, limits, fields, length)
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
-        default_tokens, prefix = limits.default_completion_tokens, "cmpl-"
+        default_tokens = limits.default_completion_tokens
 
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
     whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
     scores = _scores(fields, prompts, limits)
     echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
     unique = uuid.uuid4().hex
-    call_id = prefix + (fields.request_id or unique)
+    call_id = asked.prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
 
     def make_choices() -> list[Choice]:
@@ -178,10 +156,10 @@ async def understand(
 
     choices = await off_loop(length, make_choices)
     extras = _extras(fields, echoes)
-    shape = (ChatShape if isinstance(fields, ChatRequest) else CompletionShape)(
-        call_id, int(time.time()), model.model_id, choices, None if tokenizer is None else tokenizer.text, extras
-    )
-    return Call(call_id, choices, shape, fields.stream, warning_headers(warnings), scores)
+    words = None if tokenizer is None else tokenizer.text
+    shape = asked.shape(Answering(call_id, int(time.time()), model.model_id, choices, words, extras))
+    headers = warning_headers(asked.warnings) | ({asked.id_header: call_id} if asked.id_header else {})
+    return Call(call_id, choices, shape, fields.stream, headers, scores)
 
 
 def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
@@ -259,6 +237,17 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
     if service.tokenizer is None:
         raise _needs_tokenizer("prompt")
     return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens, length))
+
+
+async def count_of(service: Service, asked: Asked, length: int) -> int:
+    """How many tokens the prompt of a conversation has; the body has `length` bytes.
+
+    Raises:
+        ApiError: the model has no chat template, or it refuses the conversation.
+    """
+    assert isinstance(asked.fields, ChatRequest)
+    with asked.origins.named():
+        return len((await _encoded(service, asked.fields, length, asked.fields.add_special_tokens)).ids)
 
 
 async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.api.openai.errors import ApiError
+from cluster.api.replica.envelopes import envelope_of
 
 logger = logging.getLogger(__name__)
 
-GENERATION = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATION = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 REFUSED = GENERATION | {"/ready"}
 RETRY_AFTER_S = 5  # about what another server, or the next one at this address, takes to be ready
 END_MARGIN_S = 1.5  # streams end so long before Serve kills a replica, which leaves time for error events,
@@ -65,7 +66,7 @@ class DrainMiddleware:
                 code="shutting_down",
                 headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
             )
-            await error.response()(scope, receive, send)
+            await error.response(envelope_of(scope))(scope, receive, send)
         elif path in GENERATION:
             with self._drain.one_more():
                 await self._app(scope, receive, send)

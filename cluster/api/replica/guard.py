@@ -13,12 +13,18 @@ from starlette.types import Scope as Call
 
 from cluster.api.keys import OPEN, PAGE, Key, Keys, Scope
 from cluster.api.openai.errors import ApiError
+from cluster.api.replica.envelopes import envelope_of
 
 SCOPES: Mapping[str, Scope] = {
     "/health": "use",
     "/ready": "use",
     "/v1/completions": "use",
     "/v1/chat/completions": "use",
+    "/v1/responses": "use",
+    "/v1/responses/input_tokens": "use",
+    "/v1/responses/{response_id:path}": "use",
+    "/v1/messages": "use",
+    "/v1/messages/count_tokens": "use",
     "/v1/models": "use",
     "/v1/models/{model_id:path}": "use",
     "/tokenize": "use",
@@ -61,7 +67,7 @@ class Guard:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})
         elif (denied := self._denied(scope)) is not None:
-            await denied.response()(scope, receive, send)
+            await denied.response(envelope_of(scope))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

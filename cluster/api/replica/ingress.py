@@ -13,21 +13,26 @@ from starlette.routing import Route
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
+from cluster.api.anthropic.errors import ENVELOPE
+from cluster.api.anthropic.request import CountRequest, MessagesRequest
 from cluster.api.keys import PAGE, Keys
 from cluster.api.openai import errors
 from cluster.api.openai.body import Intake
 from cluster.api.openai.docs_page import POLICY, page_of
-from cluster.api.openai.errors import RESTART_S, unavailable
+from cluster.api.openai.errors import RESTART_S, ApiError, shown, unavailable
 from cluster.api.openai.fields import WARNING_HEADER, warning_headers
 from cluster.api.openai.offload import off_loop
-from cluster.api.openai.openapi import body_of, describe
+from cluster.api.openai.openapi import OtherApi, body_of, describe
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.openai.response_api.request import ResponseRequest
 from cluster.api.openai.service import Limits, Service
 from cluster.api.openai.stream import json_bytes
 from cluster.api.page import add_page
 from cluster.api.replica import calls
 from cluster.api.replica.access import AccessLog
+from cluster.api.replica.asking import asked_chat, asked_message, asked_response, asked_text, checked
 from cluster.api.replica.drain import Drain, DrainMiddleware
+from cluster.api.replica.envelopes import envelope_of
 from cluster.api.replica.guard import Guard, is_anonymous, key_of
 from cluster.api.replica.head_requests import HeadAsGet
 from cluster.api.replica.server_info import facts_of
@@ -37,6 +42,10 @@ from cluster.chat.formats.choose import Chosen
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
+OTHER_APIS = (
+    OtherApi("/v1/responses", (ResponseRequest,)),
+    OtherApi("/v1/messages", (MessagesRequest, CountRequest), "AnthropicError", ENVELOPE),
+)
 
 
 def make_app(
@@ -53,15 +62,16 @@ def make_app(
     """
     limits = limits or Limits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    errors.install(app)
+    errors.install(app, envelope_of)
     intake = Intake(limits)
     _add_generation(app, service, limits, intake)
+    _add_other_apis(app, service, limits, intake)
     _add_tokens(app, service, limits, intake)
     _add_facts(app, service, limits)
     if page:
         add_page(app)
         _add_state(app, service)
-    describe(app, limits)
+    describe(app, limits, OTHER_APIS)
     app.add_middleware(HeadAsGet)
     app.add_middleware(DrainMiddleware, drain=drain or Drain())
     if keys is not None:
@@ -83,12 +93,48 @@ def _add_generation(app: FastAPI, service: Service, limits: Limits, intake: Inta
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await calls.answer(service, limits, intake, request, CompletionRequest)
+        return await calls.answer(service, limits, intake, request, asked_text)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await calls.answer(service, limits, intake, request, ChatRequest)
+        return await calls.answer(service, limits, intake, request, asked_chat)
+
+
+def _add_other_apis(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+    @app.post("/v1/responses", openapi_extra=body_of(ResponseRequest))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in OpenAI's newer form; nothing is stored."""
+        return await calls.answer(service, limits, intake, request, asked_response)
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponseRequest))
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a response has."""
+        async with intake.json(request) as (body, length):
+            asked = await off_loop(length, lambda: asked_response(service, limits, body))
+            count = await calls.count_of(service, asked, length)
+        return _json({"object": "response.input_tokens", "input_tokens": count}, asked.warnings)
+
+    @app.get("/v1/responses/{response_id:path}")
+    @app.post("/v1/responses/{response_id:path}")
+    @app.delete("/v1/responses/{response_id:path}")
+    async def stored_response(response_id: str) -> Response:
+        """Nothing: no response is stored, so none can be looked at, cancelled or deleted."""
+        message = f"there is no response {shown(response_id)}: this server stores none; keep the answer of the call"
+        raise ApiError(message, status=404, code="not_found")
+
+    @app.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, in Anthropic's form."""
+        return await calls.answer(service, limits, intake, request, asked_message)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a message has."""
+        async with intake.json(request) as (body, length):
+            asked = await off_loop(length, lambda: asked_message(service, limits, body, CountRequest))
+            count = await calls.count_of(service, asked, length)
+        return _json({"input_tokens": count}, asked.warnings)
 
 
 def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
@@ -96,7 +142,7 @@ def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) 
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
         async with intake.json(request) as (body, length):
-            fields, warnings = await off_loop(length, lambda: calls.checked(service, limits, TokenizeRequest, body))
+            fields, warnings = await off_loop(length, lambda: checked(service, limits, TokenizeRequest, body))
             ids = await calls.tokens_of(service, fields, length)
         facts = {"count": len(ids), "max_model_len": service.model.room, "tokens": list(ids)}
         return await off_loop(len(ids), lambda: _json(facts, warnings))

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its bodies as chat requests, its answers and its errors."""

@@ -1,0 +1,175 @@
+"""The messages of /v1/messages: texts, thoughts, uses of tools and their results, as messages of a chat."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, PlainValidator
+
+from cluster.api.openai.content import Strict, Text
+from cluster.api.openai.dialogue import Dialogue, text_of_parts
+from cluster.api.openai.errors import ApiError, shown
+from cluster.api.openai.translated import not_taken, read_at, readable_json
+
+Role = Literal["user", "assistant", "system"]
+
+
+class TextBlock(Strict):
+    """A text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else text_of_parts(value, {"text": "text"})
+
+
+Texts = Annotated[str, PlainValidator(_text, json_schema_input_type=str | list[TextBlock])]
+
+
+class ThinkingBlock(Strict):
+    """What the model thought, passed back. Nothing is signed here, so the signature is not looked at."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: str = ""
+
+
+class ToolUseBlock(Strict):
+    """A tool that the assistant used."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: Annotated[dict[str, Any], AfterValidator(readable_json)]
+
+
+class ToolResultBlock(Strict):
+    """What a tool gave back. `is_error` is the content's to say: chat templates have no place for it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Texts = ""
+    is_error: bool = False
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+OF_ROLES: Mapping[str, Mapping[str, type[Block]]] = {
+    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "assistant": {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
+    "system": {"text": TextBlock},
+}
+REMEDIES: Mapping[str, str] = {
+    "image": "this model reads text; leave it out",
+    "document": "this model reads text; send the document's text",
+    "redacted_thinking": "it was encrypted elsewhere; leave it out",
+}
+
+
+class Message(Strict):
+    """A message of the user or the assistant, or an instruction between them."""
+
+    role: Role
+    content: Annotated[Any, PlainValidator(lambda value: value, json_schema_input_type=str | list[Block])]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A message as it was read: a text, or blocks."""
+
+    role: Role
+    text: str
+    blocks: Sequence[Block]
+
+
+def messages_of(value: Any) -> list[Read]:
+    """The messages of a body.
+
+    Raises:
+        ApiError: 400 that names the message and the field.
+        ValueError: it is not a list, or an empty one.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list, got {shown(value)}")
+    if not value:
+        raise ValueError("must not be empty")
+    return [_message(one, f"messages.{at}") for at, one in enumerate(value)]
+
+
+def _message(value: Any, path: str) -> Read:
+    message = read_at(Message, value, path)
+    content, where = message.content, f"{path}.content"
+    if not isinstance(content, list):
+        try:
+            return Read(message.role, text_of_parts(content, {"text": "text"}), ())
+        except ValueError as error:
+            raise ApiError(f"{where}: {error}", param=where, code="invalid_type") from None
+    blocks = [_block(one, message.role, f"{where}.{at}") for at, one in enumerate(content)]
+    return Read(message.role, "", blocks)
+
+
+def _block(value: Any, role: str, path: str) -> Block:
+    kind = value.get("type") if isinstance(value, dict) else None
+    kinds = OF_ROLES[role]
+    found = kinds.get(kind) if isinstance(kind, str) else None
+    if isinstance(value, dict) and found is None:
+        may = f"a message of role {role} may have {', '.join(kinds)}"
+        raise not_taken(f"{path}.type", kind, REMEDIES.get(str(kind), may))
+    return read_at(found or TextBlock, value, path)
+
+
+def dialogue_of(messages: Sequence[Read], system: str | None) -> Dialogue:
+    """The messages as those of a chat, after the system's."""
+    made = Dialogue()
+    if system is not None:
+        made.say("system", system, "system", at="")
+    for at, message in enumerate(messages):
+        made.end_turn()
+        path = f"messages.{at}"
+        if not message.blocks:
+            made.say(message.role, message.text, path)
+        elif message.role == "assistant":
+            _assistant(made, message.blocks, path)
+        else:
+            _other(made, message, path)
+    return made
+
+
+def _assistant(made: Dialogue, blocks: Sequence[Block], path: str) -> None:
+    """Texts that follow one another are joined, as are thoughts."""
+    for first, run in _runs(blocks):
+        origin = f"{path}.content.{first}"
+        if isinstance(run[0], ToolUseBlock):
+            arguments = json.dumps(run[0].input, ensure_ascii=False)
+            made.call(run[0].id, run[0].name, arguments, origin, id_at="id")
+        elif isinstance(run[0], ThinkingBlock):
+            made.think("".join(one.thinking for one in run if isinstance(one, ThinkingBlock)), origin)
+        else:
+            made.say("assistant", _joined(run), path)
+
+
+def _other(made: Dialogue, message: Read, path: str) -> None:
+    """Results of tools are messages of their own; the texts between them are joined."""
+    for first, run in _runs(message.blocks):
+        if isinstance(run[0], ToolResultBlock):
+            made.result(run[0].tool_use_id, run[0].content, f"{path}.content.{first}", "tool_use_id", "content")
+        else:
+            made.say(message.role, _joined(run), path)
+
+
+def _joined(run: Sequence[Block]) -> str:
+    return "".join(one.text for one in run if isinstance(one, TextBlock))
+
+
+def _runs(blocks: Sequence[Block]) -> list[tuple[int, list[Block]]]:
+    """Blocks that make one part together, with the place of the first: texts, thoughts; each other block alone."""
+    runs: list[tuple[int, list[Block]]] = []
+    for at, block in enumerate(blocks):
+        joins = isinstance(block, TextBlock | ThinkingBlock) and runs and type(runs[-1][1][0]) is type(block)
+        if joins:
+            runs[-1][1].append(block)
+        else:
+            runs.append((at, [block]))
+    return runs

@@ -1,0 +1,61 @@
+"""What becomes of each field of /v1/messages that its body does not honour; see `cluster.api.openai.fields`."""
+
+from typing import Any
+
+from cluster.api.openai.translated import table_of
+
+# They label, meter or route a call, or tune what is kept of prompts, so they cannot change the answer.
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "cache_control",
+        "inference_geo",
+        "user_profile_id",
+        "workspace_id",
+        "diagnostics",
+        "billing_policy",
+    }
+)
+
+# Not honoured, with the values (besides null) that ask for nothing and so pass.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "standard_only"),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    "compaction": (),
+    "fallbacks": ([],),
+    "fallback_credit_token": (),
+    "speed": ("standard",),
+    "thread": (),
+    "betas": ([],),
+    "output_format": (),
+}
+REMEDIES: dict[str, str] = {
+    "service_tier": "all requests are served alike: leave it out or send 'auto'",
+    "container": "no code runs here: leave it out",
+    "mcp_servers": "no server is asked for tools: send them as tools, and run them in the client",
+    "context_management": "nothing is dropped or compacted here: leave it out, and leave messages out yourself",
+    "compaction": "nothing is compacted here: leave it out, and leave messages out yourself",
+    "fallbacks": "one model is served: leave it out",
+    "fallback_credit_token": "one model is served: leave it out",
+    "speed": "all requests are served alike: leave it out or send 'standard'",
+    "thread": "nothing is stored here: send the earlier messages",
+    "betas": "send it as the header anthropic-beta",
+    "output_format": "use output_config.format",
+    # Fields of the other endpoints.
+    "stop": "use stop_sequences",
+    "max_completion_tokens": "use max_tokens",
+    "max_output_tokens": "use max_tokens",
+    "response_format": "use output_config.format",
+    "reasoning_effort": "use output_config.effort",
+    "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "n": "send several requests",
+    "logprobs": "use /v1/chat/completions",
+    "top_logprobs": "use /v1/chat/completions",
+}
+TABLE = table_of(HARMLESS, REFUSED, REMEDIES)
+COUNT_TABLE = table_of(HARMLESS | {"max_tokens", "stream", "stop_sequences"}, REFUSED, REMEDIES)
+"""Of /v1/messages/count_tokens: what a message has beside its prompt changes no count."""

@@ -1,0 +1,126 @@
+"""The answer of /v1/messages: the message, whole, or the events that build it up."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from cluster.api.anthropic.errors import anthropic_envelope
+from cluster.api.openai.choices import Delta
+from cluster.api.openai.errors import ApiError
+from cluster.api.openai.responses import Answering
+from cluster.api.openai.stream import event
+from cluster.api.openai.usage import usage
+from cluster.chat.sections import Change, Grown, Opened, Section, Sections
+
+Sent = tuple[str, dict[str, Any]]
+
+
+class MessageShape:
+    """One message. Texts, thoughts and calls become blocks, in their order."""
+
+    def __init__(self, about: Answering) -> None:
+        self._about = about
+        self._sections = Sections(about.extras.thought)
+        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._begun = False
+
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The message."""
+        for delta in deltas:
+            for _ in self._changed(delta):
+                pass
+        return self._message([_whole(section) for section in self._sections.all])
+
+    def events(self, delta: Delta) -> bytes:
+        """The events of one delta; before the first the beginning of the message, after the last its end."""
+        made = [] if self._begun else [("message_start", {"message": self._message([])}), ("ping", {})]
+        self._begun = True
+        made += self._changed(delta)
+        if delta.finish_reason is not None:
+            made.append(("message_delta", {"delta": self._end, "usage": self._usage()}))
+            made.append(("message_stop", {}))
+        return b"".join(event({"type": name, **data}, name) for name, data in made)
+
+    def end(self) -> bytes:
+        """Nothing: the last delta has brought the end."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error in Anthropic's envelope, which is the event's own form."""
+        return event(anthropic_envelope(error), "error")
+
+    def _changed(self, delta: Delta) -> Iterator[Sent]:
+        """The events about blocks that one delta makes."""
+        for change in self._sections.take(delta.events):
+            yield _told(change)
+        if delta.finish_reason is not None:
+            for change in self._sections.end():
+                yield _told(change)
+            self._end = self._ended(delta)
+
+    def _ended(self, delta: Delta) -> dict[str, Any]:
+        stopped = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        reason = "tool_use" if self._sections.has_calls else "end_turn"
+        if delta.finish_reason == "length":
+            reason = "max_tokens"
+        elif stopped is not None:
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stopped}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._about.call_id, "type": "message", "role": "assistant", "model": self._about.model}
+        return {**head, "content": content, **self._end, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        """What was used so far; as in Anthropic's API, input tokens are those that were not read from the cache."""
+        used = usage(self._about.choices)
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": used["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": used["completion_tokens_details"]["reasoning_tokens"]},
+            "service_tier": "standard",
+        }
+
+
+def _told(change: Change) -> Sent:
+    section = change.section
+    if isinstance(change, Opened):
+        return "content_block_start", {"index": section.index, "content_block": _empty(section)}
+    if isinstance(change, Grown):
+        return "content_block_delta", {"index": section.index, "delta": _delta(section, change.text)}
+    return "content_block_stop", {"index": section.index}
+
+
+def _empty(section: Section) -> dict[str, Any]:
+    if section.kind == "call":
+        return {"type": "tool_use", "id": section.call_id, "name": section.name, "input": {}}
+    if section.kind == "thought":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _delta(section: Section, text: str) -> dict[str, Any]:
+    if section.kind == "call":
+        return {"type": "input_json_delta", "partial_json": text}
+    if section.kind == "thought":
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "text_delta", "text": text}
+
+
+def _whole(section: Section) -> dict[str, Any]:
+    if section.kind == "call":
+        return {**_empty(section), "input": arguments_of(section.text)}
+    return {**_empty(section), "thinking" if section.kind == "thought" else "text": section.text}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call; of those that were cut off, the part that is whole, as a client reads its stream."""
+    try:
+        found = from_json(text, allow_partial=True) if text else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,111 @@
+"""The events of an answer as sections that follow one another: a text, a thought, a call. Some APIs answer in these."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+
+Kind = Literal["said", "thought", "call"]
+
+
+@dataclass(slots=True)
+class Section:
+    """One section; `index` counts those of an answer from 0. `call_id` and `name` are a call's."""
+
+    index: int
+    kind: Kind
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What is in it so far: a text, a thought, or the arguments of a call as JSON."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A section begins; the one before it is closed."""
+
+    section: Section
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A section got some more text."""
+
+    section: Section
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Nothing more comes in a section."""
+
+    section: Section
+
+
+Change = Opened | Grown | Closed
+
+
+class Sections:
+    """Reads events in their order. Pieces of one kind that follow one another are one section; each call is its own.
+    Thoughts are left out without `thought`.
+    """
+
+    def __init__(self, thought: bool = True) -> None:
+        self._thought = thought
+        self.all: list[Section] = []
+        self._open: Section | None = None
+        self._call = -1
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool is called."""
+        return any(section.kind == "call" for section in self.all)
+
+    def take(self, events: Sequence[Event]) -> Iterator[Change]:
+        """What the next events change.
+
+        Raises:
+            ValueError: arguments come for another call than the one that was begun last.
+        """
+        for event in events:
+            if isinstance(event, Thought) and not self._thought:
+                continue
+            if isinstance(event, CallBegun):
+                self._call = event.call
+                yield from self._begin("call", event.call_id, event.name)
+            elif isinstance(event, Arguments):
+                if self._open is None or self._open.kind != "call" or self._call != event.call:
+                    raise ValueError(f"arguments of call {event.call} come after it has ended")
+                yield from self._grow(event.text)
+            else:
+                kind: Kind = "said" if isinstance(event, Said) else "thought"
+                if event.text and (self._open is None or self._open.kind != kind):
+                    yield from self._begin(kind)
+                yield from self._grow(event.text)
+
+    def end(self) -> Iterator[Change]:
+        """The end of the answer. One in which nothing came is one empty text."""
+        if not self.all:
+            yield from self._begin("said")
+        yield from self._close()
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
+        yield from self._close()
+        self._open = Section(len(self.all), kind, call_id, name)
+        self.all.append(self._open)
+        yield Opened(self._open)
+
+    def _grow(self, text: str) -> Iterator[Change]:
+        if text and self._open is not None:
+            self._open.pieces.append(text)
+            yield Grown(self._open, text)
+
+    def _close(self) -> Iterator[Change]:
+        if self._open is not None:
+            yield Closed(self._open)
+        self._open = None

@@ -1,0 +1,129 @@
+"""Anthropic's own client against a real server: what it parses, what it raises, what it tries again."""
+
+import threading
+from collections.abc import Iterator
+
+import anthropic
+import pytest
+from anthropic import Anthropic
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from tests.api.listening import listening
+from tests.api.scripted import MODEL, ScriptedService
+
+SAID = "once upon a time 😀 there was an aerie"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def url(app: FastAPI, service: ScriptedService) -> Iterator[str]:
+    service.engine.script = SAID.encode()
+    with listening(app) as url:
+        yield url
+
+
+@pytest.fixture
+def api(url: str) -> Iterator[Anthropic]:
+    with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_whole_answer(api: Anthropic) -> None:
+    message = api.messages.create(model=MODEL, max_tokens=100, messages=HI, system="be brief")
+    [block] = message.content
+    assert (block.type, block.text, message.stop_reason) == ("text", SAID, "end_turn")
+    assert message._request_id == message.id
+    assert message.usage.output_tokens == len(SAID.encode()) + 1
+    assert message.usage.cache_read_input_tokens == 2
+    counted = api.messages.count_tokens(model=MODEL, messages=HI, system="be brief")
+    assert counted.input_tokens == message.usage.input_tokens + 2
+    cut = api.messages.create(model=MODEL, max_tokens=4, messages=HI)
+    assert (cut.content[0].text, cut.stop_reason) == ("once", "max_tokens")
+    stopped = api.messages.create(model=MODEL, max_tokens=100, messages=HI, stop_sequences=[" time"])
+    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
+        "once upon a", "stop_sequence", " time",
+    )  # fmt: skip
+
+
+def test_streams(api: Anthropic) -> None:
+    with api.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream:
+        assert "".join(stream.text_stream) == SAID
+        message = stream.get_final_message()
+    assert (message.content[0].text, message.stop_reason) == (SAID, "end_turn")
+    assert message.usage.output_tokens == len(SAID.encode()) + 1
+    raw = list(api.messages.create(model=MODEL, max_tokens=4, messages=HI, stream=True))
+    assert [event.type for event in raw][:2] == ["message_start", "content_block_start"]
+    assert [event.type for event in raw][-2:] == ["message_delta", "message_stop"]
+
+
+class Person(BaseModel):
+    """What an answer has to be."""
+
+    name: str
+
+
+def test_answers_of_a_form(api: Anthropic, service: ScriptedService) -> None:
+    service.engine.script = b'{"name": "Ann"}'
+    parsed = api.messages.parse(model=MODEL, max_tokens=100, messages=HI, output_format=Person)
+    assert parsed.parsed_output == Person(name="Ann")
+    assert service.engine.requests[0].params.grammar is not None
+
+
+def test_extensions_through_extra_body(api: Anthropic, service: ScriptedService) -> None:
+    extra = {"seed": 7, "top_k": 5, "temperature": 0.5}
+    api.messages.create(model=MODEL, max_tokens=4, messages=HI, extra_body=extra, extra_headers={"anthropic-beta": "x"})
+    params = service.engine.requests[0].params
+    assert (params.seed, params.top_k, params.temperature) == (7, 5, 0.5)
+
+
+def test_errors_arrive_as_their_types(api: Anthropic, service: ScriptedService) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="temperature: must be"):
+        api.messages.create(model=MODEL, max_tokens=4, messages=HI, extra_body={"temperature": -1})
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        api.messages.create(model="other", max_tokens=4, messages=HI)
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    service.engine.queue_is_full = True
+    with pytest.raises(anthropic.InternalServerError) as full:
+        api.messages.create(model=MODEL, max_tokens=4, messages=HI)
+    assert (full.value.status_code, full.value.response.headers["retry-after"]) == (503, "1")
+    service.engine.queue_is_full = False
+    service.engine.fail_at = 5
+    with pytest.raises(anthropic.APIStatusError, match="failed to answer"):
+        list(api.messages.create(model=MODEL, max_tokens=40, messages=HI, stream=True))
+    service.engine.fail_at = None
+    assert api.messages.create(model=MODEL, max_tokens=4, messages=HI).content[0].text == "once"
+
+
+def test_a_full_server_is_asked_again_after_the_time_it_says(url: str, service: ScriptedService) -> None:
+    """Anthropic's own servers say 529 for load; its client tries a 503 again too, so 503 stays."""
+    service.engine.queue_is_full = True
+    done = threading.Event()
+
+    def make_room() -> None:
+        while len(service.engine.requests) < 1 and not done.wait(0.01):
+            pass
+        service.engine.queue_is_full = False
+
+    room = threading.Thread(target=make_room)
+    room.start()
+    try:
+        with Anthropic(base_url=url, api_key="none", max_retries=2) as client:
+            assert client.messages.create(model=MODEL, max_tokens=4, messages=HI).content[0].text == "once"
+    finally:
+        done.set()
+        room.join(10)
+    assert len(service.engine.requests) == 2
+
+
+def test_closing_a_stream_aborts_it(api: Anthropic, service: ScriptedService) -> None:
+    service.engine.step_s = 0.01
+    stream = api.messages.create(model=MODEL, max_tokens=400, messages=HI, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert service.engine.running
+    stream.close()
+    for _ in range(200):
+        if not service.engine.running:
+            break
+        threading.Event().wait(0.02)
+    assert len(service.engine.aborted) == 1

@@ -1,0 +1,99 @@
+"""One conversation and seed over a real engine: the text is the same by every API, streamed or whole; leaving frees."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.api.replica.ingress import make_app
+from tests.api.bad_items import MESSAGES, RESPONSES
+from tests.api.scripted import MODEL, Client
+from tests.api.test_engine import VOCAB, EngineService
+from tests.api.test_other_apis import named, said
+from tests.api.test_streams import Visitor, until
+from tests.tiny import draft_folder, target_folder
+
+TALK = [("user", "once"), ("assistant", "upon"), ("user", "a time 😀")]
+LENGTH = 48
+SAMPLINGS = ({"temperature": 0}, {"seed": 3}, {"seed": 4, "top_p": 0.9, "top_k": 20, "presence_penalty": 1.5})
+
+
+@pytest.fixture(scope="module")
+def service(tokenizer_folder: Any) -> Iterator[EngineService]:
+    target = target_folder(vocab_size=VOCAB, max_position=1024)
+    made = EngineService(
+        str(tokenizer_folder),
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=draft_folder(target),
+        speculative_num_steps=3,
+        speculative_eagle_topk=4,
+        speculative_num_draft_tokens=12,
+    )
+    yield made
+    made.grammars.close()
+    assert made.engine.loop.stop()
+
+
+def bodies(system: str, **fields: Any) -> dict[str, dict[str, Any]]:
+    messages = [{"role": role, "content": text} for role, text in TALK]
+    given = {"model": MODEL, **fields}
+    return {
+        RESPONSES: {**given, "input": messages, "instructions": system, "max_output_tokens": LENGTH},
+        MESSAGES: {**given, "messages": messages, "system": system, "max_tokens": LENGTH},
+    }
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_api_says_the_same(service: EngineService, sampling: dict[str, Any]) -> None:
+    client = Client(make_app(service))
+    talk = [{"role": "system", "content": "be brief"}, *({"role": role, "content": text} for role, text in TALK)]
+    chat = client.chat(messages=talk, max_tokens=LENGTH, **sampling).json()
+    text = chat["choices"][0]["message"]["content"]
+    assert text
+    for path, body in bodies("be brief", **sampling).items():
+        whole = client.post(path, body).json()
+        assert said(path, whole) == text
+        assert whole["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+        found = named(client.post(path, {**body, "stream": True}).text)
+        deltas = [data["delta"] for name, data in found if name.endswith(("text.delta", "block_delta"))]
+        assert "".join(one if isinstance(one, str) else one["text"] for one in deltas) == text
+        cut = chat["choices"][0]["finish_reason"] == "length"
+        if path == RESPONSES:
+            assert whole["status"] == ("incomplete" if cut else "completed")
+        else:
+            assert whole["stop_reason"] == ("max_tokens" if cut else "end_turn")
+
+
+def test_visitors_that_leave_free_every_page(service: EngineService) -> None:
+    def idle() -> bool:
+        status = service.engine.loop.heartbeat().status
+        return status.running == 0 and status.waiting == 0 and status.pages_used == 0
+
+    async def scene() -> None:
+        app = make_app(service)
+        visitors = []
+        for at in range(24):
+            path, body = [*bodies(f"visitor {at % 5}", ignore_eos=True, prompt=None).items()][at % 2]
+            visitors.append(Visitor(app, {**body, "stream": at % 3 > 0}, path))
+            asyncio.get_running_loop().call_later(0.009 * (at * 37 % 41), visitors[-1].left.set)
+        await asyncio.wait_for(asyncio.gather(*(visitor.call for visitor in visitors)), 60)
+        await until(idle)
+
+    asyncio.run(scene())
+    service.check_pages()
+
+
+def test_a_form_holds_by_every_api(service: EngineService) -> None:
+    client = Client(make_app(service))
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    forms = {
+        RESPONSES: {"text": {"format": {"type": "json_schema", "name": "p", "schema": schema}}},
+        MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+    talk = [{"role": "system", "content": "x"}, *({"role": role, "content": text} for role, text in TALK)]
+    expected = client.chat(messages=talk, max_tokens=LENGTH, seed=5, response_format=form).json()["choices"][0]
+    assert expected["finish_reason"] == "stop"
+    for path, body in bodies("x", seed=5).items():
+        assert said(path, client.post(path, {**body, **forms[path]}).json()) == expected["message"]["content"]

@@ -1,0 +1,150 @@
+"""The message and its stream: exact for a scripted answer, of the official types, and one answer either way."""
+
+import json
+from typing import Any
+
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from cluster.actors.messages import Overloaded
+from cluster.api.anthropic.errors import anthropic_envelope
+from cluster.api.anthropic.shape import MessageShape, arguments_of
+from cluster.api.openai.choices import Delta
+from cluster.api.openai.errors import ApiError, internal, overloaded, unavailable
+from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.request import FinishReason
+from tests.unit.chat.random_answers import about, answers, steps
+
+OFFICIAL: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+EVENTS: list[Event] = [Thought("hm"), Said("I "), Said("ask"), CallBegun(0, "call_1", "find"), Arguments(0, '{"x":1}')]
+TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+
+
+def streamed(deltas: list[Delta]) -> list[dict[str, Any]]:
+    """The data of all events, each of which is as it should be by itself."""
+    shape = MessageShape(about("msg_1"))
+    raw = b"".join(shape.events(delta) for delta in deltas) + shape.end()
+    found = []
+    for one in raw.decode().split("\n\n")[:-1]:
+        name, text = one.split("\n")
+        data = json.loads(text.removeprefix("data: "))
+        assert name == f"event: {data['type']}"
+        if data["type"] != "ping":
+            assert OFFICIAL.validate_python(data).type == data["type"]
+        found.append(data)
+    return found
+
+
+def test_a_scripted_answer_is_streamed_so() -> None:
+    first, *rest, delta, stop = streamed(steps(EVENTS))
+    usage = first["message"].pop("usage")
+    assert first == {
+        "type": "message_start",
+        "message": {
+            "id": "msg_1", "type": "message", "role": "assistant", "model": "demo", "content": [],
+            "stop_reason": None, "stop_sequence": None,
+        },
+    }  # fmt: skip
+    start, grow, end = "content_block_start", "content_block_delta", "content_block_stop"
+    assert rest == [
+        {"type": "ping"},
+        {"type": start, "index": 0, "content_block": {"type": "thinking", "thinking": "", "signature": ""}},
+        {"type": grow, "index": 0, "delta": {"type": "thinking_delta", "thinking": "hm"}},
+        {"type": end, "index": 0},
+        {"type": start, "index": 1, "content_block": {"type": "text", "text": ""}},
+        {"type": grow, "index": 1, "delta": {"type": "text_delta", "text": "I "}},
+        {"type": grow, "index": 1, "delta": {"type": "text_delta", "text": "ask"}},
+        {"type": end, "index": 1},
+        {"type": start, "index": 2, "content_block": {"type": "tool_use", "id": "call_1", "name": "find", "input": {}}},
+        {"type": grow, "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"x":1}'}},
+        {"type": end, "index": 2},
+    ]
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert delta["usage"] == usage
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, 2, 9)
+    assert stop == {"type": "message_stop"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(events=answers(), each=st.integers(1, 5), finish=st.sampled_from(["stop", "length"]))
+def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish: FinishReason) -> None:
+    deltas = steps(events, each, finish)
+    whole = MessageShape(about("msg_1")).body(deltas)
+    Message.model_validate(whole)
+    blocks: list[dict[str, Any]] = []
+    texts: list[str] = []
+    is_open = False
+    for data in streamed(deltas):
+        kind = data["type"]
+        if kind == "content_block_start":
+            assert not is_open and data["index"] == len(blocks)
+            is_open = True
+            blocks.append(dict(data["content_block"]))
+            texts.append("")
+        elif kind == "content_block_delta":
+            assert is_open and data["index"] == len(blocks) - 1
+            texts[-1] += data["delta"][TEXTS[data["delta"]["type"]]]
+        elif kind == "content_block_stop":
+            assert is_open and data["index"] == len(blocks) - 1
+            is_open = False
+            block = blocks[-1]
+            if block["type"] == "tool_use":
+                block["input"] = arguments_of(texts[-1])
+            else:
+                block[block["type"]] = texts[-1]
+        elif kind == "message_delta":
+            assert not is_open
+            assert data["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+            assert data["usage"] == whole["usage"]
+    assert kind == "message_stop"
+    assert blocks == whole["content"]
+    called = any(block["type"] == "tool_use" for block in blocks)
+    assert whole["stop_reason"] == ("max_tokens" if finish == "length" else "tool_use" if called else "end_turn")
+
+
+def test_a_stop_sequence_is_named() -> None:
+    body = MessageShape(about("msg_1")).body(steps([Said("x"), CallBegun(0, "a", "f")], stop="END"))
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
+    [end] = [Delta(0, finish_reason="stop", stop_reason=257)]
+    body = MessageShape(about("msg_1")).body([end])
+    assert (body["stop_reason"], body["stop_sequence"], body["content"]) == (
+        "end_turn",
+        None,
+        [{"type": "text", "text": ""}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": [1, {"b": "c"}]}', {"a": [1, {"b": "c"}]}),
+        ("", {}),
+        ('{"a": 1, "b": [2, 3', {"a": 1, "b": [2, 3]}),
+        ("[1]", {}),
+        ("nonsense", {}),
+    ],
+)
+def test_arguments_are_an_object_whatever_the_model_wrote(text: str, found: Any) -> None:
+    assert arguments_of(text) == found
+
+
+def test_errors_have_the_types_of_their_statuses() -> None:
+    made = [ApiError("m", status=status) for status in (400, 401, 403, 404, 405, 408, 413, 415, 500, 503)]
+    kinds = [anthropic_envelope(error)["error"]["type"] for error in made]
+    bad = "invalid_request_error"
+    assert kinds == [
+        bad, "authentication_error", "permission_error", "not_found_error", bad, bad, "request_too_large", bad,
+        "api_error", "api_error",
+    ]  # fmt: skip
+    assert anthropic_envelope(overloaded(Overloaded("full")))["error"] == {
+        "type": "overloaded_error",
+        "message": "full",
+    }
+    assert anthropic_envelope(unavailable("gone"))["error"] == {"type": "api_error", "message": "gone"}
+    shape = MessageShape(about("msg_1"))
+    name, data, _, _ = shape.failed(internal("msg_1")).decode().split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: ")) == anthropic_envelope(internal("msg_1"))

@@ -1,0 +1,168 @@
+"""A body of /v1/messages as a chat request: what each block and field becomes, and that no field is unknown."""
+
+from typing import Any
+
+import pytest
+from anthropic.types import MessageCountTokensParams, message_create_params
+from anthropic.types.beta import message_create_params as beta_params
+
+from cluster.api.anthropic.fields import HARMLESS, REFUSED, REMEDIES, TABLE
+from cluster.api.anthropic.request import BUDGET, NO_THOUGHTS, CountRequest, MessagesRequest
+from cluster.api.openai.errors import ApiError
+from cluster.api.openai.protocol import ChatRequest
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat_of(**body: Any) -> ChatRequest:
+    request, warnings = MessagesRequest.read({"messages": HI, "max_tokens": 9, **body})
+    assert not warnings
+    return request.translated().chat
+
+
+def messages_of(*messages: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
+    chat = chat_of(messages=[*messages], **body)
+    return [message.model_dump(exclude_defaults=True) for message in chat.messages]
+
+
+def refused(**body: Any) -> ApiError:
+    with pytest.raises(ApiError) as found:
+        chat_of(**body)
+    return found.value
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize("system", ["be brief", [text("be "), text("brief")]])
+def test_the_system_comes_first(system: Any) -> None:
+    found = messages_of(*HI, system=system)
+    assert found == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+
+
+def test_blocks_become_messages() -> None:
+    used = {"type": "tool_use", "id": "t1", "name": "find", "input": {"x": "é"}}
+    found = messages_of(
+        {"role": "user", "content": [text("a"), text("b")]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, text("I "), text("ask"), used],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [text("one")], "is_error": True},
+                {"type": "tool_result", "tool_use_id": "t2"},
+                text("and?"),
+            ],
+        },
+        {"role": "system", "content": "now"},
+        {"role": "user", "content": []},
+    )
+    call = {"id": "t1", "function": {"name": "find", "arguments": '{"x": "é"}'}}
+    assert found == [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "I ask", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": "one"},
+        {"role": "tool", "tool_call_id": "t2", "content": ""},
+        {"role": "user", "content": "and?"},
+        {"role": "system", "content": "now"},
+        {"role": "user", "content": ""},
+    ]
+
+
+def test_messages_of_one_role_stay_apart() -> None:
+    twice = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": [text("b")]}]
+    assert [message["content"] for message in messages_of(*twice, *HI)] == ["a", "b", "hi"]
+
+
+def test_the_beginning_of_an_answer_is_continued() -> None:
+    chat = chat_of(messages=[*HI, {"role": "assistant", "content": "Once"}])
+    assert chat.continue_final_message
+    assert not chat_of().continue_final_message
+
+
+def test_fields_become_those_of_a_chat() -> None:
+    schema = {"type": "object", "properties": {}}
+    chat = chat_of(
+        stop_sequences=["x", "y"], stream=True, temperature=0.5, top_p=0.9, top_k=5, seed=3,
+        tools=[
+            {"name": "find", "description": "d", "input_schema": schema},
+            {"type": "custom", "name": "b", "input_schema": schema},
+        ],
+        tool_choice={"type": "tool", "name": "b", "disable_parallel_tool_use": True},
+        output_config={"effort": "high", "format": {"type": "json_schema", "schema": schema}},
+    )  # fmt: skip
+    assert (chat.max_tokens, chat.stop, chat.stream, chat.temperature, chat.top_p) == (9, ["x", "y"], True, 0.5, 0.9)
+    assert (chat.top_k, chat.seed) == (5, 3)
+    assert [tool.function.name for tool in chat.tools] == ["find", "b"]
+    assert (chat.tools[0].function.description, chat.tools[0].function.parameters) == ("d", schema)
+    assert (chat.choice.mode, chat.choice.names, chat.parallel_tool_calls) == ("required", ("b",), False)
+    assert chat.reasoning_effort == "high"
+    assert chat.response_format["json_schema"]["schema"] == schema
+    assert chat_of() == ChatRequest.read({"messages": HI, "max_tokens": 9, "stream": False, "stop": []})[0]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("auto", "auto"), ("any", "required"), ("none", "none")])
+def test_choices_of_tools(kind: str, mode: str) -> None:
+    chat = chat_of(tools=[{"name": "f", "input_schema": {"type": "object"}}], tool_choice={"type": kind})
+    assert (chat.choice.mode, chat.parallel_tool_calls) == (mode, True)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "becomes"),
+    [
+        ({"type": "disabled"}, "high", "none"),
+        ({"type": "enabled", "budget_tokens": 2048}, None, None),
+        ({"type": "enabled", "budget_tokens": 2048}, "max", "max"),
+        ({"type": "adaptive"}, None, None),
+        ({"type": "adaptive"}, "low", "low"),
+        (None, "low", "low"),
+    ],
+)
+def test_how_much_to_think(thinking: Any, effort: str | None, becomes: str | None) -> None:
+    assert chat_of(thinking=thinking, output_config={"effort": effort}).reasoning_effort == becomes
+
+
+def test_what_of_thinking_is_not_honoured_is_said() -> None:
+    def said(thinks: bool, **thinking: Any) -> list[str]:
+        request, _ = MessagesRequest.read({"messages": HI, "max_tokens": 9, "thinking": thinking})
+        return request.said_beside(thinks)
+
+    for thinks, expected in ((True, [BUDGET]), (False, [NO_THOUGHTS])):
+        assert said(thinks, type="enabled", budget_tokens=2048) == expected
+        assert said(thinks, type="adaptive") == said(thinks, type="disabled") == []
+    on = chat_of(thinking={"type": "enabled"}, chat_template_kwargs={"a": 1})
+    assert on.chat_template_kwargs == {"enable_thinking": True, "thinking": True, "a": 1}
+    assert refused(thinking={"type": "enabled"}, chat_template_kwargs=5).param == "chat_template_kwargs"
+    assert chat_of(thinking={"type": "adaptive", "display": "omitted"}).include_reasoning is False
+    assert chat_of(thinking={"type": "adaptive"}).include_reasoning is True
+
+
+def test_every_field_of_the_api_is_of_one_kind() -> None:
+    own = {*MessagesRequest.model_fields}
+    named = {*message_create_params.MessageCreateParamsBase.__annotations__, "stream", "temperature", "top_p", "top_k"}
+    named |= {*beta_params.MessageCreateParamsBase.__annotations__, *MessageCountTokensParams.__annotations__}
+    assert len(named) > 25
+    for name in named:
+        kinds = [name in own, name in MessagesRequest.extensions, name in HARMLESS, name in REFUSED]
+        assert sum(kinds) == 1, (name, kinds)
+    assert {*REFUSED} <= {*REMEDIES}
+    assert {*CountRequest.model_fields} < own
+
+
+def test_what_only_chats_take_is_refused_and_not_ignored() -> None:
+    for name in ChatRequest.model_fields:
+        assert name in MessagesRequest.honoured() or name in TABLE.refused or name in TABLE.harmless, name
+    assert refused(stop="x").param == "stop"
+    assert refused(n=2).param == "n"
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_is_refused_says_why(field: str) -> None:
+    error = refused(**{field: {"asks": "for something"}})
+    assert (error.param, error.code) == (field, "unsupported_parameter")
+    assert REMEDIES[field] in error.message
+    for neutral in (None, *REFUSED[field]):
+        chat_of(**{field: neutral})

@@ -1,0 +1,168 @@
+"""A body of /v1/responses as a chat request: what each item and field becomes, and that no field is unknown."""
+
+from typing import Any, get_args
+
+import pytest
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from openai.types.responses.response_includable import ResponseIncludable
+
+from cluster.api.openai.errors import ApiError
+from cluster.api.openai.protocol import ChatRequest
+from cluster.api.openai.response_api.fields import HARMLESS, REFUSED, REMEDIES, TABLE
+from cluster.api.openai.response_api.request import Included, ResponseRequest
+from cluster.api.openai.translated import EXTENSIONS, Origins
+
+
+def chat_of(**body: Any) -> ChatRequest:
+    request, warnings = ResponseRequest.read({"input": "hi", **body})
+    assert not warnings
+    return request.translated().chat
+
+
+def messages_of(**body: Any) -> list[dict[str, Any]]:
+    return [message.model_dump(exclude_defaults=True) for message in chat_of(**body).messages]
+
+
+def refused(**body: Any) -> ApiError:
+    with pytest.raises(ApiError) as found:
+        chat_of(**body)
+    return found.value
+
+
+CALL = {
+    "type": "function_call",
+    "call_id": "c1",
+    "name": "find",
+    "arguments": '{"x": 1}',
+    "id": "fc_1",
+    "status": "completed",
+}
+SAID = {
+    "type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "phase": None,
+    "content": [
+        {"type": "output_text", "text": "I ", "annotations": [], "logprobs": []},
+        {"type": "refusal", "refusal": "no"},
+    ],
+}  # fmt: skip
+THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+
+
+def test_a_text_is_a_message_of_the_user_after_the_instructions() -> None:
+    assert messages_of() == [{"role": "user", "content": "hi"}]
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert messages_of(instructions="be brief") == said
+
+
+def test_the_items_of_a_turn_are_one_message() -> None:
+    other = {**CALL, "call_id": "c2", "name": "ask", "arguments": "{}"}
+    results = [
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
+    ]
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    asked = {"role": "user", "content": parts}
+    found = messages_of(input=[{"role": "developer", "content": "rules"}, asked, THOUGHT, SAID, CALL, other, *results])
+    called = [
+        {"id": "c1", "function": {"name": "find", "arguments": '{"x": 1}'}},
+        {"id": "c2", "function": {"name": "ask"}},
+    ]
+    assert found == [
+        {"role": "developer", "content": "rules"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "I no", "reasoning_content": "hm", "tool_calls": called},
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+    ]
+
+
+def test_turns_that_follow_one_another_stay_apart() -> None:
+    found = messages_of(input=[SAID, SAID, CALL, THOUGHT, CALL, {"type": "reasoning", "summary": []}, SAID])
+    outline = [[*message] for message in found]
+    assert outline == [
+        ["role", "content"],
+        ["role", "content", "tool_calls"],
+        ["role", "content", "tool_calls", "reasoning_content"],
+        ["role", "content"],
+    ]
+
+
+def test_a_summary_stands_for_thoughts_that_are_not_there() -> None:
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "in short"}], "content": None}
+    assert messages_of(input=[summary, SAID])[0]["reasoning_content"] == "in short"
+
+
+def test_fields_become_those_of_a_chat() -> None:
+    tool = {"name": "find", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    schema = {"name": "p", "schema": {"type": "object"}, "strict": True}
+    chat = chat_of(
+        max_output_tokens=7, stream=True, temperature=0.5, top_p=0.9, seed=3, top_k=5, stop=["x"], cache_salt="s",
+        tools=[{"type": "function", **tool}], tool_choice={"type": "function", "name": "find"},
+        parallel_tool_calls=False, reasoning={"effort": "high"}, text={"format": {"type": "json_schema", **schema}},
+        include=["message.output_text.logprobs"], top_logprobs=3,
+    )  # fmt: skip
+    assert (chat.max_completion_tokens, chat.stream, chat.temperature, chat.top_p) == (7, True, 0.5, 0.9)
+    assert (chat.seed, chat.top_k, chat.stop, chat.cache_salt) == (3, 5, ["x"], "s")
+    assert [one.function.model_dump() for one in chat.tools] == [tool]
+    assert (chat.choice.mode, chat.choice.names, chat.parallel_tool_calls) == ("required", ("find",), False)
+    assert chat.reasoning_effort == "high"
+    assert chat.response_format == {"type": "json_schema", "json_schema": schema}
+    assert (chat.logprobs, chat.top_logprobs) == (True, 3)
+    plain = chat_of()
+    assert (plain.logprobs, plain.top_logprobs, plain.max_completion_tokens, plain.stream) == (False, None, None, False)
+    assert plain == ChatRequest.read({"messages": [{"role": "user", "content": "hi"}], "tool_choice": "auto"})[0]
+
+
+def test_allowed_tools_limit_the_choice() -> None:
+    tools = [{"type": "function", "name": name} for name in "abc"]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}
+    chat = chat_of(tools=tools, tool_choice=choice)
+    assert [tool.function.name for tool in chat.callable_tools] == ["b"]
+    assert len(chat.shown_tools) == 3
+
+
+@pytest.mark.parametrize("form", [{"type": "text"}, {"type": "json_object"}])
+def test_forms_without_a_schema_go_through(form: dict[str, Any]) -> None:
+    assert chat_of(text={"format": form, "verbosity": "medium"}).response_format == form
+
+
+def test_every_field_of_the_api_is_of_one_kind() -> None:
+    own = {*ResponseRequest.model_fields}
+    named = {*ResponseCreateParamsStreaming.__annotations__}
+    for base in ResponseCreateParamsStreaming.__orig_bases__:  # type: ignore[attr-defined]
+        named |= {*base.__annotations__}
+    assert len(named) > 30
+    for name in named:
+        kinds = [name in own, name in EXTENSIONS, name in HARMLESS, name in REFUSED]
+        assert sum(kinds) == 1, (name, kinds)
+    assert {*REFUSED} <= {*REMEDIES}
+    assert {*get_args(Included)} == {*get_args(ResponseIncludable)}
+
+
+def test_what_only_chats_take_is_refused_and_not_ignored() -> None:
+    for name in ChatRequest.model_fields:
+        assert name in ResponseRequest.honoured() or name in TABLE.refused or name in TABLE.harmless, name
+    assert refused(n=2).param == "n"
+    assert refused(return_token_ids=True).param == "return_token_ids"
+    assert chat_of(n=1, return_token_ids=False).n == 1
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_is_refused_says_why(field: str) -> None:
+    error = refused(**{field: {"asks": "for something"}})
+    assert (error.param, error.code) == (field, "unsupported_parameter")
+    assert REMEDIES[field] in error.message
+    for neutral in (None, *REFUSED[field]):
+        chat_of(**{field: neutral})
+
+
+def test_errors_name_the_field_that_was_sent() -> None:
+    origins = Origins({"messages": "input", "messages.2": "input.5", "messages.2.tool_calls.0.function": "input.6"})
+    assert origins.own("messages") == "input"
+    assert origins.own("messages.2.role") == "input.5.role"
+    assert origins.own("messages.2.tool_calls.0.function.arguments") == "input.6.arguments"
+    assert origins.own("seed") == "seed"
+    with pytest.raises(ApiError) as found, origins.named():
+        raise ApiError("messages.2: no", status=404, param="messages.2", code="c", kind="k", headers={"a": "b"})
+    error = found.value
+    assert (error.message, error.param, error.status, error.code) == ("input.5: no", "input.5", 404, "c")
+    assert (error.kind, error.headers) == ("k", {"a": "b"})
