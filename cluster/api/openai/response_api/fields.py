@@ -20,6 +20,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "service_tier": ("auto", "default"),
+    "enable_response_messages": (False,),
+    "previous_input_messages": ([],),
 }
 REMEDIES: dict[str, str] = {
     "previous_response_id": "nothing is stored here: send the earlier input and output as input",
@@ -33,6 +35,7 @@ REMEDIES: dict[str, str] = {
     "access_programs": "it chooses among OpenAI's programs: leave it out",
     "prompt_cache_options": "prefixes are cached by themselves: leave it out",
     "service_tier": "all requests are served alike: leave it out or send 'auto'",
+    "previous_input_messages": "nothing is stored here: send the earlier items as input",
     # Fields of the other endpoints.
     "messages": "this endpoint takes input; use that, or /v1/chat/completions",
     "max_tokens": "use max_output_tokens",

@@ -1,0 +1,116 @@
+"""What becomes of every request field of OpenAI, Anthropic, vLLM and SGLang, told from the code: docs/compatibility.md.
+
+`python -m tests.compatibility` writes the file; `tests/unit/api/test_compatibility.py` holds it to the code.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from anthropic.types import message_create_params
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from cluster.api.anthropic.fields import TABLE as MESSAGES_TABLE
+from cluster.api.anthropic.request import MessagesRequest
+from cluster.api.openai.fields import GENERATION, SPELLINGS, Table
+from cluster.api.openai.protocol import ChatRequest, CompletionRequest
+from cluster.api.openai.response_api.fields import TABLE as RESPONSES_TABLE
+from cluster.api.openai.response_api.request import ResponseRequest
+from tests.peer_fields import PEERS
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
+HEAD = """# Compatibility
+
+Every request field of the servers named, and what becomes of it here. *Honoured*: it does what its documentation says.
+*Harmless*: taken, and it cannot change the answer. *Refused*: a 400 that names it, unless it has a value that asks for
+nothing; the remedy is in the message. An unknown field goes through with a warning in `x-aerie-warning`.
+
+Written by `python -m tests.compatibility` from the code that reads requests.
+"""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route: what its body honours, and its table of the other fields."""
+
+    path: str
+    honoured: Collection[str]
+    table: Table
+
+    def kind(self, name: str) -> str:
+        """What becomes of a field, in Markdown; raises LookupError where the code does not say."""
+        if SPELLINGS.get(name, name) in self.honoured:
+            ours = SPELLINGS.get(name, name)
+            return "honoured" if ours == name else f"honoured, as `{ours}`"
+        if name in self.table.refused or name in self.table.remedies:
+            passes = ", ".join(f"`{_json(value)}`" for value in self.table.refused.get(name, ()))
+            remedy = self.table.remedies.get(name, "")
+            told = "; ".join(part for part in (remedy, f"passes as {passes}" if passes else "") if part)
+            return f"refused{': ' if told else ''}{told}"
+        if name in self.table.harmless:
+            return "harmless"
+        raise LookupError(f"{self.path}: {name}")
+
+
+def _json(value: Any) -> str:
+    return {False: "false", True: "true"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+ROUTES = {
+    "/v1/chat/completions": Route("/v1/chat/completions", set(ChatRequest.model_fields), GENERATION),
+    "/v1/completions": Route("/v1/completions", set(CompletionRequest.model_fields), GENERATION),
+    "/v1/responses": Route("/v1/responses", ResponseRequest.honoured(), RESPONSES_TABLE),
+    "/v1/messages": Route("/v1/messages", MessagesRequest.honoured(), MESSAGES_TABLE),
+}
+
+
+def known() -> dict[str, dict[str, set[str]]]:
+    """Field names by route and by who documents them."""
+    openai, anthropic = f"OpenAI (client {version('openai')})", f"Anthropic (client {version('anthropic')})"
+    found: dict[str, dict[str, set[str]]] = {path: {} for path in ROUTES}
+    found["/v1/chat/completions"][openai] = _names(chat_create_params.CompletionCreateParamsBase) | {"stream"}
+    found["/v1/completions"][openai] = _names(completion_create_params.CompletionCreateParamsBase) | {"stream"}
+    found["/v1/responses"][openai] = _names(response_create_params.ResponseCreateParamsBase) | {"stream"}
+    found["/v1/messages"][anthropic] = _names(message_create_params.MessageCreateParamsBase) | {"stream"}
+    for (server, path), names in PEERS.items():
+        found[path][server] = set(names.split())
+    return found
+
+
+def _names(params: Any) -> set[str]:
+    return set(params.__annotations__)
+
+
+def unknown() -> list[str]:
+    """Fields that some server documents and that the code neither honours, takes nor refuses."""
+    missing = []
+    for path, servers in known().items():
+        for name in sorted(set().union(*servers.values())):
+            try:
+                ROUTES[path].kind(name)
+            except LookupError as error:
+                missing.append(str(error).strip("'"))
+    return missing
+
+
+def written() -> str:
+    """The text of the file."""
+    parts = [HEAD]
+    for path, servers in known().items():
+        parts.append(f"## {path}\n\n| field | | {' | '.join(servers)} |\n|---|---|{'---|' * len(servers)}")
+        parts += [_row(ROUTES[path], name, servers) for name in sorted(set().union(*servers.values()))]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _row(route: Route, name: str, servers: Mapping[str, Collection[str]]) -> str:
+    has = " | ".join("x" if name in names else "" for names in servers.values())
+    return f"| `{name}` | {route.kind(name)} | {has} |"
+
+
+if __name__ == "__main__":
+    FILE.write_text(written(), encoding="utf-8")

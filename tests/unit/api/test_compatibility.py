@@ -1,0 +1,31 @@
+"""docs/compatibility.md says what the code does with every field that clients of other servers send."""
+
+import pytest
+
+from cluster.api.openai.errors import ApiError
+from cluster.api.openai.fields import sort_fields
+from tests.compatibility import FILE, ROUTES, known, unknown, written
+
+ODD = "a value that asks for something"
+
+
+def test_every_field_is_honoured_harmless_or_refused() -> None:
+    assert unknown() == []
+
+
+def test_the_file_says_what_the_code_does() -> None:
+    assert FILE.read_text(encoding="utf-8") == written(), "run python -m tests.compatibility"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_field_is_treated_as_the_file_says(path: str) -> None:
+    route = ROUTES[path]
+    for name in set().union(*known()[path].values()):
+        kind = route.kind(name)
+        if kind.startswith("refused"):
+            with pytest.raises(ApiError) as caught:
+                sort_fields({name: ODD}, route.honoured, route.table)
+            assert caught.value.param == name
+        else:
+            kept, warnings = sort_fields({name: ODD}, route.honoured, route.table)
+            assert not warnings and bool(kept) == kind.startswith("honoured")
