@@ -20,6 +20,11 @@ from cluster.bench.streams import Prompt, Stream, accept_length, first_token_ms,
 
 PLAIN = "speculative_algorithm=null"
 WARM_UP_TOKENS = 32
+NEXT = """Where to look: `make serve` (or `aerie serve`) keeps the pair on http://127.0.0.1:8000
+  /          a page of what the server does, and a playground that draws the tree of every step
+  /docs      the API; /metrics and /server_info are beside it
+  aerie chat --url http://127.0.0.1:8000, and aerie status --url the same, are its terminal
+"""
 NAME = 36
 PROMPTS = (
     Prompt("class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n"),
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     plain = _serve_and_stream("without speculation", args, [PLAIN])
     result = compare(spec, plain)
     result["seconds"] = time.monotonic() - began
-    print(f"\n{prompt_table(spec, plain)}\n\n{rank_table(spec.ranks)}\n\n{summary_table(result)}\n")
+    print(f"\n{prompt_table(spec, plain)}\n\n{rank_table(spec.ranks)}\n\n{summary_table(result)}\n\n{NEXT}")
     for difference in result["differences"]:
         print(f"not the same tokens: {difference}")
     for stream in [*spec.streams, *plain.streams]:

@@ -1,0 +1,26 @@
+"""The official `anthropic` client: messages and tools, whole and streamed, and tokens counted."""
+
+import sys
+
+import anthropic
+
+url, model = sys.argv[1:]
+client = anthropic.Anthropic(base_url=url, api_key="none")
+print("anthropic", anthropic.__version__)
+messages = [{"role": "user", "content": "import os"}]
+whole = client.messages.create(model=model, max_tokens=24, messages=messages, extra_body={"seed": 7})
+with client.messages.stream(model=model, max_tokens=24, messages=messages, extra_body={"seed": 7}) as stream:
+    assert "".join(stream.text_stream) == whole.content[0].text
+schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+tool = {"name": "get_weather", "description": "The weather", "input_schema": schema}
+called = client.messages.create(
+    model=model,
+    max_tokens=200,
+    messages=messages,
+    tools=[tool],
+    tool_choice={"type": "any"},
+    extra_body={"seed": 3},
+)
+assert called.stop_reason == "tool_use" and called.content[-1].input.keys() == {"city"}
+assert client.messages.count_tokens(model=model, messages=messages).input_tokens == whole.usage.input_tokens
+print("messages, tools, count_tokens; whole and streamed")

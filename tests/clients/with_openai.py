@@ -1,0 +1,75 @@
+"""The official `openai` client: chat, tools, structured parse, responses, streaming of all."""
+
+import json
+import sys
+from typing import Literal
+
+import openai
+from pydantic import BaseModel, Field
+
+url, model = sys.argv[1:]
+client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+print("openai", openai.__version__)
+
+
+class Person(BaseModel):
+    """What is asked for."""
+
+    name: str = Field(max_length=8)
+    age: int = Field(ge=0, le=99)
+    mood: Literal["fine", "tired"]
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+messages = [{"role": "user", "content": "import os"}]
+
+whole = client.chat.completions.create(model=model, messages=messages, max_tokens=24, seed=7)
+pieces = client.chat.completions.create(model=model, messages=messages, max_tokens=24, seed=7, stream=True)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces if chunk.choices)
+assert text == whole.choices[0].message.content, (text, whole)
+
+asked = {"model": model, "messages": messages, "tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "seed": 3}
+called = client.chat.completions.create(**asked)
+call = called.choices[0].message.tool_calls[0]
+assert called.choices[0].finish_reason == "tool_calls" and call.function.name == "get_weather"
+assert json.loads(call.function.arguments)["unit"] in ("C", "F")
+parts = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True) if chunk.choices]
+streamed = "".join(c.function.arguments or "" for part in parts for c in part.tool_calls or ())
+assert streamed == call.function.arguments, (streamed, call)
+answered = [
+    *messages,
+    {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+    {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+]
+client.chat.completions.create(model=model, messages=answered, tools=[TOOL], tool_choice="none", max_tokens=8)
+
+parsed = client.chat.completions.parse(model=model, messages=messages, response_format=Person, max_tokens=200, seed=5)
+assert isinstance(parsed.choices[0].message.parsed, Person)
+
+response = client.responses.create(model=model, input="import os", max_output_tokens=24, extra_body={"seed": 7})
+assert response.output_text == text, (response.output_text, text)
+with client.responses.stream(model=model, input="import os", max_output_tokens=24, extra_body={"seed": 7}) as stream:
+    said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert said == text == stream.get_final_response().output_text
+structured = client.responses.parse(
+    model=model, input="import os", text_format=Person, max_output_tokens=200, extra_body={"seed": 5}
+)
+assert isinstance(structured.output_parsed, Person)
+flat = {"type": "function", **TOOL["function"], "strict": True}
+calls = client.responses.create(
+    model=model, input="import os", tools=[flat], tool_choice="required", max_output_tokens=200, extra_body={"seed": 3}
+)
+assert any(item.type == "function_call" for item in calls.output)
+print("chat, tools, parse, responses; whole and streamed")
