@@ -19,6 +19,7 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.lingering import Lingering
 from cluster.api.refusals import Refusals
 from cluster.api.turns import Turns
 
@@ -57,7 +58,7 @@ ROUTES = "/-/routes"  # another one, which names the applications to everyone: n
 
 def middlewares() -> list[Middleware]:
     """The middleware that Serve installs; the last one is outermost."""
-    return [Middleware(JsonErrors), Middleware(WholeRequests)]
+    return [Middleware(JsonErrors), Middleware(WholeRequests), Middleware(Lingering)]
 
 
 def stands_before_serve() -> bool:

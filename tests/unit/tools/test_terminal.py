@@ -87,8 +87,8 @@ def test_the_first_interrupt_is_noted_and_the_second_is_raised() -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), interrupt_held() as held:
         assert not held.pressed
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert held.pressed
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         raise AssertionError("not raised")
     assert signal.getsignal(signal.SIGINT) is before
