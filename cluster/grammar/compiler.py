@@ -40,7 +40,7 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary, workers: int = WORKERS, seconds: float = SECONDS) -> None:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
         self._processes = [Process(vocabulary, seconds) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
+        self._idle: queue.LifoQueue[Process] = queue.LifoQueue()  # one that runs is taken before one that would start
         for process in self._processes:
             self._idle.put(process)
         self._done: OrderedDict[Grammar, str | GrammarError] = OrderedDict()
