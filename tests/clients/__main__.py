@@ -40,9 +40,10 @@ CLIENTS = {
     "guidellm": Client(
         (("guidellm",),),
         (
-            "guidellm", "benchmark", "run", "--target", "{url}", "--model", "{model}", "--processor", "{tokenizer}",
-            "--profile", "concurrent", "--rate", "2", "--max-requests", "8",
-            "--data", "prompt_tokens=32,output_tokens=16", "--output-dir", "{out}",
+            "guidellm", "run", "--disable-console-interactive", "--backend",
+            "kind=openai_http,target={url},model={model}", "--profile", "kind=concurrent,streams=2",
+            "--constraint", "kind=max_requests,count=8", "--tokenizer", "kind=hf_auto,model={tokenizer}",
+            "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--output", "kind=console",
         ),
         version_of="guidellm",
     ),
@@ -93,8 +94,8 @@ def run(name: str, url: str, model: str) -> bool:
         subprocess.run([str(programs / "python"), "-c", asked], check=True)
     places = {"url": url, "model": model, "tokenizer": str(TOKENIZER), "out": str(ROOT / ".clients" / f"{name}-out")}
     program, *arguments = (part.format(**places) for part in client.command)
-    offline = {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
-    done = subprocess.run([str(programs / program), *arguments], env=os.environ | offline, timeout=TIMEOUT_S)
+    keys = {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
+    done = subprocess.run([str(programs / program), *arguments], env=os.environ | keys, timeout=TIMEOUT_S)
     print(f"{name}: {'ok' if done.returncode == 0 else f'FAILED with {done.returncode}'}", flush=True)
     return done.returncode == 0
 

@@ -41,6 +41,7 @@ text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces if chunk
 assert text == whole.choices[0].message.content, (text, whole)
 
 asked = {"model": model, "messages": messages, "tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "seed": 3}
+asked["parallel_tool_calls"] = False
 called = client.chat.completions.create(**asked)
 call = called.choices[0].message.tool_calls[0]
 assert called.choices[0].finish_reason == "tool_calls" and call.function.name == "get_weather"
@@ -61,15 +62,22 @@ assert isinstance(parsed.choices[0].message.parsed, Person)
 response = client.responses.create(model=model, input="import os", max_output_tokens=24, extra_body={"seed": 7})
 assert response.output_text == text, (response.output_text, text)
 with client.responses.stream(model=model, input="import os", max_output_tokens=24, extra_body={"seed": 7}) as stream:
-    said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-    assert said == text == stream.get_final_response().output_text
+    events = list(stream)
+assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+assert events[-1].type in ("response.completed", "response.incomplete") and events[-1].response.output_text == text
 structured = client.responses.parse(
     model=model, input="import os", text_format=Person, max_output_tokens=200, extra_body={"seed": 5}
 )
 assert isinstance(structured.output_parsed, Person)
 flat = {"type": "function", **TOOL["function"], "strict": True}
 calls = client.responses.create(
-    model=model, input="import os", tools=[flat], tool_choice="required", max_output_tokens=200, extra_body={"seed": 3}
+    model=model,
+    input="import os",
+    tools=[flat],
+    tool_choice="required",
+    parallel_tool_calls=False,
+    max_output_tokens=200,
+    extra_body={"seed": 3},
 )
 assert any(item.type == "function_call" for item in calls.output)
 print("chat, tools, parse, responses; whole and streamed")
