@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a setting cannot be honoured.
         ValueError: the prompt or a sampling parameter cannot be served.
     """
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {args.max_tokens}")
     model, text = _model_and_text(args)
     engine = engine_of(args, model)
     prompt = _prompt_ids(args, model, text, engine)

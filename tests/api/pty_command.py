@@ -27,6 +27,7 @@ class PtyCommand:
         env = {**kept, "TERM": "xterm", "PYTHONPATH": paths, "COLUMNS": "120", "LINES": "40", **environment}
         self._pid, self._keys = pty.fork()
         if self._pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored where the tests run in the background
             os.execve(sys.executable, [sys.executable, "-m", "cluster.cli", *words], env)
 
     def __enter__(self) -> Self:

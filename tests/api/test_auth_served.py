@@ -47,7 +47,9 @@ def test_nothing_but_health_is_answered_over_the_wire_without_a_key(tmp_path: Pa
                         assert status == 200 and b"counting" not in body, (method, target)
                     else:
                         assert status == 401, (method, target, body)
-                        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+                        error = json.loads(body)["error"]
+                        anthropic = error.get("code", error["type"]) == "authentication_error"
+                        assert anthropic or error["code"] == "invalid_api_key"
         upgrade = ("Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==")
         status, _, _ = raw(url, head("GET", "/server_info", "Connection: Upgrade", *upgrade))
         assert status in (401, 403)
