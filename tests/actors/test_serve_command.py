@@ -112,7 +112,7 @@ def refusal(url: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": [5], "max_tokens": 1}, timeout=20)
 
 
-@pytest.mark.parametrize("proxy", ["0", "1"], ids=["serve's proxy", "haproxy"])
+@pytest.mark.parametrize("proxy", ["0", pytest.param("1", marks=pytest.mark.slow)], ids=["serve's proxy", "haproxy"])
 def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "server.log"
     url = f"http://127.0.0.1:{port}"

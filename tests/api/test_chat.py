@@ -85,6 +85,7 @@ def test_a_conversation_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> Non
         assert chat.status() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     said = generated(turn("import os"), capsys)["text"]
     with PtyCommand("chat", *PAIR, *FEW) as chat:
@@ -116,6 +117,7 @@ def test_no_color_is_honoured(url: str, service: ScriptedService) -> None:
         assert not re.search(r"\x1b\[\d*m", chat.shown)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_server_says_what_the_engine_here_says() -> None:
     """Three doors to one pair: a chat over HTTP, the route itself, and a chat in this process."""

@@ -11,7 +11,7 @@ from cluster.actors.local import LocalRay
 from tests.api.apps import arguments, kill, serving, shards
 from tests.api.pty_command import CTRL_C, PtyCommand
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def once(url: str, *words: str) -> subprocess.CompletedProcess[str]:
