@@ -37,7 +37,7 @@ class Adjustments:
         checks = (
             (abs(self.presence_penalty) <= 2.0, "presence_penalty", "lie in [-2, 2]"),
             (abs(self.frequency_penalty) <= 2.0, "frequency_penalty", "lie in [-2, 2]"),
-            (0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "lie in (0, 100]"),
+            (0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "lie in [0.01, 100]"),
             (all(abs(number) <= 100.0 for _, number in self.bias), "bias", "have numbers in [-100, 100]"),
             (self.allowed_token_ids != (), "allowed_token_ids", "hold a token"),
             (all(self.bad_words_token_ids), "bad_words_token_ids", "hold no empty word"),

@@ -36,7 +36,7 @@ class AdjustingFields(Strict):
 
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])] = Field(
         default_factory=dict
     )

@@ -177,7 +177,7 @@ def _say_responses(path: str, operation: dict[str, Any], error: str) -> None:
     good: dict[str, Any] = {"description": "Success"}
     kinds = PAGES.get(path, {"application/json": {"schema": {}}})
     if path in GENERATES:
-        kinds = {**kinds, "text/event-stream": {"schema": {"type": "string"}}}
+        kinds = {**kinds, "text/event-stream": {"schema": {}}}
     if kinds:
         good["content"] = dict(kinds)
     statuses: tuple[str, ...] = (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.api import proxy
-from cluster.api.proxy import JsonErrors, WholeRequests, middlewares
+from cluster.api.proxy import JsonErrors, Lingering, WholeRequests, middlewares
 from cluster.api.turns import Cores
 
 START, BODY = "http.response.start", "http.response.body"
@@ -120,7 +120,7 @@ def test_a_client_cannot_keep_its_request_alive() -> None:
 
 
 def test_it_is_what_serve_takes() -> None:
-    assert [middleware.cls for middleware in middlewares()] == [JsonErrors, WholeRequests]
+    assert [middleware.cls for middleware in middlewares()] == [JsonErrors, WholeRequests, Lingering]
 
 
 def piece(body: bytes, more: bool = True) -> dict[str, Any]:

@@ -35,6 +35,7 @@ REMEDIES: dict[str, str] = {
     "access_programs": "it chooses among OpenAI's programs: leave it out",
     "prompt_cache_options": "prefixes are cached by themselves: leave it out",
     "service_tier": "all requests are served alike: leave it out or send 'auto'",
+    "enable_response_messages": "the prompt as messages is not answered: leave it out",
     "previous_input_messages": "nothing is stored here: send the earlier items as input",
     # Fields of the other endpoints.
     "messages": "this endpoint takes input; use that, or /v1/chat/completions",
