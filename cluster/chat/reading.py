@@ -93,38 +93,14 @@ class Numbering:
         return found
 
 
-class MarkedReader:
-    """The reader of all families that mark thought and calls in running text.
+class Steps:
+    """What readers share: text is held until a step can tell what it is, and a step says which one comes next."""
 
-    `thinking` is None where thought is not told apart, `calling` where no tools may be called; `opened`: the prompt has
-    begun the thought, `closed`: or ended it.
-    """
+    _step: Callable[[bool], list[Event] | None]
+    """Takes held text and gives its events; None if it needs more text. The argument says whether none will come."""
 
-    def __init__(
-        self,
-        thinking: Thinking | None,
-        calling: Calling | None,
-        tools: Tools,
-        new_id: Callable[[], str],
-        *,
-        opened: bool = False,
-        closed: bool = False,
-    ) -> None:
-        self._thinking, self._calling, self._tools = thinking, calling, tools
-        self._numbering = Numbering(new_id)
+    def __init__(self) -> None:
         self._held = ""
-        self._block: Block | None = None
-        self._lead = 0  # white space that is held before the block
-        self._closing: list[str] = []
-        self._fresh = False  # nothing has come since a border, so white space is left out
-        self._nothing_said = True
-        begins = self._beginning if thinking is not None and not closed else self._said
-        self._step = self._thought if thinking is not None and opened else begins
-
-    @property
-    def thinks(self) -> bool:
-        """Whether what comes next is thought."""
-        return self._step == self._thought
 
     def push(self, text: str) -> list[Event]:
         """The events that this text completes."""
@@ -141,6 +117,40 @@ class MarkedReader:
         while (events := self._step(last)) is not None:
             found += events
         return found
+
+
+class MarkedReader(Steps):
+    """The reader of all families that mark thought and calls in running text.
+
+    `thinking` is None where thought is not told apart, `calling` where no tools may be called; `opened`: the prompt has
+    begun the thought, `closed`: or ended it.
+    """
+
+    def __init__(
+        self,
+        thinking: Thinking | None,
+        calling: Calling | None,
+        tools: Tools,
+        new_id: Callable[[], str],
+        *,
+        opened: bool = False,
+        closed: bool = False,
+    ) -> None:
+        super().__init__()
+        self._thinking, self._calling, self._tools = thinking, calling, tools
+        self._numbering = Numbering(new_id)
+        self._block: Block | None = None
+        self._lead = 0  # white space that is held before the block
+        self._closing: list[str] = []
+        self._fresh = False  # nothing has come since a border, so white space is left out
+        self._nothing_said = True
+        begins = self._beginning if thinking is not None and not closed else self._said
+        self._step = self._thought if thinking is not None and opened else begins
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thought."""
+        return self._step == self._thought
 
     def _beginning(self, last: bool) -> list[Event] | None:
         assert self._thinking is not None

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, pairwise
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig, TreeShape
@@ -331,12 +331,12 @@ def _score(chunk: Chunk, given: Decided, row: int) -> bool:
 
 
 def _logprobs(
-    found: Logprobs | None, row: int, tokens: list[int], top: int, ranks: Iterable[int] = repeat(0)
+    found: Logprobs | None, row: int, tokens: list[int], top: int, ranks: list[int] | None = None
 ) -> Iterable[TokenLogprob]:
     """Those of tokens in rows `row` onwards."""
     assert found is not None, "they were asked for"
     lines = slice(row, row + len(tokens))
     all_ids, all_values = found.ids[lines, :top].tolist(), found.values[lines, :top].tolist()
-    own = found.chosen[lines].tolist()
-    for token, logprob, ids, values, rank in zip(tokens, own, all_ids, all_values, ranks, strict=False):
+    own, placed = found.chosen[lines].tolist(), [0] * len(tokens) if ranks is None else ranks
+    for token, logprob, ids, values, rank in zip(tokens, own, all_ids, all_values, placed, strict=True):
         yield TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)), rank)

@@ -5,19 +5,18 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from cluster.bench.server import ServerProcess
 from cluster.cli import main
 from tests.actors.conftest import CHECKOUT
 from tests.api.apps import eventually
+from tests.api.listening import listening
 from tests.api.pty_command import CTRL_C, CTRL_D, PtyCommand
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.tiny import target_folder
@@ -32,16 +31,8 @@ SUMMARY = r"\n\x1b\[2m\[(\d+) tokens, accept length ([\d.]+), ([\d.]+) tokens/s,
 
 @pytest.fixture
 def url(app: FastAPI) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with listening(app) as address:
+        yield address
 
 
 def generated(prompt: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:

@@ -20,6 +20,7 @@ from cluster.text import TextTokenizer
 from tests.parity.harness import Run, config_of, run
 from tests.parity.wild import GRAMMARS, SCHEMAS
 from tests.tiny import draft_folder, target_folder
+from tests.unit.grammar.schema.test_schemas import CHECKS
 from tests.unit.grammar.walks import DEMO, Grammars, grammars_of
 
 VOCAB = 2048
@@ -83,7 +84,7 @@ def text_of(temperature: float, name: str) -> str:
 def valid(name: str, text: str) -> bool:
     """Whether a whole output is what was asked for, by somebody else's judgement."""
     if name in SCHEMAS:
-        judge = Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER)
+        judge = Draft202012Validator(SCHEMAS[name], format_checker=CHECKS)
         return bool(judge.is_valid(json.loads(text)))
     if name.startswith("regex: "):
         return re.fullmatch(name.removeprefix("regex: "), text, re.ASCII) is not None

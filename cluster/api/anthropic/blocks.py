@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, PlainValidator
 
-from cluster.api.openai.content import Strict, Text
-from cluster.api.openai.dialogue import Dialogue, text_of_parts
+from cluster.api.openai.content import Strict, Text, text_of_parts
+from cluster.api.openai.dialogue import Dialogue
 from cluster.api.openai.errors import ApiError, shown
 from cluster.api.openai.translated import not_taken, read_at, readable_json
 

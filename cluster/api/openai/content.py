@@ -96,21 +96,32 @@ def _all_of(kind: type, items: list[Any], what: str, where: str = "") -> None:
             raise ValueError(f"{where}must hold {what} only, got {shown(item)} at position {at}")
 
 
-def _plain_text(value: Any) -> str:
-    """The content of a message: a string, or text parts that are joined."""
+def text_of_parts(value: Any, kinds: Mapping[str, str]) -> str:
+    """A string, or the joined texts of a list of parts; `kinds` says by a part's type which field holds its text.
+
+    Raises:
+        ValueError: it is something else, an image for one, or no text.
+    """
     if isinstance(value, str):
         return readable(value)
     if not isinstance(value, list):
         raise ValueError(f"must be a string or a list of text parts, got {shown(value)}")
     texts = []
     for at, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(
-                f"part {at} must be {{'type': 'text', 'text': ...}}: this model reads text, not {shown(kind)}"
-            )
-        texts.append(readable(part["text"]))
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = kinds.get(kind) if isinstance(kind, str) else None
+        if name is None:
+            got = shown(part if kind is None else kind)
+            raise ValueError(f"part {at} must be of type {' or '.join(kinds)}: this model reads text, not {got}")
+        if not isinstance(part.get(name), str):
+            raise ValueError(f"part {at}: {name} must be a string, got {shown(part.get(name))}")
+        texts.append(readable(part[name]))
     return "".join(texts)
+
+
+def _plain_text(value: Any) -> str:
+    """The content of a message: a string, or text parts that are joined."""
+    return text_of_parts(value, {"text": "text"})
 
 
 Text = Annotated[str, AfterValidator(readable)]

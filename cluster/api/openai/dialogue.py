@@ -1,10 +1,8 @@
 """The messages of a chat request, put together from the items or blocks of another API, which has more parts."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from cluster.api.openai.content import readable
-from cluster.api.openai.errors import path_of, shown
+from cluster.api.openai.errors import path_of
 
 
 class Dialogue:
@@ -69,26 +67,3 @@ class Dialogue:
             turn = self._add({"role": "assistant", "content": ""}, origin)
             self._turn = turn
         return turn
-
-
-def text_of_parts(value: Any, kinds: Mapping[str, str]) -> str:
-    """A string, or the joined texts of a list of parts; `kinds` says by a part's type which field holds its text.
-
-    Raises:
-        ValueError: it is something else, an image for one, or no text.
-    """
-    if isinstance(value, str):
-        return readable(value)
-    if not isinstance(value, list):
-        raise ValueError(f"must be a string or a list of text parts, got {shown(value)}")
-    texts = []
-    for at, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        name = kinds.get(kind) if isinstance(kind, str) else None
-        if name is None:
-            got = shown(part if kind is None else kind)
-            raise ValueError(f"part {at} must be of type {' or '.join(kinds)}: this model reads text, not {got}")
-        if not isinstance(part.get(name), str):
-            raise ValueError(f"part {at}: {name} must be a string, got {shown(part.get(name))}")
-        texts.append(readable(part[name]))
-    return "".join(texts)

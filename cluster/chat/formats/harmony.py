@@ -6,12 +6,12 @@ other tokenizer than the original, and reads tokens where we have text.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cluster.chat.events import Event, Said, Thought
 from cluster.chat.formats.plan import Answer, Form, Prompted, Written, any_id, one_after_another, one_of, text
 from cluster.chat.json_text import members
-from cluster.chat.reading import Call, Numbering, Reader, Tools
+from cluster.chat.reading import Call, Numbering, Reader, Steps, Tools
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -25,38 +25,23 @@ BEGINNINGS = ("assistant to=", "to=")
 AGAIN = f"{END}{START}assistant"
 
 
-class HarmonyReader:
+class HarmonyReader(Steps):
     """Reads messages one after the other. Without `tools` no call is told; `split` tells thought apart."""
 
     def __init__(self, tools: Tools | None, split: bool, within: bool) -> None:
         """`within`: the prompt has begun the final message."""
+        super().__init__()
         self._calling, self._split = tools is not None, split
         self._numbering = Numbering(any_id)
-        self._held = ""
         self._heading = ""
         self._kind = "final"
         self._name = ""
-        self._step: Callable[[bool], list[Event] | None] = self._body if within else self._head
+        self._step = self._body if within else self._head
 
     @property
     def thinks(self) -> bool:
         """Whether what comes next is thought."""
         return self._step == self._body and self._kind == "analysis"
-
-    def push(self, text: str) -> list[Event]:
-        """The events that this text completes."""
-        self._held += text
-        return self._all(last=False)
-
-    def finish(self) -> list[Event]:
-        """The rest, at the end of the answer."""
-        return self._all(last=True)
-
-    def _all(self, last: bool) -> list[Event]:
-        found: list[Event] = []
-        while (events := self._step(last)) is not None:
-            found += events
-        return found
 
     def _head(self, last: bool) -> list[Event] | None:
         """The heading of a message, up to its text. What is none is text itself."""

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from cluster.api.openai.content import Strict, Text, readable
-from cluster.api.openai.dialogue import Dialogue, text_of_parts
+from cluster.api.openai.content import Strict, Text, readable, text_of_parts
+from cluster.api.openai.dialogue import Dialogue
 from cluster.api.openai.errors import ApiError, shown
 from cluster.api.openai.translated import not_taken, read_at
 
