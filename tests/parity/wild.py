@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from cluster.grammar.asked import Grammar
-from tests.unit.grammar.schema.samples import SAMPLES, of
-from tests.unit.grammar.test_regex import EXPRESSIONS
+from tests.grammar.schema.samples import SAMPLES, of
+from tests.grammar.test_regex import EXPRESSIONS
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.sources import MAX_CHARACTERS, source
-from tests.unit.grammar.walks import demo, walk
+from tests.grammar.walks import demo, walk
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"]}
 CALLS = {

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.schema.convert import loaded, schema_grammar
-from tests.unit.grammar.walks import bytewise
+from tests.grammar.walks import bytewise
 
 PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.regex import lengths, parse
-from tests.unit.grammar.walks import bytewise, demo, walk
+from tests.grammar.walks import bytewise, demo, walk
 
 EXPRESSIONS = [
     r"a",

@@ -13,7 +13,7 @@ from cluster.grammar.vocabulary import Row, Vocabulary
 from cluster.grammar.worker import Worker
 from cluster.text import TextTokenizer
 
-DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "target"
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 STOPS = (0, 2)
 CLOSING = (b'"', b"}", b"]", b":", b",", *(b"%d" % digit for digit in range(10)))
 

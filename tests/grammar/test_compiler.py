@@ -17,7 +17,7 @@ from cluster.bench.hostile_grammars import HOSTILE
 from cluster.grammar import compiler
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.compiler import Compiler, CompilerError, Process
-from tests.unit.grammar.walks import demo, walk
+from tests.grammar.walks import demo, walk
 
 GOOD = Grammar("choice", '["yes", "no"]')
 SLOW = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "string"} for at in range(3000)}}))
@@ -198,7 +198,7 @@ def test_closing_ends_the_processes_and_what_they_compile() -> None:
 def test_a_process_ends_with_its_parent() -> None:
     """Even if the parent is killed: its end of the pipe closes."""
     code = (
-        "from tests.unit.grammar.walks import demo\n"
+        "from tests.grammar.walks import demo\n"
         "from cluster.grammar.compiler import Process\nfrom cluster.grammar.asked import Grammar\n"
         "process = Process(demo().vocabulary, 10.0)\nprocess.compile(Grammar('choice', '[\"a\"]'))\n"
         "print(process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"

@@ -15,8 +15,8 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.schema.convert import loaded, schema_grammar
-from tests.unit.grammar.schema.samples import REFUSED, SAMPLES
-from tests.unit.grammar.walks import bytewise, demo, walk
+from tests.grammar.schema.samples import REFUSED, SAMPLES
+from tests.grammar.walks import bytewise, demo, walk
 
 CHECKS = FormatChecker(formats=())
 READ = {

@@ -9,8 +9,8 @@ from cluster.grammar import matching
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import TextMatcher
 from cluster.grammar.vocabulary import Vocabulary
-from tests.unit.grammar.schema.samples import CALL, PERSON, TREE
-from tests.unit.grammar.walks import STOPS, allowed, bytewise, demo, grammars_of, mask
+from tests.grammar.schema.samples import CALL, PERSON, TREE
+from tests.grammar.walks import STOPS, allowed, bytewise, demo, grammars_of, mask
 
 GRAMMARS = {
     "person": Grammar("json_schema", json.dumps(PERSON)),
