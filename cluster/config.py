@@ -149,6 +149,9 @@ class EngineConfig(Settings):
     speculative_forced_tokens: int = Field(
         default=8, ge=0, le=64, description="nodes that a grammar may add to a drafted tree; they cost no draft"
     )
+    speculative_forced_rows: int | None = Field(
+        default=None, ge=0, description="rows that a step may spend on them; unset: 4 on a CPU, 256 on a GPU"
+    )
     speculative_eagle_topk: int | None = Field(default=None, ge=1, le=32)
     speculative_num_draft_tokens: int | None = Field(default=None, ge=2, le=512)
     speculative_batch_tiers: dict[int, int] = Field(
@@ -292,9 +295,10 @@ class TreeShape(BaseModel):
         """What of it the draft makes."""
         return self._longer(-self.forced)
 
-    def forcing(self) -> "TreeShape":
-        """The same with room for what grammars force; plain decoding stays as it is."""
-        return self._longer(self.room) if self.num_steps and not self.forced else self
+    def forcing(self, most: int | None = None) -> "TreeShape":
+        """The same with room for what grammars force, `most` nodes of it; plain decoding stays as it is."""
+        room = self.room if most is None else min(self.room, most)
+        return self._longer(room) if self.num_steps and not self.forced else self
 
     def _longer(self, more: int) -> "TreeShape":
         if not more:

@@ -57,7 +57,7 @@ HEADER = ("epoch", "step", "digest", "calls", "rule", "captured")
 GROUP_HEADER = ("order", "results")
 
 
-Key = tuple[int, int, tuple[Sizes, ...]]
+Key = tuple[int, int, int, tuple[Sizes, ...]]
 
 
 class StepPlan(NamedTuple):
@@ -65,8 +65,8 @@ class StepPlan(NamedTuple):
 
     `decodes`, `prompt_rows` and `finals` are what requests need, `sizes` what is run; `scored` are the prompt rows that
     are asked for log-probabilities. `captured`: the step runs as a program of its `key`, which is captured or about to
-    be. `num_steps` is the tier, the minimum of the votes, `mode` whatever some group needs. `quiet`: nobody has
-    requests; `leaving`: the gang ends with this step.
+    be. `num_steps` is the tier, the minimum of the votes, `forced` how many nodes of each tree are left to grammars,
+    `mode` whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
     """
 
     step: int
@@ -82,6 +82,7 @@ class StepPlan(NamedTuple):
     decode_us: tuple[int, ...]
     mode: Mode = Mode(0)
     scored: tuple[int, ...] = ()
+    forced: int = 0
 
     @property
     def empty(self) -> bool:
@@ -95,13 +96,12 @@ class StepPlan(NamedTuple):
 
     def tree(self, shapes: Sequence[TreeShape]) -> TreeShape:
         """The trees of the step, of those by tier; with a grammar somewhere they have room for what it forces."""
-        shape = shapes[self.num_steps]
-        return shape.forcing() if Mode.CONSTRAINED in self.mode else shape
+        return shapes[self.num_steps].forcing(self.forced)
 
     @property
     def key(self) -> Key:
         """What decides every shape and every choice of a step's program."""
-        return self.num_steps, int(self.mode), self.sizes
+        return self.num_steps, self.forced, int(self.mode), self.sizes
 
     def idle(self, group: int) -> Sizes:
         """What fills the plan of a group: idle requests, idle prompt rows, and ends of prompts that there are not."""
@@ -119,13 +119,15 @@ class PlanRule:
 
     `waste` is the largest share of idle rows that padding may add under `auto`: on a GPU equal parts and one program
     for all are worth up to half; a CPU gains nothing from them. `buckets` are the sizes of captured programs, None
-    where nothing is captured.
+    where nothing is captured. Of each group's rows, `forced_rows` at most are for what grammars force: a GPU hardly
+    notices some rows more, a CPU pays for each.
     """
 
     attn_tp: int
     padding: Padding
     waste: float
     buckets: Buckets | None = None
+    forced_rows: int = 0
 
     def plan(self, table: Sequence[Facts], shape: TreeShape) -> StepPlan:
         """The plan that follows from the facts of all ranks; a group's facts are its leader's."""
@@ -147,7 +149,12 @@ class PlanRule:
             decode_us=tuple(f.decode_us for f in groups),
             mode=mode,
             scored=tuple(f.scored for f in groups),
+            forced=self._forced(sizes, shape.room) if Mode.CONSTRAINED in mode else 0,
         )
+
+    def _forced(self, sizes: tuple[Sizes, ...], room: int) -> int:
+        """The nodes of each tree that are left to grammars: the same in all trees of a step, whoever has a grammar."""
+        return min(room, self.forced_rows // max(1, *(own.decodes for own in sizes)))
 
     def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: Mode) -> tuple[tuple[Sizes, ...], bool]:
         """What each group runs, and whether as a captured program: not if some group is too large for one, or the mode

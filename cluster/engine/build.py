@@ -44,6 +44,7 @@ from cluster.text import TextTokenizer
 logger = logging.getLogger(__name__)
 
 GPU_WASTE = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
+GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # that a step may spend on what grammars force: about what costs nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,9 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     vocab = target.vocab_size
     matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
     adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), GrammarTable(vocab, matchers))
-    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if device.type == "cuda" else 0.0, buckets)
+    gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
+    forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
+    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if gpu else 0.0, buckets, forced_rows)
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),

@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.batch import Order
+from cluster.batch import Constraint, Order
 from cluster.forward.adjustments import BANNED
 from cluster.forward.noise import at_least_float32
 from cluster.grammar.asked import GrammarError
 
 logger = logging.getLogger(__name__)
+
+Mask = NDArray[np.int32]
 
 BARRED = 2 * BANNED
 """Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""
@@ -60,16 +62,84 @@ class Make(Protocol):
         ...
 
 
+class Place:
+    """Where a request in a row of the tables is in its grammar: without a matcher if that has failed.
+
+    Masks after paths that were asked about are kept until tokens come: draft and verify ask for the same ones.
+    """
+
+    def __init__(self, constraint: Constraint, make: Make) -> None:
+        self._matcher: Matcher | None = None
+        self._masks: dict[tuple[int, ...], Mask] = {}
+        self._spent = 0.0  # seconds of the processor beyond its share
+        with self._failing():
+            self._matcher = make(constraint.grammar)
+        self.accept(constraint.tokens)
+        self._spent = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the grammar has failed."""
+        return self._matcher is None
+
+    @property
+    def slow(self) -> bool:
+        """Whether the grammar takes more of the processor than others can wait for."""
+        return self._spent > BURST_S
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """These tokens have come, in a step."""
+        self._masks.clear()
+        with self._failing():
+            if self._matcher is not None:
+                self._matcher.accept(tokens)
+        self._spent = max(0.0, self._spent - SHARE_S)
+
+    def fill(self, paths: Sequence[Sequence[int]], out: Mask) -> None:
+        """Write the masks after paths, which -1 fills up, into `out` `[n, words]`."""
+        with self._failing():
+            for path, mask in zip(paths, out, strict=True):
+                tokens = tuple(token for token in path if token >= 0)
+                known = self._masks.get(tokens)
+                if known is not None:
+                    mask[:] = known
+                elif self._matcher is not None:
+                    self._matcher.fill(tokens, mask)
+                    self._masks[tokens] = mask
+
+    def forced(self, path: Sequence[int], most: int) -> list[int]:
+        """As that of the matcher; nothing if it has failed."""
+        run: list[int] = []
+        with self._failing():
+            if self._matcher is not None:
+                run = self._matcher.forced(path, most)
+        return run
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Note it if the grammar fails, and what it takes."""
+        began = time.thread_time()
+        try:
+            yield
+        except GrammarError as error:
+            self._matcher = None
+            logger.warning("a request ends because of its grammar: %s", error)
+        except Exception:
+            self._matcher = None
+            logger.exception("a request ends because its grammar cannot be matched")
+        self._spent += time.thread_time() - began
+
+
 class GrammarTable:
-    """The matchers of running requests, by row. A request whose grammar fails gets no finite logits any more, and so
-    ends with an error, alone. One whose grammar takes too long is `slow`: it stays in its grammar, and ought to be
-    ended by the leader of its group, since the ranks of a group do not measure the same.
+    """The places of running requests in their grammars, by row. A request whose grammar fails gets no finite logits any
+    more, and so ends with an error, alone. One whose grammar takes too long is `slow`: it stays in its grammar, and
+    ought to be ended by the leader of its group, since the ranks of a group do not measure the same.
     """
 
     def __init__(self, vocab: int, make: Make) -> None:
         self._vocab, self._make = vocab, make
-        self._matchers: dict[int, Matcher | None] = {}  # None: it has failed
-        self._spent: dict[int, float] = {}  # seconds of the processor beyond its share, by row
+        self._places: dict[int, Place] = {}
+        self._bars: Tensor | None = None  # of each byte of a mask, what it adds to the logits of its eight tokens
 
     def read(self, grammar: str) -> None:
         """Do beforehand, in any thread, what takes long when a request with this grammar is admitted.
@@ -81,80 +151,54 @@ class GrammarTable:
 
     def slow(self, row: int) -> bool:
         """Whether the grammar of the request in `row` takes more of the processor than others can wait for."""
-        return self._spent.get(row, 0.0) > BURST_S
+        place = self._places.get(row)
+        return place is not None and place.slow
 
     def put(self, order: Order) -> None:
-        """Requests are admitted: those with a constraint get their matcher, rows of others lose theirs."""
+        """Requests are admitted: those with a constraint get their place, rows of others lose theirs."""
         for each in order.samplings:
-            self._matchers.pop(each.row, None)
-            self._spent.pop(each.row, None)
+            self._places.pop(each.row, None)
         for constraint in order.constraints:
-            self._matchers[constraint.row] = None
-            with self._failing(constraint.row):
-                self._matchers[constraint.row] = self._make(constraint.grammar)
-            self._accept(constraint.row, constraint.tokens)
-            self._spent[constraint.row] = 0.0
+            self._places[constraint.row] = Place(constraint, self._make)
 
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`."""
         for row, run, count in zip(rows.tolist(), tokens.tolist(), lens.tolist(), strict=True):
-            self._accept(row, run[:count])
-            if row in self._spent:
-                self._spent[row] = max(0.0, self._spent[row] - SHARE_S)
+            if row in self._places:
+                self._places[row].accept(run[:count])
 
     def forced(self, row: int, path: Sequence[int], most: int) -> list[int]:
         """Tokens that the grammar of the request in `row` forces after a path; none if it has no grammar."""
-        matcher = self._matchers.get(row)
-        run: list[int] = []
-        if matcher is not None:
-            with self._failing(row):
-                run = matcher.forced(path, most)
-        return run
+        place = self._places.get(row)
+        return [] if place is None else place.forced(path, most)
 
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         """Logits `[R, n, V]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not accepted yet (-1
         beyond them), with what may not come barred, in float32 at least. `ids` as in `Adjust.apply`.
         """
-        wide = logits.to(at_least_float32(logits.dtype))
-        which = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._matchers]
+        wide, own = logits.to(at_least_float32(logits.dtype)), rows.tolist()
+        which = {i: self._places[row] for i, row in enumerate(own) if row in self._places}
         if not which:
             return wide
         lines = path.tolist()
-        filled = np.zeros((len(which), path.shape[1], -(-self._vocab // WORD)), np.int32)
-        for (i, row), own in zip(which, filled, strict=True):
-            matcher = self._matchers[row]
-            with self._failing(row):
-                for line, out in zip(lines[i], own, strict=True):
-                    if matcher is not None:
-                        matcher.fill([token for token in line if token >= 0], out)
-        masks = torch.from_numpy(filled).to(logits.device)
-        places = torch.arange(WORD, dtype=torch.int32, device=logits.device)
-        barred = (masks[..., None] >> places).bitwise_and_(1).flatten(2)[..., : self._vocab] == 0
+        masks = np.zeros((len(which), path.shape[1], -(-self._vocab // WORD)), np.int32)
+        for (i, place), mask in zip(which.items(), masks, strict=True):
+            place.fill(lines[i], mask)
+        bars = self._bars_of(masks, wide)
         if ids is not None:
-            barred = barred.index_select(2, ids)
-        requests = torch.tensor([i for i, _ in which], device=logits.device)
-        lower = barred * torch.full((), BARRED, dtype=wide.dtype, device=wide.device)
-        for at, (_, row) in enumerate(which):
-            if self._matchers[row] is None:
-                lower[at] = float("nan")
-        return wide.index_add(0, requests, lower)
+            bars = bars.index_select(2, ids)
+        for at, place in enumerate(which.values()):
+            if place.failed:
+                bars[at] = float("nan")
+        if len(which) == len(own):
+            return wide + bars
+        return wide.index_add(0, torch.tensor(list(which), device=logits.device), bars)
 
-    def _accept(self, row: int, tokens: Sequence[int]) -> None:
-        matcher = self._matchers.get(row)
-        if matcher is not None:
-            with self._failing(row):
-                matcher.accept(tokens)
-
-    @contextmanager
-    def _failing(self, row: int) -> Iterator[None]:
-        """Note it if the grammar of the request in `row` fails, and what it takes."""
-        began = time.thread_time()
-        try:
-            yield
-        except GrammarError as error:
-            self._matchers[row] = None
-            logger.warning("a request ends because of its grammar: %s", error)
-        except Exception:
-            self._matchers[row] = None
-            logger.exception("a request ends because its grammar cannot be matched")
-        self._spent[row] = self._spent.get(row, 0.0) + time.thread_time() - began
+    def _bars_of(self, masks: Mask, like: Tensor) -> Tensor:
+        """What masks `[r, n, words]` add to logits, `[r, n, V]`."""
+        if self._bars is None or self._bars.dtype != like.dtype:
+            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+            self._bars = torch.from_numpy(bits == 0).to(like) * BARRED
+        octets = torch.from_numpy(masks.view(np.uint8)).to(like.device)
+        bars = self._bars.index_select(0, octets.flatten().int())
+        return bars.view(*masks.shape[:2], -1)[..., : self._vocab]

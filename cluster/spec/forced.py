@@ -10,8 +10,9 @@ from cluster.spec.tree import DraftTree, ancestors_of
 
 
 def forced_into(tree: DraftTree, shape: TreeShape, adjust: Adjust) -> DraftTree:
-    """Trees `[R, N]` and up to F more nodes of each, `[R, N + F]`: first what follows the root, then what follows the
-    other nodes in their order. Nodes that no grammar fills are padding.
+    """Trees `[R, N]` and up to F more nodes of each, `[R, N + F]`: what follows the deepest nodes comes first, because
+    what the draft proposed before is spelled as the target would, and what follows the root is drafted already as far
+    as the draft goes. Nodes that no grammar fills are padding.
     """
     if adjust.grammars is None:
         return tree
@@ -36,7 +37,7 @@ def _force(
     paths: list[list[int]] = [[]]
     for node in range(1, len(tokens)):
         paths.append([*paths[parents[node]], tokens[node]])
-    for start in range(len(paths)):
+    for start in sorted(range(len(paths)), key=lambda node: (-depths[node], node)):
         node = start
         for token in grammars.forced(row, paths[start], room) if room else ():
             child = children.get((node, token))

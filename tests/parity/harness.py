@@ -54,7 +54,8 @@ def config_of(
     target: str, draft: str | None = None, topk: int = 1, num_steps: int = 3, **settings: object
 ) -> EngineConfig:
     """A float64 CPU engine of at most 8 requests; speculative when a draft is given. Prompt rows beside decoding
-    requests are a number, so that a test takes the same steps every time.
+    requests are a number, so that a test takes the same steps every time. Steps with a grammar have two forced nodes or
+    more for each request.
     """
     given: dict[str, object] = {
         "model_path": target,
@@ -65,6 +66,7 @@ def config_of(
         "max_total_tokens": 2048,
         "page_size": 4,
         "mixed_prefill_size": 24,
+        "speculative_forced_rows": 16,
     }
     if draft is not None:
         given |= {

@@ -64,7 +64,8 @@ def asked(temperature: float) -> tuple[Request, ...]:
 
 def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
     target = target_folder(vocab_size=VOCAB)
-    given = {"tokenizer_path": str(DEMO), "max_running_requests": 24, "max_total_tokens": 8192, **settings}
+    given = {"tokenizer_path": str(DEMO), "max_running_requests": 24, "max_total_tokens": 8192}
+    given |= {"speculative_forced_rows": 96, **settings}
     if not topk:
         return config_of(target, **given)
     nodes = {} if topk == 1 else {"speculative_num_draft_tokens": 3 * topk}

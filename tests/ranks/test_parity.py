@@ -45,6 +45,7 @@ def config(target: str, draft: str | None, topk: int = 2, num_steps: int = 3, **
         "max_total_tokens": 4096,
         "page_size": 4,
         "mixed_prefill_size": 24,
+        "speculative_forced_rows": 512,
     }
     if draft is not None:
         given |= {

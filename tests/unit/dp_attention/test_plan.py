@@ -1,5 +1,6 @@
 """The plan is one pure function of the gathered facts; headers are compared before anything else moves."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -32,6 +33,21 @@ def rule(
 def test_the_tier_is_the_minimum_of_the_votes() -> None:
     table = [facts(2, num_steps=3), facts(1, num_steps=1), facts(0, num_steps=2)]
     assert rule().plan(table, SHAPE).num_steps == 1
+
+
+@pytest.mark.parametrize(("decodes", "forced"), [((1, 0), 6), ((1, 2), 4), ((3, 5), 1), ((9, 1), 0)])
+def test_trees_have_room_for_what_grammars_force_while_it_costs_few_rows(decodes: tuple[int, int], forced: int) -> None:
+    shape = SHAPE.model_copy(update={"room": 6})
+    shapes = tiers(shape)
+    free = [facts(decodes[0]), facts(decodes[1])]
+    plan = replace(rule(), forced_rows=8).plan(free, shape)
+    assert plan.forced == 0 and plan.tree(shapes) == shape
+    constrained = [free[0], free[1]._replace(mode=int(Mode.CONSTRAINED))]
+    other = replace(rule(), forced_rows=8).plan(constrained, shape)
+    assert other.forced == forced and other.tree(shapes).num_draft_tokens == shape.num_draft_tokens + forced
+    assert other.tree(shapes).drafted.num_draft_tokens == shape.num_draft_tokens
+    voted = [fact._replace(num_steps=0) for fact in constrained]
+    assert replace(rule(), forced_rows=8).plan(voted, shape).tree(shapes).num_draft_tokens == 1
 
 
 def test_padding_gives_every_group_the_rows_of_the_largest() -> None:
