@@ -28,8 +28,10 @@ Mask = NDArray[np.int32]
 BARRED = 2 * BANNED
 """Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""
 WORD = 32  # tokens in a word of a mask
-BURST_S, SHARE_S = 0.1, 0.01
-"""A request may take so much of the processor for its grammar at once, and so much in each step."""
+BURST_S, SHARE_S, MOST_S = 0.1, 0.01, 0.04
+"""A request may take so much of the processor for its grammar at once, and so much in each step. No single call counts
+for more than `MOST_S`, because a pause of the process or of its machine is charged to whoever runs.
+"""
 
 
 class Matcher(Protocol):
@@ -127,7 +129,7 @@ class Place:
         except Exception:
             self._matcher = None
             logger.exception("a request ends because its grammar cannot be matched")
-        self._spent += time.thread_time() - began
+        self._spent += min(MOST_S, time.thread_time() - began)
 
 
 class GrammarTable:

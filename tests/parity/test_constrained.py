@@ -169,3 +169,22 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request(
     kept = result.tokens["3"]
     assert kept == expected["3"][0][: len(kept)]
     assert result.ended == expected | {"3": result.ended["3"]}
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
+def test_one_long_pause_is_no_slow_grammar(topk: int, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection of garbage, or a host that takes the processor away, is charged to whoever runs."""
+    true, calls = Walker.fill, 0
+
+    def paused(self: Walker, path: list[int], out: Any) -> None:
+        nonlocal calls
+        calls += 1
+        until = time.thread_time() + (0.3 if calls == 30 else 0.0)
+        while time.thread_time() < until:
+            pass
+        true(self, path, out)
+
+    monkeypatch.setattr(Walker, "fill", paused)
+    expected = plain("0.8").ended
+    calls = 0
+    assert run(walked(build_engine(config(topk, num_steps))), asked("0.8")).ended == expected and calls > 30

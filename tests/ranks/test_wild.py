@@ -24,5 +24,6 @@ def test_two_ranks_give_what_plain_decoding_gives(
         actions.append(Action(at // 4, at % groups, "submit", fields))
     lives = ranks(2).lives(Case(settings, actions), timeout_s=900)
     tokens = {name: run for life in lives for name, run in life.tokens.items()}
+    ended = {name: end for life in lives for name, end in life.ended.items()}
     assert len(tokens) == len(said.tokens)
-    assert not [name for name, run in said.tokens.items() if tokens[name] != run]
+    assert not {name: (ended[name], tokens[name]) for name, run in said.tokens.items() if tokens[name] != run}
