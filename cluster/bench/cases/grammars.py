@@ -1,20 +1,21 @@
 """`aerie bench grammars`: what a grammar costs, and what the nodes that it forces gain, side by side in one run.
 
 The same prompts four times: free, held to schemas with masks alone, with forced nodes where they cost little, as is the
-default, and with eight in every step. Free output has another accept length, so it is compared by steps per second,
-which are tokens per second over the accept length. Contenders take turns; ratios are taken within a repeat.
+default, and with eight in every step. Free output has another accept length, so it is compared by steps per second;
+the time up to the first token is measured by itself and taken off, because it is shared by other numbers of steps.
+Contenders take turns; ratios are taken within a repeat.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.bench.pair import DEFAULT, Pair
 from cluster.bench.report import Say, machine, median, ratio, table
-from cluster.bench.runs import Run, params_of, run_together
+from cluster.bench.runs import Run, Texts, params_of, run_together
 from cluster.config import EngineConfig
-from cluster.engine import build_engine
+from cluster.engine import Engine, build_engine
 from cluster.grammar.asked import Grammar
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import Worker
@@ -81,16 +82,12 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
         for temperature in TEMPERATURES:
             for batch in BATCHES:
                 say(f"grammars: temperature {temperature}, batch {batch}{', compact' if compact else ''}")
-                runs: dict[str, list[Run]] = {name: [] for name in engines}
+                runs: dict[str, list[Timed]] = {name: [] for name in engines}
                 for repeat in range(size.repeats + 1):
                     for name in list(engines)[:: -1 if repeat % 2 else 1]:
                         held = grammars if name != "free" else [None]
                         params = [_params(size, temperature, at, held[at % len(held)]) for at in range(len(prompts))]
-                        whole = Run()
-                        for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
-                            part = slice(start, start + batch)
-                            whole.add(run_together(engines[name], prompts[part], params[part]))
-                        runs[name].append(whole)
+                        runs[name].append(_timed(engines[name], prompts, params, batch))
                 rows.append({"temperature": temperature, "batch": batch, "compact": compact} | _figures(runs))
     return {
         "what": "grammars",
@@ -101,30 +98,44 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
     }
 
 
+class Timed(NamedTuple):
+    """A run, and how many trees a second it verified once the first tokens were there."""
+
+    run: Run
+    steps_per_second: float
+
+
+def _timed(engine: Engine, prompts: Texts, params: Sequence[SamplingParams], batch: int) -> Timed:
+    """Run prompts in batches, of one half of them where each is alone: once to their first tokens, then whole."""
+    first, whole = Run(), Run()
+    for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
+        part = slice(start, start + batch)
+        first.add(run_together(engine, prompts[part], [replace(one, max_tokens=1) for one in params[part]]))
+        whole.add(run_together(engine, prompts[part], params[part]))
+    return Timed(whole, whole.steps / (whole.seconds - first.seconds))
+
+
 def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> SamplingParams:
     params = params_of(size.new_tokens, temperature, seed)
     return params if grammar is None else replace(params, grammar=grammar, ignore_eos=False)
 
 
-def _figures(runs: dict[str, list[Run]]) -> dict[str, Any]:
+def _figures(runs: dict[str, list[Timed]]) -> dict[str, Any]:
     """Of all repeats but the first, which warms up."""
     timed = {name: each[1:] for name, each in runs.items()}
-    free, masks = timed["free"], timed["masks"]
-    per_step = [
-        ratio(b.tokens_per_second * a.accept_length, a.tokens_per_second * b.accept_length)
-        for a, b in zip(free, masks, strict=True)
-    ]
-    speeds = {
-        name: median([ratio(b.tokens_per_second, a.tokens_per_second) for a, b in zip(masks, timed[name], strict=True)])
-        for name in ("forced", "eight")
-    }
-    accept = {name: each[0].accept_length for name, each in timed.items()}
+    first = {name: each[0].run for name, each in timed.items()}
+    accept = {name: run.accept_length for name, run in first.items()}
+    costs = zip(timed["free"], timed["masks"], strict=True)
+    forced = {name: zip(timed["masks"], timed[name], strict=True) for name in ("forced", "eight")}
     return {
         "accept_length": accept,
-        "cost": median(per_step),
-        "gain": {name: ratio(accept[name], accept["masks"]) for name in speeds},
-        "speed": speeds,
-        "identical": all(timed[name][0].tokens == masks[0].tokens for name in speeds),
+        "cost": median([ratio(b.steps_per_second, a.steps_per_second) for a, b in costs]),
+        "gain": {name: ratio(accept[name], accept["masks"]) for name in forced},
+        "speed": {
+            name: median([ratio(b.run.tokens_per_second, a.run.tokens_per_second) for a, b in pairs])
+            for name, pairs in forced.items()
+        },
+        "identical": all(first[name].tokens == first["masks"].tokens for name in forced),
     }
 
 
