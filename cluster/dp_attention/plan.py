@@ -57,7 +57,13 @@ HEADER = ("epoch", "step", "digest", "calls", "rule", "captured")
 GROUP_HEADER = ("order", "results")
 
 
-Key = tuple[int, int, int, tuple[Sizes, ...]]
+class Key(NamedTuple):
+    """What decides every shape and every choice of a step's program."""
+
+    num_steps: int
+    forced: int
+    mode: int
+    sizes: tuple[Sizes, ...]
 
 
 class StepPlan(NamedTuple):
@@ -100,8 +106,8 @@ class StepPlan(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What decides every shape and every choice of a step's program."""
-        return self.num_steps, self.forced, int(self.mode), self.sizes
+        """That of the step's program."""
+        return Key(self.num_steps, self.forced, int(self.mode), self.sizes)
 
     def idle(self, group: int) -> Sizes:
         """What fills the plan of a group: idle requests, idle prompt rows, and ends of prompts that there are not."""

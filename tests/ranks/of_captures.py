@@ -36,8 +36,8 @@ def lacks_a_program(harm: Harm) -> None:
 
 def a_program_more(harm: Harm) -> None:
     programs = harm.lockstep.programs
-    (tier, mode, sizes), program = next(iter(programs.captured.items()))
-    programs.add((tier, mode + Mode.LOGPROBS, sizes), program)
+    key, program = next(iter(programs.captured.items()))
+    programs.add(key._replace(mode=key.mode + Mode.LOGPROBS), program)
 
 
 def not_entered(harm: Harm) -> None:

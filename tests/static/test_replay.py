@@ -173,7 +173,8 @@ def test_decoding_is_captured_before_the_first_request(monkeypatch: pytest.Monke
     config = config_of(*tiny_pair(), 3, speculative_batch_tiers={4: 1, 6: 0}, max_running_requests=6)
     engine = build_engine(config.model_copy(update={"capture": "on", "capture_sizes": (1, 2, 4, 8)}))
     programs, info = engine._p.lockstep.programs, engine.info().captured
-    keys = {(tier, own.decodes, mode) for tier, _, mode, (own,) in programs.captured if not own.prompt_rows}
+    alone = [key for key in programs.captured if not key.sizes[0].prompt_rows]
+    keys = {(key.num_steps, key.sizes[0].decodes, key.mode) for key in alone}
     tiers = ((3, 1), (3, 2), (3, 4), (1, 4), (1, 8), (0, 8))
     assert keys >= {(*tier, mode) for tier in tiers for mode in (0, 1, 3)}
     assert info is not None and info.sizes == (1, 2, 4, 8) and info.seconds > 0
