@@ -16,7 +16,7 @@ from cluster.bench.streams import HOST, served_model
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TOKENIZER = ROOT / "models" / "demo" / "target"
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
