@@ -60,14 +60,21 @@ class Page:
 
     def get(self, expression: str) -> Any:
         """The value of an expression of JavaScript."""
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in result, (expression, result["exceptionDetails"])
-        return result["result"].get("value")
+        result = self._value(expression)
+        assert result.get("subtype") != "error", (expression, result)
+        return result.get("value")
+
+    def _value(self, expression: str) -> dict[str, Any]:
+        result: dict[str, Any] = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        thrown = {"subtype": "error", "thrown": result.get("exceptionDetails")}
+        return thrown if "exceptionDetails" in result else result["result"]
 
     def wait(self, expression: str, within_s: float = 20.0) -> Any:
-        """The value of an expression, once it is true."""
+        """The value of an expression, once it is true; while a page is loaded, elements may not be there yet."""
         until = time.monotonic() + within_s
-        while not (value := self.get(expression)):
+        while not (value := self._value(expression).get("value")):
             assert time.monotonic() < until, f"{expression} did not come: {self.get('document.body.innerText')}"
             time.sleep(0.05)
         return value
