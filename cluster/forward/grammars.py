@@ -28,9 +28,9 @@ Mask = NDArray[np.int32]
 BARRED = 2 * BANNED
 """Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""
 WORD = 32  # tokens in a word of a mask
-BURST_S, SHARE_S, MOST_S = 0.1, 0.01, 0.04
-"""A request may take so much of the processor for its grammar at once, and so much in each step. No single call counts
-for more than `MOST_S`, because a pause of the process or of its machine is charged to whoever runs.
+BURST_S, SHARE_S = 0.1, 0.01
+"""A request may take so much of the processor for its grammar at once, and so much in each step. The longest call is not
+counted, because a pause of the process or of its machine is charged to whoever runs.
 """
 
 
@@ -73,11 +73,11 @@ class Place:
     def __init__(self, constraint: Constraint, make: Make) -> None:
         self._matcher: Matcher | None = None
         self._masks: dict[tuple[int, ...], Mask] = {}
-        self._spent = 0.0  # seconds of the processor beyond its share
+        self._spent = self._longest = 0.0  # seconds of the processor beyond its share, and those of one call in them
         with self._failing():
             self._matcher = make(constraint.grammar)
         self.accept(constraint.tokens)
-        self._spent = 0.0
+        self._spent = self._longest = 0.0
 
     @property
     def failed(self) -> bool:
@@ -87,7 +87,7 @@ class Place:
     @property
     def slow(self) -> bool:
         """Whether the grammar takes more of the processor than others can wait for."""
-        return self._spent > BURST_S
+        return self._spent - self._longest > BURST_S
 
     def accept(self, tokens: Sequence[int]) -> None:
         """These tokens have come, in a step."""
@@ -95,7 +95,7 @@ class Place:
         with self._failing():
             if self._matcher is not None:
                 self._matcher.accept(tokens)
-        self._spent = max(0.0, self._spent - SHARE_S)
+        self._spent, self._longest = max(0.0, self._spent - SHARE_S), max(0.0, self._longest - SHARE_S)
 
     def fill(self, paths: Sequence[Sequence[int]], out: Mask) -> None:
         """Write the masks after paths, which -1 fills up, into `out` `[n, words]`."""
@@ -129,7 +129,8 @@ class Place:
         except Exception:
             self._matcher = None
             logger.exception("a request ends because its grammar cannot be matched")
-        self._spent += min(MOST_S, time.thread_time() - began)
+        took = time.thread_time() - began
+        self._spent, self._longest = self._spent + took, max(self._longest, took)
 
 
 class GrammarTable:
