@@ -29,8 +29,8 @@ BARRED = 2 * BANNED
 """Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""
 WORD = 32  # tokens in a word of a mask
 BURST_S, SHARE_S = 0.1, 0.01
-"""A request may take so much of the processor for its grammar at once, and so much in each step. The longest call is not
-counted, because a pause of the process or of its machine is charged to whoever runs.
+"""A request may take so much of the processor for its grammar at once, and so much in each step. The longest call is
+not counted, because a pause of the process or of its machine is charged to whoever runs.
 """
 
 
