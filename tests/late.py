@@ -40,7 +40,7 @@ class LatePrograms:
         def late() -> Decided:
             self.owners.clear()
             self.owners.update(meant)
-            inputs = self.assembler.send(order)
+            inputs = self.assembler.send(order, shape.forced)
             if self.before is not None:
                 with torch.inference_mode():
                     self.before(order)

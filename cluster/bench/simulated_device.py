@@ -38,7 +38,7 @@ class SimulatedDevice:
     def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
         """Queue a step."""
         began = time.perf_counter()
-        inputs, finals = self.assembler.send(order), sum(chunk.final for chunk in order.chunks)
+        inputs, finals = self.assembler.send(order, shape.forced), sum(chunk.final for chunk in order.chunks)
         now = time.perf_counter()
         counts = inputs.decodes, finals, sum(chunk.stop - chunk.start for chunk in order.chunks)
         steady = counts == (self._full, 0, 0)

@@ -28,6 +28,7 @@ class Inputs:
     sent: Sent
     decodes: int
     mode: Mode
+    forced: int
 
 
 class Assembler:
@@ -48,8 +49,8 @@ class Assembler:
         self._table, self._sampling, self._adjusting = table, sampling, adjusting
         self._slots, self._attentions = slots, attentions
         self._device = table.device_pages.device
-        self._window, self._forced = shape.window, shape.forcing().forced
-        self._ahead = torch.arange(self._window + self._forced, device=self._device)
+        self._window = shape.window
+        self._ahead = torch.arange(shape.window + shape.forcing().forced, device=self._device)
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._no_prompt = PromptRows(none, none, none, none, none, None, none, none)
 
@@ -58,8 +59,10 @@ class Assembler:
         """The table row of idle requests."""
         return self._table.idle_row
 
-    def send(self, order: Order) -> Inputs:
-        """Bring the tables and the pools up to date, and send what the step needs."""
+    def send(self, order: Order, forced: int) -> Inputs:
+        """Bring the tables and the pools up to date, and send what the step needs, whose trees have room for `forced`
+        nodes that grammars force.
+        """
         staging = Staging(self._device)
         if order.adjustings or Mode.ADJUSTED in order.mode:
             self._adjusting.adjustments.make()
@@ -84,10 +87,10 @@ class Assembler:
             self._change(order, rest.lists())
         longest = max((most for _, most in order.decodes), default=0)
         chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
-        bounds = HostBounds(longest, chunks, self._more(order.mode))
+        bounds = HostBounds(longest, chunks, forced)
         for attention in self._attentions:
             attention.prepare(bounds)
-        return Inputs(sent, len(order.decodes), order.mode)
+        return Inputs(sent, len(order.decodes), order.mode, forced)
 
     def _change(self, order: Order, changes: dict[str, Tensor]) -> None:
         if order.writes:
@@ -107,7 +110,7 @@ class Assembler:
         rows = sent["rows"]
         decode_rows = rows[: inputs.decodes]
         seq_lens = self._table.lens.index_select(0, decode_rows)
-        ahead = self._ahead[: self._window + self._more(inputs.mode)]
+        ahead = self._ahead[: self._window + inputs.forced]
         return Batch(
             rows=rows,
             decode_rows=decode_rows,
@@ -118,10 +121,6 @@ class Assembler:
             mode=inputs.mode,
             scored=sent.get("scored"),
         )
-
-    def _more(self, mode: Mode) -> int:
-        """The slots that steps of this mode may write beyond those of others."""
-        return self._forced if Mode.CONSTRAINED in mode else 0
 
     def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:
         return PromptRows(

@@ -85,7 +85,7 @@ class Programs:
         Raises:
             OutOfStepError: a captured program would make other calls of the exchange than the plan's script has.
         """
-        inputs, key = self.assembler.send(order), plan.key
+        inputs, key = self.assembler.send(order, shape.forced), plan.key
         if self._capture is None or not plan.captured:
             return self._run(inputs, shape)
         if key in self._started:

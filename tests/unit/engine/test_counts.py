@@ -49,9 +49,9 @@ def watched(engine: Engine) -> list[Order]:
     assembler, table = engine._p.lockstep.programs.assembler, engine._p.cache.table
     true, sent = assembler.send, []
 
-    def send(order: Order) -> Inputs:
+    def send(order: Order, forced: int) -> Inputs:
         sent.append(order)
-        made = true(order)
+        made = true(order, forced)
         assert np.array_equal(table.device_pages.numpy(), table.held)
         return made
 
