@@ -157,9 +157,9 @@ class TextMatcher:
         allowed: that text as the tokenizer writes it, and at its end tokens of which no other is allowed.
         """
         rest = self._constrained(path)
-        if rest is None or not self._goes_on(rest):
+        if rest is None:
             return []
-        found = self._spell(self._jump())[:most]
+        found = self._spell(self._text_of(path, rest, most))[:most]
         while rest is not None and len(found) < most and self._goes_on([*rest, *found]):
             self.fill([*path, *found], self._row)
             words = np.flatnonzero(self._row)
@@ -169,12 +169,24 @@ class TextMatcher:
             found.append(int(words[0]) * WORD_BITS + word.bit_length() - 1)
         return found
 
-    def _jump(self) -> bytes:
-        """The text of which no other is allowed here; it may begin or end within a character."""
-        try:
-            return str(self._matcher.find_jump_forward_string()).encode()
-        except UnicodeDecodeError as error:  # by the binding, which has no way to give bytes
-            return error.object
+    def _text_of(self, path: Sequence[int], rest: Sequence[int], most: int) -> bytes:
+        """The text of which no other is allowed after `path`, of which the grammar describes `rest`; as much of it as
+        `most` tokens can hold. It may begin or end within a character.
+
+        Masks tell, token by token: xgrammar's own search goes on as long as there is but one way, and that has no end
+        in a grammar that has none.
+        """
+        walked: list[int] = []
+        text = sure = b""
+        while len(walked) < most and self._goes_on([*rest, *walked]):
+            self.fill([*path, *walked], self._row)
+            sure = self._vocabulary.shared(self._row)
+            token = self._vocabulary.longest(sure)[:1]
+            if not token:
+                break
+            walked += token
+            text, sure = text + self._vocabulary.tokens[token[0]], sure[len(self._vocabulary.tokens[token[0]]) :]
+        return text + sure
 
     def _state(self) -> str:
         return "has ended" if self._ended else "may not end here"

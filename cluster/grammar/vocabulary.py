@@ -77,6 +77,36 @@ class Vocabulary:
             at += size
         return found
 
+    def shared(self, row: Row) -> bytes:
+        """What every text begins with that may follow by a mask: each of its tokens begins so, or is a beginning of that.
+        Empty where the output may end, or where a special token may come.
+        """
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little", count=len(self.tokens)))
+        if not len(allowed) or (row & self.stop_row).any():
+            return b""
+        ranks = self._ranks[allowed]
+        last = self.tokens[self._order[ranks.max()]]
+        if last.startswith(SPECIAL) and len(last) > 1:
+            return b""
+        while len(ranks):  # tokens that begin `last` leave it open; the first other one says how much of it is sure
+            first = self.tokens[self._order[ranks.min()]]
+            if not last.startswith(first):
+                return last[: next(at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)]
+            ranks = ranks[ranks > ranks.min()]
+        return last
+
+    @cached_property
+    def _order(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """The tokens in order of what they write."""
+        return np.array(sorted(range(len(self.tokens)), key=self.tokens.__getitem__), np.int64)
+
+    @cached_property
+    def _ranks(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """The place of each token in that order."""
+        ranks = np.empty(len(self.tokens), np.int64)
+        ranks[self._order] = np.arange(len(self.tokens))
+        return ranks
+
     @cached_property
     def _ids(self) -> dict[bytes, int]:
         """The first token that writes each text."""

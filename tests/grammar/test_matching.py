@@ -1,6 +1,9 @@
 """A matcher's masks are its grammar's, wherever it is asked, and asking changes nothing."""
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from cluster.grammar import matching
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import TextMatcher
 from cluster.grammar.vocabulary import Vocabulary
+from cluster.grammar.worker import address_space
 from tests.grammar.schema.samples import CALL, PERSON, TREE
 from tests.grammar.walks import STOPS, allowed, bytewise, demo, grammars_of, mask
 
@@ -127,6 +131,35 @@ def test_what_is_forced() -> None:
     assert matcher.forced((), 9) == [*tokens_of("ef"), 256]
     matcher.accept([*tokens_of("ef"), 256])
     assert matcher.forced((), 9) == []
+
+
+@contextmanager
+def little_memory(more: int) -> Iterator[None]:
+    """What takes more raises, in place of taking the machine down."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+ENDLESS = {
+    "without end": 'root ::= "a" root',
+    "without end, later": 'root ::= "c" | "b" x\nx ::= "aa" x',
+    "of 2 ** 60 letters": "root ::= r0\n"
+    + "".join(f"r{at} ::= r{at + 1} r{at + 1}\n" for at in range(60))
+    + 'r60 ::= "a"',
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_no_more_is_looked_for_than_is_asked(name: str) -> None:
+    """xgrammar's own search for what is forced goes on until the memory of the machine is full."""
+    matcher = bytewise().matcher(Grammar("ebnf", ENDLESS[name]))
+    matcher.accept(tokens_of("b" if "later" in name else "a"))
+    with little_memory(1 << 30):
+        assert matcher.forced((), 5) == tokens_of("aaaaa")
 
 
 def test_everything_is_allowed_until_the_reasoning_is_over() -> None:
