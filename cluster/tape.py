@@ -7,6 +7,7 @@ memory, makes no decision, and asks the device for nothing. Whoever replays puts
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -57,6 +58,14 @@ def opaque(run: Callable[..., R], *given: Any) -> R:
     return output
 
 
+def native(run: Callable[..., None], *given: Any) -> None:
+    """`run(*given)`, a call on memory that a tape cannot see: it is recorded as it is."""
+    run(*given)
+    recorder = _recording.get()
+    if recorder is not None:
+        recorder.calls.append(partial(run, *given))
+
+
 class Tape(Generic[T]):
     """A program captured on a CPU."""
 
@@ -103,6 +112,10 @@ ASKING = {
 }
 
 
+MEMORY = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}
+"""Operators that give memory which others fill."""
+
+
 def asks(function: OpOverload, args: Any, kwargs: Any) -> str | None:
     """What an operator has to know of the device's numbers before it can go on; None if nothing."""
     name: str = function._schema.name
@@ -144,6 +157,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [output for output in tree_leaves(result) if isinstance(output, Tensor)]
         if function._schema.is_mutable:
             self.calls.append(lambda: function(*args, **kwargs))
+            return result
+        if name in MEMORY:
+            self._made(outputs)
             return result
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         fresh = [output for output in outputs if output.numel() and _storage(output) not in given]

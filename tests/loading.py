@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
+from cluster.kernels.choose import choose_kernels
 from cluster.mesh import Part
 from cluster.models import registry
 from cluster.models.checkpoint import Checkpoint
@@ -23,8 +24,9 @@ def context(
 ) -> ModelContext:
     """On the CPU, whole or `part` of everything."""
     whole = part or Part()
-    given = exchange or NoExchange()
-    return ModelContext(dtype, torch.device("cpu"), given, Sharding(whole, whole, whole), max_position)
+    given, device = exchange or NoExchange(), torch.device("cpu")
+    kernels = choose_kernels("auto", device, dtype)
+    return ModelContext(dtype, device, given, Sharding(whole, whole, whole), max_position, kernels)
 
 
 def check_target(folder: str) -> TargetArch:

@@ -92,13 +92,13 @@ class Gather:
 
     def __init__(self, table: PageTable, window: int) -> None:
         """`window` are the slots that a decoding request may write in a step where nothing is forced."""
-        self._table, self._window = table, window
+        self.table, self._window = table, window
         self.prepare(HostBounds())
 
     @property
     def device(self) -> torch.device:
         """Where the page table lies, and so must pools."""
-        return self._table.device_pages.device
+        return self.table.device_pages.device
 
     def prepare(self, bounds: HostBounds) -> None:
         """A step begins: its bounds are these, and lengths and pages are others than before."""
@@ -120,7 +120,7 @@ class Gather:
     def _of_tree(self, tree: Tree, first: int, reader: Reader) -> list[Part]:
         if self._tree is None or self._tree[0].lens is not tree.lens or self._tree[0].rows is not tree.rows:
             window = self._window + self._bounds.forced
-            self._tree = tree, Cells(self._table, tree.rows, tree.lens, self._bounds.longest, window)
+            self._tree = tree, Cells(self.table, tree.rows, tree.lens, self._bounds.longest, window)
         cells, r, q = self._tree[1], tree.lens.shape[0], tree.bits.shape[1]
         sight = Sight.of(tree.bits, tree.width, first, reader.dtype)
         if not cells.apart(tree.width, reader.cell):
@@ -144,7 +144,7 @@ class Gather:
         """The chunks of one part, which have `lengths` rows."""
         begin, counts, q = sum(lengths[: part.start]), lengths[part], lengths[part.stop - 1]
         longest = max(start for start, _ in self._bounds.chunks[part])
-        given, device = (self._table, text.rows[part], text.starts[part], longest, q), text.starts.device
+        given, device = (self.table, text.rows[part], text.starts[part], longest, q), text.starts.device
         if counts[0] == q:
             return Chunks(begin, counts, Cells(*given))
         firsts = text.indptr[part]

@@ -292,7 +292,7 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         context_length=prepared.context_length,
         vocab_size=resolved.target.vocab_size,
         eos_token_ids=tuple(resolved.target.eos_token_ids),
-        attention_backend="torch",
+        attention_backend=prepared.models.kernels.name,
         steps_ahead=_lag(config, prepared.device),
         captured=captured,
         num_threads=torch.get_num_threads(),

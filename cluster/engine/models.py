@@ -12,6 +12,8 @@ from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Ops
 from cluster.forward.noise import at_least_float32
 from cluster.forward.sharded import ShardedHead
+from cluster.kernels.choose import choose_kernels
+from cluster.kernels.interface import Kernels
 from cluster.mesh import Mesh
 from cluster.models.context import WHOLE, ModelContext, Sharding
 from cluster.models.draft import DraftModel
@@ -39,6 +41,11 @@ class RankModels:
     def dtype(self) -> torch.dtype:
         """The compute dtype of all models."""
         return self.target_context.dtype
+
+    @property
+    def kernels(self) -> Kernels:
+        """The operators of all models."""
+        return self.target_context.kernels
 
     @property
     def layers(self) -> list[list[LayerGeometry]]:
@@ -82,11 +89,12 @@ def load_models(resolved: ResolvedModels, mesh: Mesh, device: torch.device, max_
     """
     config = resolved.config
     dtype = DTYPES[computed_in(resolved.target.dtype, config.dtype, device.type)]
+    kernels = choose_kernels(config.attention_backend, device, dtype)
     wide = config.vocab_parallel == "world"
     exchange, alone = Exchange(mesh, dtype, wide), NoExchange(mesh.world.clock)
     vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part
     sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
-    sharded = ModelContext(dtype, device, alone if mesh.world.size == 1 else exchange, sharding, max_position)
+    sharded = ModelContext(dtype, device, alone if mesh.world.size == 1 else exchange, sharding, max_position, kernels)
     own = sharded if resolved.draft_is_sharded else replace(sharded, exchange=alone, sharding=WHOLE)
     target = load_target(config.model_path, resolved.target, sharded)
     drafts: list[DraftModel] = []

@@ -78,7 +78,7 @@ class Vocabulary:
         return found
 
     def shared(self, row: Row) -> bytes:
-        """What every text begins with that may follow by a mask: each of its tokens begins so, or is a beginning of that.
+        """What every text begins with that may follow by a mask: its tokens begin so, or are the beginning of it.
         Empty where the output may end, or where a special token may come.
         """
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little", count=len(self.tokens)))

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from cluster.arch import Latent
-from cluster.models.arithmetic import norm, project
+from cluster.kernels.interface import Angles, HeadNorms, Kernels, Weight
 from cluster.models.exchange import TokenExchange
-from cluster.models.rotary import Angles
 
 
 class Attend(Protocol):
@@ -35,17 +34,16 @@ class SelfAttention:
     `gated`: the packed projection ends with a gate per head, whose sigmoid multiplies attention's output.
     """
 
-    qkv: Tensor
-    out: Tensor
+    kernels: Kernels
+    qkv: Weight
+    out: Weight
     qkv_bias: Tensor | None
     out_bias: Tensor | None
     heads: int
     kv_heads: int
     head_dim: int
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    norms: HeadNorms | None = None
     sinks: Tensor | None = None
-    eps: float = 1e-6
     gated: bool = False
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
@@ -53,17 +51,14 @@ class SelfAttention:
         count, rotated = rows.shape[0], self.heads + self.kv_heads
         end = rotated + self.kv_heads
         blocks = end + (self.heads if self.gated else 0)
-        packed = project(rows, self.qkv, self.qkv_bias).view(count, blocks, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            packed[:, : self.heads] = norm(packed[:, : self.heads], self.q_norm, self.eps)
-            packed[:, self.heads : rotated] = norm(packed[:, self.heads : rotated], self.k_norm, self.eps)
-        angles.rotate_(packed[:, :rotated])
+        packed = self.qkv(rows, self.qkv_bias).view(count, blocks, self.head_dim)
+        self.kernels.rotate(packed[:, :rotated], angles, self.norms)
         q, kv, gate = packed.split_with_sizes([self.heads, 2 * self.kv_heads, blocks - end], 1)
         kv = kv.view(count, 2, self.kv_heads, self.head_dim)
         seen = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:
             seen = seen * gate.flatten(1).sigmoid()
-        return exchange.reduce(project(seen, self.out, self.out_bias))
+        return exchange.reduce(self.out(seen, self.out_bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,34 +69,36 @@ class LatentAttention:
     `values` `[nh, r, v]` are the two halves of `kv_b_proj`. `q_down` None: queries are projected directly.
     """
 
-    q_down: Tensor | None
+    kernels: Kernels
+    q_down: Weight | None
     q_down_bias: Tensor | None
     q_norm: Tensor | None
-    q_up: Tensor
-    kv_down: Tensor
+    q_up: Weight
+    kv_down: Weight
     kv_down_bias: Tensor | None
     kv_norm: Tensor
     keys: Tensor
     values: Tensor
-    out: Tensor
+    out: Weight
     out_bias: Tensor | None
     sizes: Latent
     heads: int
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """`[T, in]` -> `[T, H]`."""
-        count, sizes = rows.shape[0], self.sizes
+        count, sizes, kernels = rows.shape[0], self.sizes, self.kernels
         queries = rows
         if self.q_down is not None and self.q_norm is not None:
-            queries = norm(project(rows, self.q_down, self.q_down_bias), self.q_norm, sizes.eps)
-        q = project(queries, self.q_up).view(count, self.heads, sizes.nope + sizes.rope)
-        latent = project(rows, self.kv_down, self.kv_down_bias)
-        cell = torch.cat([norm(latent[:, : sizes.kv_rank], self.kv_norm, sizes.eps), latent[:, sizes.kv_rank :]], -1)
+            queries = kernels.norm(self.q_down(rows, self.q_down_bias), self.q_norm, sizes.eps)
+        q = self.q_up(queries).view(count, self.heads, sizes.nope + sizes.rope)
+        latent = self.kv_down(rows, self.kv_down_bias)
+        normed = kernels.norm(latent[:, : sizes.kv_rank], self.kv_norm, sizes.eps)
+        cell = torch.cat([normed, latent[:, sizes.kv_rank :]], -1)
         cell = cell.view(count, 1, 1, sizes.kv_rank + sizes.rope)
-        angles.rotate_(cell[:, 0, :, sizes.kv_rank :])
-        angles.rotate_(q[..., sizes.nope :])
+        kernels.rotate(cell[:, 0, :, sizes.kv_rank :], angles)
+        kernels.rotate(q[..., sizes.nope :], angles)
         absorbed = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.keys).transpose(0, 1)
         seen = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
         seen = torch.bmm(seen.view(count, self.heads, sizes.kv_rank).transpose(0, 1), self.values)
         rows = seen.transpose(0, 1).reshape(count, self.heads * sizes.value)
-        return exchange.reduce(project(rows, self.out, self.out_bias))
+        return exchange.reduce(self.out(rows, self.out_bias))

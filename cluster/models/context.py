@@ -1,10 +1,12 @@
 """What the models of a rank have in common: how they compute, where, with whom, and which part of them is here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from cluster.kernels.interface import Kernels
+from cluster.kernels.torch_kernels import TorchKernels
 from cluster.mesh import Part
 from cluster.models.exchange import NoExchange, TokenExchange
 
@@ -24,7 +26,7 @@ WHOLE = Sharding()
 class ModelContext:
     """The compute `dtype`, the `device`, and the `exchange` with the ranks that share the model as `sharding` says.
 
-    `max_position` is how many positions the rotary tables hold.
+    `max_position` is how many positions the rotary tables hold; `kernels` are the operators.
     """
 
     dtype: torch.dtype
@@ -32,6 +34,7 @@ class ModelContext:
     exchange: TokenExchange
     sharding: Sharding
     max_position: int
+    kernels: Kernels = field(default_factory=TorchKernels)
 
     @classmethod
     def dry(cls, sharding: Sharding = WHOLE) -> "ModelContext":

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cluster.arch import DraftLayer, DraftSpec
 from cluster.config import ConfigError
+from cluster.kernels.interface import Kernels
 from cluster.models.checkpoint import Checkpoint, placed
 from cluster.models.context import ModelContext
 from cluster.models.layer import (
@@ -23,7 +24,6 @@ from cluster.models.layer import (
     RotaryTable,
     SelfAttention,
     TokenExchange,
-    norm,
 )
 from cluster.models.load import Loader
 from cluster.models.vocab import Columns, Embedding, Head, load_embedding, load_head, tied_head
@@ -36,6 +36,7 @@ class Block:
     `residual_normed`: the normed hidden is added to attention's output, not the hidden itself.
     """
 
+    kernels: Kernels
     embed_norm: Tensor | None
     hidden_norm: Tensor | None
     attention: SelfAttention | LatentAttention
@@ -48,12 +49,14 @@ class Block:
         self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
     ) -> Tensor:
         """Embedding and residual stream entering the layer -> leaving it, `[T, H]`."""
-        rows = hidden if self.hidden_norm is None else norm(hidden, self.hidden_norm, self.eps)
+        kernels = self.kernels
+        rows = hidden if self.hidden_norm is None else kernels.norm(hidden, self.hidden_norm, self.eps)
         residual = rows if self.residual_normed else hidden
         if self.embed_norm is not None:
-            rows = torch.cat([norm(embedding, self.embed_norm, self.eps), rows], -1)
-        hidden = residual + self.attention(rows, angles, attend, layer, exchange)
-        return hidden + self.mlp(norm(hidden, self.post_norm, self.eps), exchange)
+            rows = torch.cat([kernels.norm(embedding, self.embed_norm, self.eps), rows], -1)
+        out = self.attention(rows, angles, attend, layer, exchange)
+        hidden, normed = kernels.add_norm(residual, out, self.post_norm, self.eps)
+        return hidden + self.mlp(normed, exchange)
 
 
 def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bool) -> Block:
@@ -65,6 +68,7 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
 
     attention = load.attention if g.latent is None else load.latent
     return Block(
+        kernels=load.kernels,
         embed_norm=scale("input_layernorm") if layer.pair else None,
         hidden_norm=None if layer.hidden_norm == "none" else scale(layer.hidden_norm),
         attention=attention(f"{prefix}.self_attn", g, 2 * g.hidden if layer.pair else g.hidden),
@@ -87,7 +91,7 @@ class DraftModel(ABC):
             ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is invalid.
         """
         load, g = Loader(checkpoint, context), spec.layer
-        self.spec, self._exchange = spec, context.exchange
+        self.spec, self._exchange, self._kernels = spec, context.exchange, context.kernels
         self._first_position = runner
         self._embed: Embedding | None = None
         self._head: Head | None = None
@@ -96,7 +100,7 @@ class DraftModel(ABC):
         if spec.head == "own":
             self._head = load_head(load, "lm_head.weight", spec.draft_vocab_size, g.hidden)
         elif spec.head == "tied" and self._embed is not None:
-            self._head = tied_head(self._embed, spec.vocab_size)
+            self._head = tied_head(self._embed, spec.vocab_size, load.kernels)
         self._layers = [
             load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
         ]
@@ -149,7 +153,7 @@ class DraftModel(ABC):
             attend = _Grown(attend, positions, *self.spec.query_scaling)
         for index, layer in enumerate(self._layers):
             hidden = layer(embedding, hidden, angles, attend, index, self._exchange)
-        normed = hidden if self._norm is None else norm(hidden, self._norm, self.spec.layer.eps)
+        normed = hidden if self._norm is None else self._kernels.norm(hidden, self._norm, self.spec.layer.eps)
         return normed, normed if self.spec.recurrent == "post" else hidden
 
     def _embedding(self, token_ids: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend, norm, project
+from cluster.models.layer import Attend
 from cluster.models.load import Loader
 
 
@@ -33,6 +33,7 @@ class Eagle1Draft(DraftModel):
         if self.spec.zero_first:
             embedding = embedding.masked_fill((positions == self._first_position)[:, None], 0)
         if self._pair_norms is not None:
-            embedding, hidden = norm(embedding, self._pair_norms[0], eps), norm(hidden, self._pair_norms[1], eps)
+            embedding = self._kernels.norm(embedding, self._pair_norms[0], eps)
+            hidden = self._kernels.norm(hidden, self._pair_norms[1], eps)
         both = [embedding, hidden] if self.spec.concat_order == "embed_first" else [hidden, embedding]
-        return self._run(embedding, project(torch.cat(both, -1), self._fc, self._fc_bias), positions, attend)
+        return self._run(embedding, self._fc(torch.cat(both, -1), self._fc_bias), positions, attend)

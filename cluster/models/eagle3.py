@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend, norm, project
+from cluster.models.layer import Attend
 from cluster.models.load import Loader
 
 
@@ -26,11 +26,12 @@ class Eagle3Draft(DraftModel):
         """The target's aux hidden `[T, A]` -> the draft's hidden `[T, H]`."""
         eps = self.spec.layer.eps
         if self._concat_norm is not None:
-            aux_hidden = norm(aux_hidden, self._concat_norm, eps)
+            aux_hidden = self._kernels.norm(aux_hidden, self._concat_norm, eps)
         if self._aux_norms:
             parts = torch.split(aux_hidden, self.spec.target_hidden, -1)
-            aux_hidden = torch.cat([norm(p, w, eps) for p, w in zip(parts, self._aux_norms, strict=True)], -1)
-        return aux_hidden if self._fc is None else project(aux_hidden, self._fc)
+            normed = [self._kernels.norm(p, w, eps) for p, w in zip(parts, self._aux_norms, strict=True)]
+            aux_hidden = torch.cat(normed, -1)
+        return aux_hidden if self._fc is None else self._fc(aux_hidden)
 
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""

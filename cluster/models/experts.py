@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from cluster.arch import Moe
-from cluster.models.arithmetic import project
+from cluster.kernels.interface import Activation, Kernels, Stack, Weight
 from cluster.models.exchange import TokenExchange
-from cluster.models.grouped_mm import grouped_mm
-from cluster.models.mlp import Activate, Mlp
+from cluster.models.mlp import Mlp
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
     """The router: which experts a token takes, with what weights. Replicated, so that all ranks choose alike."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
     correction: Tensor | None
     moe: Moe
@@ -32,7 +31,7 @@ class Gate:
         the correction affects which experts are chosen, not their weights.
         """
         moe = self.moe
-        scores = project(rows.to(self.weight.dtype), self.weight, self.bias)
+        scores = self.weight(rows.to(self.weight.dtype), self.bias)
         wide = scores if scores.dtype == torch.float64 else scores.float()
         scores = wide.softmax(-1) if moe.scoring == "softmax" else wide.sigmoid()
         ranked = scores if self.correction is None else scores + self.correction
@@ -55,14 +54,15 @@ class Experts:
     `shared_gate` `[H, 1]` is replicated: it multiplies the partial sums of all ranks alike.
     """
 
+    kernels: Kernels
     gate: Gate
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Stack
+    down: Stack
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     shared: Mlp | None
-    activate: Activate
-    shared_gate: Tensor | None = None
+    activation: Activation
+    shared_gate: Weight | None = None
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
@@ -71,31 +71,21 @@ class Experts:
         out = self.grouped(rows, weights, chosen)
         if self.shared is not None:
             common = self.shared.part(rows)
-            out = out + (common if self.shared_gate is None else common * project(rows, self.shared_gate).sigmoid())
+            out = out + (common if self.shared_gate is None else common * self.shared_gate(rows).sigmoid())
         return exchange.scatter(out)
 
     def grouped(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Run each expert once, on the rows that chose it; a row's experts are summed in order of their index."""
-        experts, active = self.gate_up.shape[0], chosen.shape[1]
+        experts, active = self.gate.moe.experts, chosen.shape[1]
         chosen, rank = chosen.sort(-1)
         weights = weights.gather(1, rank)
         expert, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True, out_int32=True)
-        inner = grouped_mm(rows.index_select(0, order // active), self.gate_up, ends)
-        inner = self._activated(inner if self.gate_up_bias is None else inner + self.gate_up_bias[expert])
-        made = grouped_mm(inner, self.down, ends)
+        inner = self.gate_up(rows.index_select(0, order // active), ends)
+        inner = inner if self.gate_up_bias is None else inner + self.gate_up_bias[expert]
+        made = self.down(self.kernels.activate(inner, self.activation), ends)
         if self.down_bias is not None:
             made = made + self.down_bias[expert]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         parts = made.index_select(0, place).view(*chosen.shape, rows.shape[1]).mul_(weights[..., None]).unbind(1)
         return reduce(torch.add, parts)
-
-    def _activated(self, gate_up: Tensor) -> Tensor:
-        """`[.., 2 I]`, gates before ups -> `[.., I]`."""
-        gate, up = gate_up.chunk(2, -1)
-        clamp = self.gate.moe.clamp
-        if clamp is None:
-            return self.activate(gate).mul_(up)
-        alpha, limit = clamp
-        gate = gate.clamp(max=limit)
-        return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(gate * alpha)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cluster.models.arithmetic import norm, project
+from cluster.kernels.interface import Angles, Kernels
 from cluster.models.attention import Attend, LatentAttention, SelfAttention
 from cluster.models.exchange import LAYER_OPS, NoExchange, TokenExchange
 from cluster.models.experts import Experts
 from cluster.models.mlp import Mlp
-from cluster.models.rotary import Angles, RotaryTable
+from cluster.models.rotary import RotaryTable
 
 __all__ = [
     "LAYER_OPS",
@@ -27,8 +27,6 @@ __all__ = [
     "RotaryTable",
     "SelfAttention",
     "TokenExchange",
-    "norm",
-    "project",
 ]
 
 
@@ -36,6 +34,7 @@ __all__ = [
 class DecoderLayer:
     """Pre-norm decoder layer on the residual stream; `after_*` also norm the outputs of attention and MLP."""
 
+    kernels: Kernels
     input_norm: Tensor
     attention: SelfAttention | LatentAttention
     post_norm: Tensor
@@ -44,10 +43,15 @@ class DecoderLayer:
     after_attention: Tensor | None = None
     after_mlp: Tensor | None = None
 
-    def __call__(self, hidden: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
-        """Residual stream entering the layer -> leaving it, `[T, H]`."""
-        normed = norm(hidden, self.input_norm, self.eps)
-        out = self.attention(normed, angles, attend, layer, exchange)
-        hidden = hidden + (out if self.after_attention is None else norm(out, self.after_attention, self.eps))
-        out = self.mlp(norm(hidden, self.post_norm, self.eps), exchange)
-        return hidden + (out if self.after_mlp is None else norm(out, self.after_mlp, self.eps))
+    def __call__(
+        self, hidden: Tensor, normed: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream entering the layer, and its `input_norm` -> two parts of the stream leaving it, which the
+        next norm adds up, `[T, H]` each.
+        """
+        out = self._after(self.attention(normed, angles, attend, layer, exchange), self.after_attention)
+        hidden, normed = self.kernels.add_norm(hidden, out, self.post_norm, self.eps)
+        return hidden, self._after(self.mlp(normed, exchange), self.after_mlp)
+
+    def _after(self, out: Tensor, scale: Tensor | None) -> Tensor:
+        return out if scale is None else self.kernels.norm(out, scale, self.eps)

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.resolve import check_heads
+from cluster.kernels.interface import Activation, HeadNorms, Weight
 from cluster.mesh import Part
 from cluster.models.arithmetic import joined
 from cluster.models.checkpoint import Checkpoint, Span, placed
 from cluster.models.context import ModelContext
 from cluster.models.experts import Gate
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
-from cluster.models.mlp import ACTIVATIONS
 from cluster.models.rotary import half_split
 
 
@@ -22,7 +22,7 @@ class Loader:
 
     def __init__(self, checkpoint: Checkpoint, context: ModelContext) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, context.dtype, context.device
-        self.sharding = context.sharding
+        self.sharding, self.kernels = context.sharding, context.kernels
 
     def take(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
@@ -42,24 +42,28 @@ class Loader:
         weight = self.wide(name, size)
         return weight if weight.device.type == "meta" else 1 + weight  # see `joined`
 
-    def projection(self, name: str, rows: int, columns: int) -> Tensor:
-        """One weight of `rows` outputs, transposed to input-major: `[columns, rows]`."""
-        return self.take(name, rows, columns).t().contiguous()
+    def weight(self, matrix: Tensor) -> Weight:
+        """A weight from `matrix` `[outputs, inputs]`, the layout of checkpoints."""
+        return self.kernels.weight(matrix.t().contiguous())
+
+    def projection(self, name: str, rows: int, columns: int) -> Weight:
+        """One weight of `rows` outputs and `columns` inputs."""
+        return self.weight(self.take(name, rows, columns))
 
     def outputs(
         self, names: list[str], rows: list[int], spans: list[Span], columns: int, bias: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Column-parallel projections, packed: of each the outputs in its span, `[columns, sum]`, and their biases."""
+        """Column-parallel projections, packed: of each the outputs in its span, `[sum, columns]`, and their biases."""
         each = list(zip(names, rows, spans, strict=True))
         weight = joined([self.take(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
         biases = [self.take(f"{name}.bias", r, rows=span) for name, r, span in each] if bias else []
-        return weight.t().contiguous(), joined(biases) if bias else None
+        return weight, joined(biases) if bias else None
 
     def inputs(
         self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Part
-    ) -> tuple[Tensor, Tensor | None]:
-        """A row-parallel projection, of the inputs in `span`, `[span, rows]`; only part 0 adds the bias."""
-        weight = self.take(f"{name}.weight", rows, columns, columns=span).t().contiguous()
+    ) -> tuple[Weight, Tensor | None]:
+        """A row-parallel projection, of the inputs in `span`; only part 0 adds the bias."""
+        weight = self.weight(self.take(f"{name}.weight", rows, columns, columns=span))
         added = self.take(f"{name}.bias", rows) if bias else None
         return weight, added if part.rank == 0 else None
 
@@ -76,27 +80,29 @@ class Loader:
         spans = [(wide * q[0], wide * q[1]), kv, kv]
         qkv, qkv_bias = self.outputs(names, rows, spans, columns, g.attention_bias)
         if g.gated:
-            qkv = gates_last(qkv, local.heads, d)
+            qkv = gates_last(qkv.t(), local.heads, d).t()
             qkv_bias = None if qkv_bias is None else gates_last(qkv_bias, local.heads, d)
         if g.interleaved:
             turned = (local.heads + local.kv_heads) * d
-            qkv[:, :turned] = half_split(qkv[:, :turned].t().contiguous(), local.heads + local.kv_heads).t()
+            qkv[:turned] = half_split(qkv[:turned].contiguous(), local.heads + local.kv_heads)
         out, out_bias = self.inputs(f"{prefix}.o_proj", g.hidden, g.heads * d, q, g.out_bias, part)
         own = (part.rank * local.heads, (part.rank + 1) * local.heads)
-        norms = [self.norm(f"{prefix}.{p}_norm.weight", d, g.unit_offset) for p in "qk"] if g.qk_norm else [None, None]
+        norms = None
+        if g.qk_norm:
+            of_q, of_k = (self.norm(f"{prefix}.{p}_norm.weight", d, g.unit_offset) for p in "qk")
+            norms = HeadNorms(local.heads, of_q, of_k, g.eps)
         sinks = self.take(f"{prefix}.sinks", g.heads, rows=own) if g.sinks else None
         return SelfAttention(
-            qkv=qkv,
+            kernels=self.kernels,
+            qkv=self.weight(qkv),
             out=out,
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             heads=local.heads,
             kv_heads=local.kv_heads,
             head_dim=d,
-            q_norm=norms[0],
-            k_norm=norms[1],
+            norms=norms,
             sinks=sinks,
-            eps=g.eps,
             gated=g.gated,
         )
 
@@ -125,11 +131,12 @@ class Loader:
         inputs = (own * sizes.value, (own + heads) * sizes.value)
         out, out_bias = self.inputs(f"{prefix}.o_proj", g.hidden, g.heads * sizes.value, inputs, g.out_bias, part)
         return LatentAttention(
+            kernels=self.kernels,
             q_down=q_down,
             q_down_bias=q_down_bias,
             q_norm=q_norm,
-            q_up=half_split(q_up, heads, sizes.rope).t().contiguous(),
-            kv_down=kv_down.t().contiguous(),
+            q_up=self.weight(half_split(q_up, heads, sizes.rope)),
+            kv_down=self.weight(kv_down),
             kv_down_bias=kv_down_bias,
             kv_norm=self.norm(f"{prefix}.kv_a_layernorm.weight", sizes.kv_rank),
             keys=up[:, : sizes.nope].contiguous(),
@@ -147,7 +154,7 @@ class Loader:
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         gate_up, gate_up_bias = self.outputs(names, [g.intermediate] * 2, [span] * 2, g.hidden, g.mlp_bias)
         down, down_bias = self.inputs(f"{prefix}.down_proj", g.hidden, g.intermediate, span, g.mlp_bias, part)
-        return Mlp(gate_up, down, gate_up_bias, down_bias, ACTIVATIONS[g.activation])
+        return Mlp(self.kernels, self.weight(gate_up), down, gate_up_bias, down_bias, Activation(g.activation))
 
     def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
         """The experts under `prefix`, each sharded by columns, with their gate and the MLP that every token takes."""
@@ -169,7 +176,7 @@ class Loader:
                 down[e] = self.take(name, g.hidden, moe.intermediate, columns=(start, stop)).t()
         weight = self.wide if moe.scoring == "sigmoid" else self.take
         gate = Gate(
-            weight=weight(f"{prefix}.router.weight", moe.experts, g.hidden).t().contiguous(),
+            weight=self.weight(weight(f"{prefix}.router.weight", moe.experts, g.hidden)),
             bias=self.take(f"{prefix}.router.bias", moe.experts) if moe.router_bias else None,
             correction=self.wide(f"{prefix}.router.correction", moe.experts) if moe.correction else None,
             moe=moe,
@@ -178,7 +185,9 @@ class Loader:
         if moe.shared:
             shared = self.mlp(f"{prefix}.shared_experts", replace(g, intermediate=moe.shared, mlp_bias=False))
         shared_gate = self.projection(f"{prefix}.shared_gate.weight", 1, g.hidden) if moe.shared_gate else None
-        return Experts(gate, gate_up, down, *biases, shared, ACTIVATIONS[g.activation], shared_gate)
+        gates_ups, downs = self.kernels.stack(gate_up), self.kernels.stack(down)
+        activation = Activation(g.activation) if moe.clamp is None else Activation("clamped", *moe.clamp)
+        return Experts(self.kernels, gate, gates_ups, downs, *biases, shared, activation, shared_gate)
 
     def _stacked(
         self, prefix: str, g: LayerGeometry, moe: Moe, gate_up: Tensor, down: Tensor
@@ -211,6 +220,7 @@ class Loader:
             return self.norm(f"{prefix}.{name}.weight", g.hidden, g.unit_offset)
 
         return DecoderLayer(
+            kernels=self.kernels,
             input_norm=scale("input_layernorm"),
             attention=(self.attention if g.latent is None else self.latent)(block, g, g.hidden),
             post_norm=scale(before_mlp),

@@ -78,5 +78,5 @@ def share_embed_and_head(draft: DraftModel, target: DecoderTarget, context: Mode
         embed, head = read_embed_and_head(target.folder, target.arch, context)
     if spec.head == "target" and (spec.vocab_map or spec.token_map):
         whole = head if embed.part.size == 1 else read_embed_and_head(target.folder, target.arch, context)[1]
-        head = chosen_head(whole, draft.target_ids, vocab)
+        head = chosen_head(whole, draft.target_ids, vocab, context.kernels)
     draft.set_embed_and_head(embed, head)

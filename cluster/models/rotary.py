@@ -1,12 +1,12 @@
 """Rotary embeddings as tables of cos and sin, and the permutation of neighbouring pairs to the half-split layout."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cluster.arch import Rope
+from cluster.kernels.interface import Angles
 from cluster.models.arithmetic import joined
 
 
@@ -38,22 +38,8 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
     return inverse / rope.linear
 
 
-class Angles(NamedTuple):
-    """cos and signed sin of some rows, `[T, 1, d]` each."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def rotate_(self, heads: Tensor) -> None:
-        """Rotate the first d of `heads` `[T, n, >= d]` in place."""
-        if (d := self.cos.shape[-1]) < heads.shape[-1]:
-            heads = heads[..., :d]
-        rolled = heads.roll(d // 2, -1)
-        heads.mul_(self.cos).addcmul_(rolled, self.sin)
-
-
 class RotaryTable:
-    """cos and signed sin per position, `[P, 1, d]`, in the half-split layout: out = x * cos + roll(x, d/2) * sin."""
+    """cos and signed sin per position, `[P, 1, d]`; see `Angles`."""
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         inverse = frequencies(rope, head_dim)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cluster.arch import TargetArch
-from cluster.models.arithmetic import norm
 from cluster.models.attention import Attend
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.context import WHOLE, ModelContext
@@ -28,6 +27,7 @@ class DecoderTarget:
         load, first = Loader(checkpoint, context), arch.layer
         dtype, device = context.dtype, context.device
         self.arch, self.folder, self._exchange = arch, checkpoint.folder, context.exchange
+        self._kernels = context.kernels
         self._embed = load_embedding(load, "embed_tokens.weight", arch.vocab_size, arch.hidden)
         self._layers = [load.layer(f"layers.{i}", g) for i, g in enumerate(arch.layers)]
         self._norm = load.norm("norm.weight", arch.hidden, first.unit_offset)
@@ -59,13 +59,16 @@ class DecoderTarget:
             hidden = hidden * self._embed_scale
         angles = [rotary.at(positions) for rotary in self._rotaries]
         aux: list[Tensor] = []
+        more: Tensor | None = None
         for index, layer in enumerate(self._layers):
+            hidden, normed = self._kernels.add_norm(hidden, more, layer.input_norm, layer.eps)
             if index in boundaries:
                 aux.append(hidden)
-            hidden = layer(hidden, angles[self._rope_of[index]], attend, index, self._exchange)
+            hidden, more = layer(hidden, normed, angles[self._rope_of[index]], attend, index, self._exchange)
+        hidden, normed = self._kernels.add_norm(hidden, more, self._norm, self.arch.layer.eps)
         if self.arch.num_layers in boundaries:
             aux.append(hidden)
-        return norm(hidden, self._norm, self.arch.layer.eps), aux
+        return normed, aux
 
     @property
     def token_ids(self) -> range:
@@ -92,5 +95,5 @@ def read_embed_and_head(folder: str, arch: TargetArch, context: ModelContext) ->
 def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
     """The head: the checkpoint's own where it holds one, even if the config ties it to the embedding."""
     if arch.tied and not load.checkpoint.holds("lm_head.weight"):
-        return tied_head(embed, arch.vocab_size)
+        return tied_head(embed, arch.vocab_size, load.kernels)
     return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

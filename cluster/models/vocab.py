@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.kernels.interface import Kernels, Weight
 from cluster.mesh import Part
-from cluster.models.arithmetic import joined, project
+from cluster.models.arithmetic import joined
 from cluster.models.exchange import Shards, TokenExchange
 from cluster.models.load import Loader
 
@@ -56,7 +57,7 @@ class Columns:
 class Head:
     """`weight` `[H, v]` are this shard's columns, from `start` on, of a head over `vocab` ids."""
 
-    weight: Tensor
+    weight: Weight
     vocab: int
     start: int = 0
 
@@ -67,15 +68,12 @@ class Head:
 
     def __call__(self, rows: Tensor, exchange: TokenExchange, cap: float | None = None) -> Columns:
         """Rows `[T, H]` -> this shard's logits, bent so that they stay below `cap` (softcap)."""
-        values, first = exchange.head(rows, self._project)
+        values, first = exchange.head(rows, self.weight)
         if cap is not None:
             values = torch.tanh(values / cap) * cap
         if self.start + self.columns > self.vocab:
             values[:, max(0, self.vocab - self.start) :] = float("-inf")
         return Columns(values, self.vocab, self.start, first, exchange.shards)
-
-    def _project(self, rows: Tensor) -> Tensor:
-        return project(rows, self.weight)
 
 
 def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embedding:
@@ -91,19 +89,19 @@ def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embeddin
 
 def load_head(load: Loader, name: str, vocab: int, hidden: int) -> Head:
     """This rank's shard of the head `name` `[V, H]`."""
-    return tied_head(load_embedding(load, name, vocab, hidden), vocab)
+    return tied_head(load_embedding(load, name, vocab, hidden), vocab, load.kernels)
 
 
-def tied_head(embedding: Embedding, vocab: int) -> Head:
-    """The head with the weights of `embedding`, transposed to input-major."""
-    return Head(embedding.weight.t().contiguous(), vocab, embedding.start)
+def tied_head(embedding: Embedding, vocab: int, kernels: Kernels) -> Head:
+    """The head with the weights of `embedding`."""
+    return Head(kernels.weight(embedding.weight.t().contiguous()), vocab, embedding.start)
 
 
-def chosen_head(whole: Head, ids: Tensor, part: Part) -> Head:
+def chosen_head(whole: Head, ids: Tensor, part: Part, kernels: Kernels) -> Head:
     """This rank's shard of the head's columns for `ids` `[Vd]` only (FR-Spec, arXiv 2502.14856)."""
     each = -(-ids.shape[0] // part.size)
     start = part.rank * each
-    weight = whole.weight[:, ids[start : start + each]]
+    weight = whole.weight.dense()[:, ids[start : start + each]]
     if weight.shape[1] < each:
         weight = joined([weight, weight.new_zeros(weight.shape[0], each - weight.shape[1])], 1)
-    return Head(weight.contiguous(), ids.shape[0], start)
+    return Head(kernels.weight(weight.contiguous()), ids.shape[0], start)

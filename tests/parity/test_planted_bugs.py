@@ -8,6 +8,7 @@ import torch
 
 import cluster.arch.draft.eagle3
 import cluster.engine.engine
+import cluster.kernels.choose
 import cluster.kv.radix
 import cluster.models.draft
 import cluster.spec.draft
@@ -19,11 +20,11 @@ from cluster.engine.finish import Cut, FinishCheck
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.runner import DraftRunner
 from cluster.forward.sampling import SamplingTable
+from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kv.cache import KVCache
 from cluster.kv.pages import PageAllocator
 from cluster.kv.radix import RadixTree
 from cluster.models.eagle3 import Eagle3Draft
-from cluster.models.layer import Angles
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
@@ -168,7 +169,10 @@ def _(patch: Patch) -> None:
 
 @bug("shared cells are not copied")
 def _(patch: Patch) -> None:
-    changed(patch, Assembler, "send", lambda true: lambda self, order: true(self, order._replace(copies=())))
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, order, forced: true(self, order._replace(copies=()), forced)
+
+    changed(patch, Assembler, "send", make)
 
 
 @bug("shared cells are copied into the target's pool only")
@@ -329,15 +333,15 @@ def _(patch: Patch) -> None:
 
 @bug("rope pairs are interleaved")
 def _(patch: Patch) -> None:
-    def interleaved(angles, heads) -> None:  # type: ignore[no-untyped-def]
+    def interleaved(self, heads, angles, norms=None) -> None:  # type: ignore[no-untyped-def]
         half = heads.shape[-1] // 2
         order = torch.stack([torch.arange(half), torch.arange(half) + half], 1).view(-1)
         turned = heads[..., order.argsort()].contiguous()
-        true(angles, turned)
+        true(self, turned, angles, norms)
         heads.copy_(turned[..., order])
 
-    true = Angles.rotate_
-    patch.setattr(Angles, "rotate_", interleaved)
+    true = TorchKernels.rotate
+    patch.setattr(TorchKernels, "rotate", interleaved)
 
 
 @bug("the last committed token is not seen")
@@ -372,6 +376,12 @@ def _(patch: Patch) -> None:
         "_logprobs",
         lambda true: lambda stepped, row, *rest: true(stepped, max(0, row - 1), *rest),
     )
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch: Patch) -> None:
+    """Bugs are planted in the twins of the kernels."""
+    monkeypatch.setattr(cluster.kernels.choose, "library", lambda: None)
 
 
 def test_without_a_planted_bug_every_check_passes() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+import cluster.kernels.choose
 from cluster.batch import Batch
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, Rank, build_rank
@@ -108,6 +109,8 @@ def say(what: dict[str, Any]) -> None:
 
 def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None) -> Life:
     """Build the rank, do what the case says step by step, and leave together with the peers."""
+    if os.environ.get("BACKEND") == "torch":
+        cluster.kernels.choose.library = lambda: None
     config = EngineConfig.from_kwargs(case["config"] | case["own"].get(str(rank), {}))
     engine = walked(build_rank(config, rank, rendezvous, store if rank == 0 else None))
     if os.environ.get("OVERLAP") == "1":

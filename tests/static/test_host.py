@@ -19,10 +19,12 @@ FINITE = "attention.torch_backend.kept_out"  # on a CPU alone: whether cells are
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("topk", [1, 2])
-def test_one_copy_in_and_one_out(topk: int, sampling: str) -> None:
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_one_copy_in_and_one_out(backend: str, topk: int, sampling: str) -> None:
     """Prompts in chunks that share pages, trees, ends of requests: admission to release."""
     target, draft = tiny_pair()
-    engine = build_engine(config_of(target, draft, topk=topk))
+    engine = build_engine(config_of(target, draft, topk=topk, attention_backend=backend))
+    torchs = engine.info().attention_backend == "torch"
     for i in range(5):
         engine.submit(Request(f"r{i}", tuple(1 + n % 20 for n in range(3 + 7 * i)), SAMPLING[sampling]))
     asked, sent, back, steps = Counter[str](), Counter[str](), Counter[str](), 0
@@ -30,9 +32,9 @@ def test_one_copy_in_and_one_out(topk: int, sampling: str) -> None:
         with Trap() as trap, reads() as read:
             engine.step()
         asked, sent, back, steps = asked + trap.asked, sent + trap.sent, back + read, steps + 1
-    assert set(asked) <= {FINITE}
+    assert set(asked) <= ({FINITE} if torchs else set())
     assert sent == {"staging.int64": steps}
-    back.pop(LOOKS)
+    assert (back.pop(LOOKS, 0) > 0) == torchs
     assert back == {"spec.result.read": steps}
     assert steps > 5
 

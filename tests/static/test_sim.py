@@ -42,8 +42,8 @@ DECODES = ((0, 7), (1, 9), (2, 0))
 
 def engine_of(pair: Pair, topk: int) -> Engine:
     spec = pair.spec()
-    config = config_of(pair.target, draft_of(pair.draft), topk, 3, speculative_algorithm=algorithm_of(spec))
-    return build_engine(config)
+    settings = {"speculative_algorithm": algorithm_of(spec), "attention_backend": "torch"}
+    return build_engine(config_of(pair.target, draft_of(pair.draft), topk, 3, **settings))
 
 
 def check(pair: Pair, turn: int, every: int = 1) -> int:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from cluster.attention.bits import packed
+from cluster.attention.c_backend import CAttention
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.kernels.library import Library
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
@@ -103,18 +105,19 @@ class Case:
         return torch.tensor(slots, dtype=torch.int64)
 
     def expected(self) -> Tensor:
-        """From the definition. Rows below `first` are zeros: nothing is said of them."""
-        memory, out = self.pool.kv[1].clone(), []
-        memory[self.write()] = self.kv
+        """From the definition, in float64. Rows below `first` are zeros: nothing is said of them."""
+        memory, out = self.pool.kv[1].double(), []
+        memory[self.write()] = self.kv.double()
+        q, sinks = self.q.double(), None if self.sinks is None else self.sinks.double()
         for row, text in enumerate(self.texts()):
             label = len(text) - 1  # of the row: it sees one cell for each position up to its own
             low = max(0 if self.window is None else label - self.window + 1, self.first)
             cells = memory[torch.tensor([self.slot(*at) for at in text[low:]], dtype=torch.int64)]
             if label < self.first:
-                out.append(torch.zeros(self.heads * self.values, dtype=self.dtype))
+                out.append(torch.zeros(self.heads * self.values, dtype=torch.float64))
                 continue
-            out.append(softmax_row(self.q[row], cells[:, 0], cells[:, -1, :, : self.values], 0.3, self.sinks))
-        return torch.stack(out) if out else torch.zeros(0, self.heads * self.values, dtype=self.dtype)
+            out.append(softmax_row(q[row], cells[:, 0], cells[:, -1, :, : self.values], 0.3, sinks))
+        return torch.stack(out) if out else torch.zeros(0, self.heads * self.values, dtype=torch.float64)
 
     def seen(self) -> Seen:
         requests, n, lengths = len(self.committed), len(self.parents), [stop - start for start, stop in self.chunks]
@@ -127,12 +130,18 @@ class Case:
         )
         return Seen(self.write(), tree if requests else None, text if lengths else None, self.first)
 
-    def given(self, over: int = 0) -> Tensor:
-        """What the backend gives, told a bound that is `over` the longest; rows below `first` zeroed when finite."""
+    def given(self, over: int = 0, library: Library | None = None) -> Tensor:
+        """What torch's backend gives, or that of a `library`, told a bound that is `over` the longest; rows below
+        `first` zeroed when finite.
+        """
         pool = KVPool(2, self.pool.kv.shape[1], tuple(self.pool.kv.shape[2:]), self.dtype, CPU)
         pool.kv.copy_(self.pool.kv)
         gather = Gather(self.table, len(self.parents))
-        attention = TorchAttention(pool, gather, self.heads, (None, self.window), 0.3, self.values)
+        windows = None, self.window
+        attention: TorchAttention | CAttention
+        attention = TorchAttention(pool, gather, self.heads, windows, 0.3, self.values)
+        if library is not None:
+            attention = CAttention(pool, self.table, self.heads, windows, 0.3, self.values, library)
         attention.prepare(HostBounds(max(self.committed, default=0) + over, tuple(self.chunks)))
         attention.bind(self.seen())
         out = attention(1, self.q, self.kv, self.sinks)

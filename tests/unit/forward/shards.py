@@ -18,6 +18,7 @@ from cluster.forward.draw import Draw
 from cluster.forward.filters import least_kept
 from cluster.forward.noise import Noise, at_least_float32, noise_keys, vocabulary_hashes
 from cluster.forward.sharded import ShardedHead
+from cluster.kernels.torch_kernels import Dense
 from cluster.mesh import Axis, Mesh
 from cluster.models.vocab import Columns, Head
 from tests.unit.forward.samplings import sampling_of
@@ -69,12 +70,16 @@ class Grid(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut(Head):
-    """A head whose rows are logits already: it cuts out its columns. Padding is 9, to be seen if it is not left out."""
+class Cut(Dense):
+    """The weight of a head whose rows are logits already: it cuts out columns from `start` on. Padding is 9, to be seen
+    if it is not left out.
+    """
 
-    def _project(self, rows: Tensor) -> Tensor:
-        mine = rows[:, self.start : self.start + self.columns]
-        return torch.cat([mine, mine.new_full((rows.shape[0], self.columns - mine.shape[1]), 9.0)], 1)
+    start: int = 0
+
+    def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        mine = rows[:, self.start : self.start + self.shape[1]]
+        return torch.cat([mine, mine.new_full((rows.shape[0], self.shape[1] - mine.shape[1]), 9.0)], 1)
 
 
 class Seat(NamedTuple):
@@ -109,7 +114,8 @@ def seated(
         exchange.begin(0, script if exchange.shards is not None else script[:1])
         part = whole.part if exchange.wide else own.part
         try:
-            head = Cut(torch.empty(vocab, columns), vocab, min(vocab, part.rank * columns))
+            start = min(vocab, part.rank * columns)
+            head = Head(Cut(torch.empty(vocab, columns), start), vocab, start)
             made = head(logits[group], exchange)
             axis = whole if exchange.wide else own
             axis.sent = 0

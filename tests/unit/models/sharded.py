@@ -89,11 +89,12 @@ def _run(
     folder: str, tokens: list[int], chunks: list[int], part: Part, exchange: TokenExchange
 ) -> tuple[Tensor, list[Tensor]]:
     count, slots = len(tokens), 2 * len(tokens) + 7
-    target = load_target(folder, context(exchange=exchange, part=part, max_position=count + 1))
+    given = context(exchange=exchange, part=part, max_position=count + 1)
+    target, library = load_target(folder, given), given.kernels.library
     arch: TargetArch = target.arch
     pages = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(4)) + 1)[None, : count + 1]
     gather = Gather(table_of(pages), 1)
-    _, attention = bind_attention([local_heads(g, part) for g in arch.layers], slots, torch.float64, gather)
+    _, attention = bind_attention([local_heads(g, part) for g in arch.layers], slots, torch.float64, gather, library)
     boundaries = tuple(range(arch.num_layers + 1))
     logits, streams, at = [], [], 0
     for rows in chunks:

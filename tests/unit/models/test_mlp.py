@@ -7,10 +7,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cluster.arch import Moe
+from cluster.kernels.grouped_mm import grouped_mm
+from cluster.kernels.interface import Activation
+from cluster.kernels.torch_kernels import TorchKernels, gelu_tanh
 from cluster.models.exchange import NoExchange
 from cluster.models.experts import Experts, Gate
-from cluster.models.grouped_mm import grouped_mm
-from cluster.models.mlp import Mlp, gelu_tanh
+from cluster.models.mlp import Mlp
 from tests.families import made
 from tests.loading import context, load_target
 
@@ -23,21 +25,25 @@ def random(*shape: int) -> Tensor:
 
 
 def experts_of(moe: Moe, biases: bool = False, shared: bool = False) -> Experts:
-    gate = Gate(random(H, moe.experts), None, random(moe.experts) if moe.correction else None, moe)
+    kernels = TorchKernels()
+    weight, stack = kernels.weight, kernels.stack
+    gate = Gate(weight(random(H, moe.experts)), None, random(moe.experts) if moe.correction else None, moe)
+    common = Mlp(kernels, weight(random(H, 2 * COLUMNS)), weight(random(COLUMNS, H)), None, None) if shared else None
     return Experts(
+        kernels,
         gate,
-        random(moe.experts, H, 2 * COLUMNS),
-        random(moe.experts, COLUMNS, H),
+        stack(random(moe.experts, H, 2 * COLUMNS)),
+        stack(random(moe.experts, COLUMNS, H)),
         random(moe.experts, 2 * COLUMNS) if biases else None,
         random(moe.experts, H) if biases else None,
-        Mlp(random(H, 2 * COLUMNS), random(COLUMNS, H), None, None) if shared else None,
-        gelu_tanh,
+        common,
+        Activation("gelu_tanh") if moe.clamp is None else Activation("clamped", *moe.clamp),
     )
 
 
 def expert(experts: Experts, i: int, rows: Tensor) -> Tensor:
     """One expert, written from the definition: gated by the activation, or clamped as in gpt-oss."""
-    gate_up, down = rows @ experts.gate_up[i], experts.down[i]
+    gate_up, down = rows @ experts.gate_up.dense()[i], experts.down.dense()[i]
     if experts.gate_up_bias is not None:
         gate_up = gate_up + experts.gate_up_bias[i]
     gate, up = gate_up[:, :COLUMNS], gate_up[:, COLUMNS:]
@@ -52,7 +58,7 @@ def expert(experts: Experts, i: int, rows: Tensor) -> Tensor:
 
 def dense_experts(experts: Experts, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Every expert on every row, with weight 0 where it was not chosen."""
-    every = rows.new_zeros(rows.shape[0], experts.gate_up.shape[0]).scatter_(1, chosen, weights)
+    every = rows.new_zeros(rows.shape[0], experts.gate.moe.experts).scatter_(1, chosen, weights)
     parts = [expert(experts, i, rows) * every[:, i, None] for i in range(every.shape[1])]
     return torch.stack(parts).sum(0)
 
@@ -112,7 +118,8 @@ def test_only_the_best_groups_are_chosen_from() -> None:
     """Groups count by their two best; the correction moves the choice and not the weights."""
     moe = Moe(6, 2, COLUMNS, scoring="sigmoid", groups=3, top_groups=1, correction=True, renormalise=False)
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.55, 0.2, 0.3]], dtype=torch.float64)
-    weight = torch.linalg.lstsq(torch.ones(1, 1, dtype=torch.float64), scores.logit()).solution
+    matrix = torch.linalg.lstsq(torch.ones(1, 1, dtype=torch.float64), scores.logit()).solution
+    weight = TorchKernels().weight(matrix)
     plain = Gate(weight, None, torch.zeros(6, dtype=torch.float64), moe)
     rows = torch.ones(1, 1, dtype=torch.float64)
     weights, chosen = plain(rows)
@@ -125,7 +132,7 @@ def test_only_the_best_groups_are_chosen_from() -> None:
 
 def test_half_precision_routes_in_float32() -> None:
     moe = Moe(8, 2, COLUMNS, scoring="sigmoid")
-    gate = Gate(torch.randn(H, 8), None, None, moe)
+    gate = Gate(TorchKernels().weight(torch.randn(H, 8)), None, None, moe)
     weights, _ = gate(torch.randn(3, H).bfloat16())
     assert weights.dtype == torch.bfloat16
 
@@ -133,10 +140,10 @@ def test_half_precision_routes_in_float32() -> None:
 def test_tied_embedding_and_head_are_handed_over() -> None:
     target = load_target(made("gemma3", "own layer types").folder, context(max_position=8))
     embed, head = target.get_embed_and_head()
-    assert torch.equal(embed.weight, head.weight.t())
+    assert torch.equal(embed.weight, head.weight.dense().t())
     hidden = random(2, target.arch.hidden)
     cap = target.arch.softcap or 1e9
-    assert torch.allclose(target.logits(hidden).values, cap * (hidden @ head.weight / cap).tanh())
+    assert torch.allclose(target.logits(hidden).values, cap * (hidden @ head.weight.dense() / cap).tanh())
 
 
 @pytest.mark.parametrize(("family", "case"), [("gemma3", "own layer types"), ("gpt_oss", "yarn")])

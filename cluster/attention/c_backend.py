@@ -1,0 +1,113 @@
+"""The attention primitive in C, for a CPU: reads the page table and the pages themselves, and copies nothing.
+
+It must equal `TorchAttention`; beyond that a row's bits depend only on what it sees (`kernels/attend/attend.c`).
+"""
+
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.batch import HostBounds, Seen
+from cluster.kernels.library import Library
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import KVPool
+from cluster.tape import native
+
+POINTERS = (
+    *("memory", "q", "kv", "sinks", "out", "write", "pages", "tree_rows", "tree_lens", "bits"),
+    *("text_rows", "text_starts", "indptr"),
+)
+NUMBERS = (
+    *("rows", "q_stride", "kv_stride", "parts", "heads", "kv_heads", "size", "value", "pages_each", "page_size"),
+    *("requests", "each", "words", "bits_stride", "chunks", "first", "window", "threads"),
+)
+
+
+class Arguments(Structure):
+    """`struct aerie_attend`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in POINTERS),
+        *((name, c_int64) for name in NUMBERS),
+        ("scale", c_double),
+    )
+
+
+def with_rows_whole(tensor: Tensor) -> Tensor:
+    """`tensor` `[T, .., d]` with each of its T entries in one piece of memory."""
+    whole = 1
+    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+        if size != 1 and stride != whole:
+            return tensor.contiguous()
+        whole *= size
+    return tensor
+
+
+class CAttention:
+    """Attends over one runner's pool, with the function of a `library`."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        table: PageTable,
+        heads: int,
+        sliding_windows: Sequence[int | None],
+        scale: float | None,
+        value_dim: int | None,
+        library: Library,
+    ) -> None:
+        """See `TorchAttention`; the pool is float64, float32 or bfloat16."""
+        layers, _, parts, kv_heads, size = pool.kv.shape
+        self._run = library.functions["attend", pool.kv.dtype]
+        self._kv, self._pages = pool.kv, table.device_pages
+        self._windows = [window or 0 for window in sliding_windows or (None,) * layers]
+        self._heads, self._value_dim = heads, size if value_dim is None else value_dim
+        self._fixed: dict[str, Any] = {
+            "pages": table.device_pages.data_ptr(),
+            "parts": parts,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "size": size,
+            "value": self._value_dim,
+            "pages_each": table.device_pages.shape[1],
+            "page_size": table.page_size,
+            "scale": size**-0.5 if scale is None else scale,
+        }
+        self._held: list[Tensor] = []  # what `_bound` points to
+        self._bound = Arguments()
+
+    def prepare(self, bounds: HostBounds) -> None:
+        """A step within these bounds begins; they are not needed."""
+
+    def bind(self, seen: Seen) -> None:
+        """Use `seen` for the calls of the next forward."""
+        given = {"write": seen.write}
+        bound = Arguments(**self._fixed, first=seen.first)
+        if (tree := seen.tree) is not None:
+            bits = with_rows_whole(tree.bits)
+            given |= {"tree_rows": tree.rows, "tree_lens": tree.lens, "bits": bits}
+            bound.requests, (_, bound.each, bound.words) = tree.rows.shape[0], bits.shape
+            bound.bits_stride = 0 if bits.shape[0] == 1 else bits.stride(0)
+        if (text := seen.text) is not None:
+            given |= {"text_rows": text.rows, "text_starts": text.starts, "indptr": text.indptr}
+            bound.chunks = text.rows.shape[0]
+        self._held = [tensor if name == "bits" else tensor.contiguous() for name, tensor in given.items()]
+        for name, tensor in zip(given, self._held, strict=True):
+            setattr(bound, name, tensor.data_ptr())
+        self._bound = bound
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
+        q, kv = with_rows_whole(q), with_rows_whole(kv)
+        out = q.new_empty(q.shape[0], self._heads * self._value_dim)
+        given = Arguments.from_buffer_copy(self._bound)
+        given.memory, given.q, given.kv = self._kv[layer].data_ptr(), q.data_ptr(), kv.data_ptr()
+        given.sinks = None if sinks is None else sinks.data_ptr()
+        given.out, given.window = out.data_ptr(), self._windows[layer]
+        given.rows, given.q_stride, given.kv_stride = q.shape[0], q.stride(0), kv.stride(0)
+        given.threads = torch.get_num_threads()
+        native(self._run, byref(given))
+        return out

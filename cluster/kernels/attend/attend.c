@@ -1,0 +1,191 @@
+/* Attention of q rows over committed pages and a window under an ancestor mask; see `Seen` and `attend/__init__.py`.
+ *
+ * What a row sees is in order of position, one cell each. It is summed up in blocks of BLOCK positions from 0 on, and
+ * the blocks in order: so the bits of a row depend on nothing but what it sees, not on the tree, the batch or the
+ * threads, and a row of a tree has those that plain decoding gives.
+ *
+ * A line is one query head of one row. A task is the lines of some rows that share a kv head, so their cells are read once.
+ */
+#include "../c/threads.h"
+#include "block.h"
+#include <stdlib.h>
+
+/* New cells go into the pool: zeros in place of those that are not finite, whose rows are noted. */
+static void store(const struct aerie_attend *a, uint8_t *bad)
+{
+    int64_t cell = a->parts * a->kv_heads * a->size, even = cell / EACH * EACH;
+    for (int64_t t = 0; t < a->rows; t++) {
+        const stored *from = a->kv + t * a->kv_stride;
+        stored *to = a->memory + a->write[t] * cell;
+        vec zero = {0};
+        real rest = 0;
+        for (int64_t i = 0; i < even; i += EACH) zero += load(from + i) * 0;
+        for (int64_t i = 0; i < EACH; i++) rest += zero[i];
+        for (int64_t i = even; i < cell; i++) rest += get(from + i) * 0;
+        bad[t] = rest != 0;
+        if (bad[t])
+            memset(to, 0, cell * sizeof *to);
+        else
+            memcpy(to, from, cell * sizeof *to);
+    }
+}
+
+/* One line's sums so far, with those of the next block. */
+INLINE void merge(real *values, real *highest, real *total, const real *more, real most, real sum, int64_t wide)
+{
+    if (sum == 0) return;
+    real top = most > *highest ? most : *highest;
+    real old = exponential_of(*highest - top), new = exponential_of(most - top);
+    for (int64_t d = 0; d < wide; d += EACH) {
+        vec x = *(loose *)(values + d) * old;
+        *(loose *)(values + d) = x + *(const loose *)(more + d) * new;
+    }
+    *total = *total * old + sum * new;
+    *highest = top;
+}
+
+INLINE void give(const struct job *j, const struct task *t, int64_t line, const real *values, real highest, real total)
+{
+    const struct aerie_attend *a = j->a;
+    int64_t row = t->row + line / j->repeat, head = t->head * j->repeat + line % j->repeat;
+    stored *out = a->out + (row * a->heads + head) * a->value;
+    real grown = 1;
+    if (a->sinks) {
+        real sink = get(a->sinks + head), top = sink > highest ? sink : highest;
+        grown = exponential_of(highest - top);
+        total = total * grown + exponential_of(sink - top);
+    }
+    real factor = j->bad[row] ? (real)NAN : total == 0 ? 0 : grown / total;
+    for (int64_t d = 0; d < a->value; d++) put(out + d, values[d] * factor);
+}
+
+static void attended(const struct job *j, const struct task *t)
+{
+    const struct aerie_attend *a = j->a;
+    int64_t lines = t->count * j->repeat, first = t->begin / BLOCK, blocks = (t->end + BLOCK - 1) / BLOCK - first;
+    int64_t line = j->wide + 2, each = lines * (j->deep + 2 * line);
+    real *q = aerie_scratch(0, sizeof(real) * each), *values = q + lines * j->deep, *own = values + lines * line;
+    for (int64_t l = 0; l < lines; l++)
+        widened(q + l * j->deep, a->q + (t->row + l / j->repeat) * a->q_stride + (t->head * j->repeat + l % j->repeat) * a->size,
+                a->size, j->deep);
+    real *highest = own + lines * j->wide, *total = highest + lines;
+    for (int64_t i = 0; i < lines * line; i++) own[i] = 0;
+    for (int64_t l = 0; l < lines; l++) highest[l] = -(real)INFINITY;
+    int64_t from = blocks * t->split / t->splits, to = blocks * (t->split + 1) / t->splits;
+    for (int64_t b = from; b < to; b++) {
+        real *part = t->splits > 1 ? j->partials + (t->partial + b * lines) * line : values;
+        block(j, t, first + b, q, part, part + lines * j->wide, part + lines * (j->wide + 1));
+        for (int64_t l = 0; t->splits == 1 && l < lines; l++)
+            merge(own + l * j->wide, highest + l, total + l, part + l * j->wide, part[lines * j->wide + l],
+                  part[lines * (j->wide + 1) + l], j->wide);
+    }
+    for (int64_t l = 0; t->splits == 1 && l < lines; l++) give(j, t, l, own + l * j->wide, highest[l], total[l]);
+}
+
+/* The partial results of a task that was split, put together in order. */
+static void joined(const struct job *j, const struct task *t)
+{
+    int64_t lines = t->count * j->repeat, line = j->wide + 2;
+    int64_t blocks = (t->end + BLOCK - 1) / BLOCK - t->begin / BLOCK;
+    real *own = aerie_scratch(0, sizeof(real) * j->wide);
+    for (int64_t l = 0; l < lines; l++) {
+        real highest = -(real)INFINITY, total = 0;
+        memset(own, 0, sizeof(real) * j->wide);
+        for (int64_t b = 0; b < blocks; b++) {
+            const real *part = j->partials + (t->partial + b * lines) * line;
+            merge(own, &highest, &total, part + l * j->wide, part[lines * j->wide + l], part[lines * (j->wide + 1) + l],
+                  j->wide);
+        }
+        give(j, t, l, own, highest, total);
+    }
+}
+
+static void attend_part(const void *data, int64_t part, int64_t parts)
+{
+    struct job *j = (struct job *)data;
+    (void)part, (void)parts;
+    for (int64_t at; (at = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->count;) attended(j, j->tasks + at);
+}
+
+static void join_part(const void *data, int64_t part, int64_t parts)
+{
+    struct job *j = (struct job *)data;
+    (void)part, (void)parts;
+    for (int64_t at; (at = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->count;)
+        if (j->tasks[at].splits > 1 && j->tasks[at].split == 0) joined(j, j->tasks + at);
+}
+
+/* Adds the tasks of rows `row` to `row + count - 1`, cut so that each has at most `most` rows. */
+static int64_t add(const struct aerie_attend *a, struct task *tasks, int64_t at, struct task whole, int64_t most)
+{
+    for (int64_t row = 0; row < whole.count; row += most) {
+        struct task t = whole;
+        t.row += row, t.count = smaller(most, whole.count - row);
+        if (t.bits)
+            t.bits += row * a->words;
+        else
+            t.start += row;
+        int64_t last = 0;
+        t.begin = INT64_MAX;
+        for (int64_t r = 0; r < t.count; r++) {
+            int64_t own = position_of(&t, a, r);
+            t.begin = smaller(t.begin, lowest_of(a, own)), last = larger(last, own);
+        }
+        t.end = last + 1;
+        for (t.head = 0; t.head < a->kv_heads; t.head++) tasks[at++] = t;
+    }
+    return at;
+}
+
+void NAMED(aerie_attend)(const struct aerie_attend *a)
+{
+    int64_t repeat = a->heads / a->kv_heads, tile = larger(1, TILE / repeat), most = larger(1, 4 * TILE / repeat), room = 0;
+    room = a->requests * ((a->each + most - 1) / most);
+    for (int64_t i = 0; i < a->chunks; i++) room += (a->indptr[i + 1] - a->indptr[i] + tile - 1) / tile;
+    room *= a->kv_heads;
+    uint8_t *bad = calloc(1, a->rows + 1);
+    struct task *tasks = malloc(sizeof *tasks * (room + 1) * (a->threads + 1));
+    if (!bad || !tasks) abort();
+    store(a, bad);
+    int64_t count = 0, text = a->requests * a->each;
+    for (int64_t i = 0; i < a->requests; i++) {
+        struct task t = {.table = a->tree_rows[i], .start = a->tree_lens[i], .row = i * a->each, .count = a->each,
+                         .bits = a->bits + i * a->bits_stride, .splits = 1};
+        count = add(a, tasks, count, t, most);
+    }
+    for (int64_t i = 0; i < a->chunks; i++) {
+        struct task t = {.table = a->text_rows[i], .start = a->text_starts[i], .row = text + a->indptr[i],
+                         .count = a->indptr[i + 1] - a->indptr[i], .splits = 1};
+        count = add(a, tasks, count, t, tile);
+    }
+    struct job j = {.a = a, .tasks = tasks, .bad = bad, .count = count, .repeat = repeat,
+                    .deep = up(a->size, LANES), .wide = up(a->value, LANES)};
+    int64_t kept = 0;
+    if (count && count < a->threads) { /* fewer tasks than threads: long ones are split by blocks */
+        int64_t whole = count, splits = (a->threads + count - 1) / count;
+        for (int64_t i = 0; i < whole; i++) {
+            struct task *t = tasks + i;
+            int64_t blocks = (t->end + BLOCK - 1) / BLOCK - t->begin / BLOCK;
+            t->splits = larger(1, smaller(splits, blocks / 2));
+            if (t->splits == 1) continue;
+            t->partial = kept;
+            kept += blocks * t->count * repeat;
+            for (int64_t s = 1; s < t->splits; s++) tasks[count] = *t, tasks[count++].split = s;
+        }
+        j.count = count;
+    }
+    if (kept) j.partials = malloc(sizeof(real) * kept * (j.wide + 2));
+    if (kept && !j.partials) abort();
+    int64_t threads = smaller(a->threads, count);
+    aerie_spread(attend_part, &j, larger(1, threads));
+    if (kept) {
+        j.next = 0;
+        aerie_spread(join_part, &j, larger(1, threads));
+        free(j.partials);
+    }
+    int64_t covered = text + (a->chunks ? a->indptr[a->chunks] : 0);
+    if (covered < a->rows)
+        memset(a->out + covered * a->heads * a->value, 0, sizeof(stored) * (a->rows - covered) * a->heads * a->value);
+    free(tasks);
+    free(bad);
+}

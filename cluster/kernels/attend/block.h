@@ -1,0 +1,267 @@
+/* What attention is told, how it is cut into tasks, and one block of positions of a task. */
+#pragma once
+#include "../c/scratch.h"
+#include "../c/vector.h"
+
+#define BLOCK 512
+#define TILE 64 /* lines of a task of a text */
+
+struct aerie_attend {
+    stored *memory; /* one layer: [slots, parts, kv_heads, size] */
+    const stored *q, *kv, *sinks;
+    stored *out;
+    const int64_t *write;
+    const int32_t *pages;
+    const int64_t *tree_rows, *tree_lens;
+    const int32_t *bits;
+    const int64_t *text_rows, *text_starts, *indptr;
+    int64_t rows, q_stride, kv_stride, parts, heads, kv_heads, size, value;
+    int64_t pages_each, page_size;
+    int64_t requests, each, words, bits_stride;
+    int64_t chunks, first, window, threads;
+    double scale;
+};
+
+/* Some rows of one request, for one kv head. */
+struct task {
+    int64_t table, start;  /* its row in the page table; tokens before row 0 of `bits`, or of the text */
+    int64_t row, count;    /* batch rows */
+    const int32_t *bits;   /* of the first of them; NULL: a text, in which row i is at start + i */
+    int64_t head;          /* kv head */
+    int64_t begin, end;    /* positions seen */
+    int64_t split, splits; /* which part of its blocks */
+    int64_t partial;       /* where its partial results begin, in lines; they are kept if splits > 1 */
+};
+
+struct job {
+    const struct aerie_attend *a;
+    const struct task *tasks;
+    const uint8_t *bad; /* rows whose cells are not finite */
+    real *partials;     /* per line and block: values, the highest score, the sum */
+    int64_t count, next, repeat, deep, wide; /* deep and wide: size and value in whole lanes */
+};
+
+INLINE int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+INLINE int64_t slot_of(const struct aerie_attend *a, int64_t table, int64_t position)
+{
+    position = smaller(position, a->pages_each * a->page_size - 1);
+    return (int64_t)a->pages[table * a->pages_each + position / a->page_size] * a->page_size + position % a->page_size;
+}
+
+INLINE const stored *cell_of(const struct aerie_attend *a, int64_t slot, int64_t head)
+{
+    return a->memory + (slot * a->parts * a->kv_heads + head) * a->size;
+}
+
+/* The cells that a task reads, as numbers of registers' width: where they lie if they can be used there, else copies. */
+struct cells {
+    const real *key[BLOCK], *value[BLOCK];
+};
+
+INLINE void widened(real *to, const stored *from, int64_t size, int64_t whole)
+{
+    int64_t i = 0;
+    for (; i + EACH <= size; i += EACH) *(loose *)(to + i) = load(from + i);
+    for (; i < size; i++) to[i] = get(from + i);
+    for (; i < whole; i++) to[i] = 0;
+}
+
+INLINE void place(const struct job *j, struct cells *c, int64_t at, int64_t slot, int64_t head, real *copies)
+{
+    const struct aerie_attend *a = j->a;
+    const stored *key = cell_of(a, slot, head), *value = a->parts == 1 ? key : key + a->kv_heads * a->size;
+#if KIND != 16
+    if (a->size == j->deep && a->value == j->wide) {
+        c->key[at] = key;
+        c->value[at] = value;
+        return;
+    }
+#endif
+    real *own = copies + at * (j->deep + j->wide);
+    widened(own, key, a->size, j->deep);
+    widened(own + j->deep, value, a->value, j->wide);
+    c->key[at] = own;
+    c->value[at] = own + j->deep;
+}
+
+/* scores[line][cell] of `ls` lines and `cs` cells, each a sum of LANES lanes. */
+INLINE void products(int ls, int cs, const real *q, int64_t deep, const real *const *key, real scale, real *scores)
+{
+    lanes sum[4 * 4];
+    for (int i = 0; i < ls * cs; i++) sum[i] = (lanes){{{0}}};
+    for (int64_t d = 0; d < deep; d += LANES)
+        for (int f = 0; f < FOLDS; f++) {
+            vec k[4];
+            for (int c = 0; c < cs; c++) k[c] = *(const loose *)(key[c] + d + f * EACH);
+            for (int l = 0; l < ls; l++) {
+                vec x = *(const loose *)(q + l * deep + d + f * EACH);
+                for (int c = 0; c < cs; c++) sum[l * cs + c].part[f] += x * k[c];
+            }
+        }
+    for (int l = 0; l < ls; l++)
+        for (int c = 0; c < cs; c += SUMS) {
+            if (cs >= SUMS) {
+                few s = all_summed(sum + l * cs + c) * scale;
+                memcpy(scores + l * BLOCK + c, &s, sizeof s);
+            } else
+                for (int i = 0; i < cs; i++) scores[l * BLOCK + i] = summed(sum[l * cs + i]) * scale;
+        }
+}
+
+#if BYTES == 64
+#define LINES 4
+#else
+#define LINES 1
+#endif
+
+static void score(const real *q, int64_t lines, int64_t deep, const real *const *key, int64_t count, real scale,
+                  real *scores)
+{
+    int64_t c = 0;
+    for (; c + 4 <= count; c += 4) {
+        int64_t l = 0;
+        for (; l + LINES <= lines; l += LINES) products(LINES, 4, q + l * deep, deep, key + c, scale, scores + l * BLOCK + c);
+        for (; l < lines; l++) products(1, 4, q + l * deep, deep, key + c, scale, scores + l * BLOCK + c);
+    }
+    for (; c < count; c++)
+        for (int64_t l = 0; l < lines; l++) products(1, 1, q + l * deep, deep, key + c, scale, scores + l * BLOCK + c);
+}
+
+/* out[line] += weight[line][cell] * value[cell], cell by cell. */
+INLINE void weighted(int ls, int vs, const real *weight, const real *const *value, int64_t count, real *out, int64_t wide)
+{
+    vec sum[4][4];
+    for (int l = 0; l < ls; l++)
+        for (int v = 0; v < vs; v++) sum[l][v] = *(const loose *)(out + l * wide + v * EACH);
+    for (int64_t c = 0; c < count; c++) {
+        vec x[4];
+        for (int v = 0; v < vs; v++) x[v] = *(const loose *)(value[c] + v * EACH);
+        for (int l = 0; l < ls; l++) {
+            vec w = all(weight[l * BLOCK + c]);
+            for (int v = 0; v < vs; v++) sum[l][v] += w * x[v];
+        }
+    }
+    for (int l = 0; l < ls; l++)
+        for (int v = 0; v < vs; v++) *(loose *)(out + l * wide + v * EACH) = sum[l][v];
+}
+
+static void weigh(const real *weight, int64_t lines, const real *const *value, int64_t count, real *out, int64_t wide)
+{
+    const real *from[BLOCK];
+    for (int64_t d = 0, vs; d < wide; d += vs * EACH) {
+        vs = wide - d >= 4 * EACH ? 4 : 1;
+        for (int64_t c = 0; c < count; c++) from[c] = value[c] + d;
+        int64_t l = 0;
+        for (; l + LINES <= lines; l += LINES) {
+            if (vs == 4)
+                weighted(LINES, 4, weight + l * BLOCK, from, count, out + l * wide + d, wide);
+            else
+                weighted(LINES, 1, weight + l * BLOCK, from, count, out + l * wide + d, wide);
+        }
+        for (; l < lines; l++) {
+            if (vs == 4)
+                weighted(1, 4, weight + l * BLOCK, from, count, out + l * wide + d, wide);
+            else
+                weighted(1, 1, weight + l * BLOCK, from, count, out + l * wide + d, wide);
+        }
+    }
+}
+
+INLINE int64_t position_of(const struct task *t, const struct aerie_attend *a, int64_t row)
+{
+    if (!t->bits) return t->start + row;
+    int64_t seen = 0;
+    for (int64_t w = 0; w < a->words; w++) seen += __builtin_popcount((uint32_t)t->bits[row * a->words + w]);
+    return t->start + seen - 1;
+}
+
+INLINE int64_t lowest_of(const struct aerie_attend *a, int64_t own)
+{
+    int64_t low = a->window ? larger(0, own - a->window + 1) : 0;
+    return a->first && own >= a->first ? larger(low, a->first) : low;
+}
+
+/* weights[line][..] from scores, for positions `low` to `high` - 1 of the block; the others have none. */
+INLINE void softmax(real *scores, int64_t low, int64_t high, real *highest, real *total)
+{
+    int64_t end = up(high, LANES);
+    for (int64_t i = 0; i < low; i++) scores[i] = -(real)INFINITY;
+    for (int64_t i = high; i < end; i++) scores[i] = -(real)INFINITY;
+    real most = -(real)INFINITY;
+    for (int64_t i = low; i < high; i++) most = scores[i] > most ? scores[i] : most;
+    lanes sum = {{{0}}};
+    for (int64_t i = 0; i < end; i += LANES)
+        for (int f = 0; f < FOLDS; f++) {
+            loose *at = (loose *)(scores + i + f * EACH);
+            vec x = exponential((vec)*at - most);
+            *at = x;
+            sum.part[f] += x;
+        }
+    *highest = most;
+    *total = summed(sum);
+}
+
+/* What one block of positions gives a task's lines: values [lines, wide], highest and total [lines]; total 0: nothing. */
+
+/* Of one row of a tree the cells `from` to `high` - 1, by position: its ancestors in the window, which may lie apart. */
+static void window_cells(const struct job *j, const struct task *t, int64_t row, int64_t base, int64_t from, int64_t high,
+                         struct cells *cells, real *copies)
+{
+    const struct aerie_attend *a = j->a;
+    int64_t seen = t->start;
+    for (int64_t w = 0; w < a->words; w++)
+        for (uint32_t left = (uint32_t)t->bits[row * a->words + w]; left; left &= left - 1, seen++) {
+            if (seen < from || seen >= high) continue;
+            int64_t slot = slot_of(a, t->table, t->start + w * 32 + __builtin_ctz(left));
+            place(j, cells, seen - base, slot, t->head, copies);
+        }
+}
+
+/* What one block of positions gives a task's lines: values [lines, wide], highest and total [lines]; total 0: nothing.
+ * First what all rows see, or may see, is scored together; then of each row what it sees of the window.
+ */
+static void block(const struct job *j, const struct task *t, int64_t number, const real *q, real *values, real *highest,
+                  real *total)
+{
+    const struct aerie_attend *a = j->a;
+    int64_t base = number * BLOCK, stop = base + BLOCK, lines = t->count * j->repeat, cell = j->deep + j->wide;
+    int64_t begin = larger(base, t->begin), shared = smaller(stop, t->bits ? t->start : t->end);
+    struct cells *cells = aerie_scratch(1, sizeof(struct cells) * 2 + sizeof(real) * 2 * BLOCK * cell), *window = cells + 1;
+    real *copies = (real *)(cells + 2), *apart = copies + BLOCK * cell;
+    real *scores = aerie_scratch(2, sizeof(real) * lines * BLOCK), scale = (real)a->scale;
+    for (int64_t p = begin, slot = 0, left = 0; p < shared; p++, slot++, left--) {
+        if (!left) slot = slot_of(a, t->table, p), left = a->page_size - p % a->page_size;
+        place(j, cells, p - base, slot, t->head, copies);
+    }
+    if (begin < shared)
+        score(q, lines, j->deep, cells->key + (begin - base), shared - begin, scale, scores + (begin - base));
+    memset(values, 0, sizeof(real) * lines * j->wide);
+    for (int64_t r = 0; r < t->count; r++) {
+        int64_t own = position_of(t, a, r), low = larger(lowest_of(a, own), base), high = smaller(own + 1, stop);
+        int64_t line = r * j->repeat, from = larger(larger(base, t->start), low);
+        real *score_of = scores + line * BLOCK;
+        if (t->bits && from < high) {
+            window_cells(j, t, r, base, from, high, window, apart);
+            score(q + line * j->deep, j->repeat, j->deep, window->key + (from - base), high - from, scale,
+                  score_of + (from - base));
+        }
+        for (int64_t l = 0; l < j->repeat; l++, score_of += BLOCK) {
+            total[line + l] = 0;
+            if (low < high) softmax(score_of, low - base, high - base, highest + line + l, total + line + l);
+            for (int64_t i = low < high ? high - base : 0; i < shared - base; i++) score_of[i] = 0;
+        }
+    }
+    if (begin < shared)
+        weigh(scores + (begin - base), lines, cells->value + (begin - base), shared - begin, values, j->wide);
+    for (int64_t r = 0; t->bits && r < t->count; r++) {
+        int64_t own = position_of(t, a, r), high = smaller(own + 1, stop), line = r * j->repeat;
+        int64_t from = larger(larger(base, t->start), lowest_of(a, own));
+        if (from >= high) continue;
+        window_cells(j, t, r, base, from, high, window, apart);
+        weigh(scores + line * BLOCK + (from - base), j->repeat, window->value + (from - base), high - from,
+              values + line * j->wide, j->wide);
+    }
+}

@@ -1,0 +1,164 @@
+"""The kernels in C, for a CPU. What they do not serve (half precision, other devices) goes to their twins."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cluster.kernels.interface import Activation, Angles, HeadNorms, Stack, Weight
+from cluster.kernels.library import Function, Library
+from cluster.kernels.torch_kernels import TorchKernels
+from cluster.tape import native
+
+PANEL = 64  # bytes of a panel's row in registers' width: as many columns as a sum has lanes
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
+
+
+def columns_of(dtype: torch.dtype) -> int:
+    """Columns of a panel."""
+    return PANEL // torch.promote_types(dtype, torch.float32).itemsize
+
+
+def in_panels(matrices: Tensor) -> Tensor:
+    """`[E, inputs, outputs]` -> `[E, ceil(outputs / c), inputs, c]`, with zeros after the last column."""
+    experts, inputs, outputs = matrices.shape
+    each = columns_of(matrices.dtype)
+    whole = F.pad(matrices, (0, -outputs % each)).view(experts, inputs, -1, each)
+    return whole.transpose(1, 2).contiguous()
+
+
+def out_of_panels(panels: Tensor, outputs: int) -> Tensor:
+    """The matrices `[E, inputs, outputs]` that `in_panels` laid out."""
+    return panels.transpose(1, 2).flatten(2)[..., :outputs].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Panels(Weight):
+    """A weight in panels of columns: `panels` `[1, ceil(outputs / c), inputs, c]`, one after the other in memory."""
+
+    panels: Tensor
+    outputs: int
+    product: Function
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Weight`."""
+        return self.panels.shape[2], self.outputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Weight`."""
+        return self.panels.dtype
+
+    def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Weight`."""
+        if not rows.is_cpu:
+            return torch.mm(rows, self.dense()) if bias is None else torch.addmm(bias, rows, self.dense())
+        rows = rows.contiguous()
+        (count, inputs), added = rows.shape, None if bias is None else bias.data_ptr()
+        out = rows.new_empty(count, self.outputs)
+        given = rows.data_ptr(), self.panels.data_ptr(), added, out.data_ptr(), count, inputs, self.outputs
+        native(self.product, *given, None, 1, torch.get_num_threads())
+        return out
+
+    def dense(self) -> Tensor:
+        """See `Weight`."""
+        return out_of_panels(self.panels, self.outputs)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PanelStack(Stack):
+    """The weights of E experts in panels, `[E, ceil(outputs / c), inputs, c]`."""
+
+    panels: Tensor
+    outputs: int
+    product: Function
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """See `Stack`."""
+        if not rows.is_cpu:
+            return TorchKernels().stack(self.dense())(rows, ends)
+        rows = rows.contiguous()
+        count, inputs = rows.shape
+        out = rows.new_empty(count, self.outputs)
+        given = rows.data_ptr(), self.panels.data_ptr(), None, out.data_ptr(), count, inputs, self.outputs
+        native(self.product, *given, ends.data_ptr(), self.panels.shape[0], torch.get_num_threads())
+        return out
+
+    def dense(self) -> Tensor:
+        """See `Stack`."""
+        return out_of_panels(self.panels, self.outputs)
+
+
+class CKernels(TorchKernels):
+    """`Kernels` by the functions of a `library`."""
+
+    name = "c"
+
+    def __init__(self, library: Library) -> None:
+        self.library, self._functions = library, library.functions
+
+    def weight(self, matrix: Tensor) -> Weight:
+        """See `Kernels.weight`."""
+        if (product := self._of("product", matrix)) is None:
+            return super().weight(matrix)
+        return Panels(in_panels(matrix[None]), matrix.shape[1], product)
+
+    def stack(self, matrices: Tensor) -> Stack:
+        """See `Kernels.stack`."""
+        if (product := self._of("product", matrices)) is None:
+            return super().stack(matrices)
+        return PanelStack(in_panels(matrices), matrices.shape[2], product)
+
+    def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
+        """See `Kernels.norm`."""
+        run = self._of("norm", rows)
+        if run is None or rows.dim() != 2 or rows.stride(1) != 1:
+            return super().norm(rows, scale, eps)
+        out, wide = torch.empty_like(rows, memory_format=torch.contiguous_format), scale.dtype != rows.dtype
+        (count, size), places = rows.shape, (rows.data_ptr(), None, scale.data_ptr(), None, out.data_ptr())
+        native(run, *places, count, size, rows.stride(0), wide, eps, torch.get_num_threads())
+        return out
+
+    def add_norm(self, rows: Tensor, more: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_norm`."""
+        run = self._of("norm", rows)
+        if run is None or more is None or not rows.is_contiguous():
+            return super().add_norm(rows, more, scale, eps)
+        more, total, out = more.contiguous(), torch.empty_like(rows), torch.empty_like(rows)
+        (count, size), wide = rows.shape, scale.dtype != rows.dtype
+        places = rows.data_ptr(), more.data_ptr(), scale.data_ptr(), total.data_ptr(), out.data_ptr()
+        native(run, *places, count, size, size, wide, eps, torch.get_num_threads())
+        return total, out
+
+    def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
+        """See `Kernels.rotate`."""
+        run = self._of("rotary", heads)
+        if run is None:
+            super().rotate(heads, angles, norms)
+            return
+        count, n, size = heads.shape
+        queries, q, k, eps, wide = n, None, None, 0.0, False
+        if norms is not None:
+            queries, q, k, eps = norms.queries, norms.q.data_ptr(), norms.k.data_ptr(), norms.eps
+            wide = norms.q.dtype != heads.dtype
+        turned = angles.cos.shape[-1]
+        places = heads.data_ptr(), angles.cos.data_ptr(), angles.sin.data_ptr(), q, k
+        strides = heads.stride(0), heads.stride(1)
+        native(run, *places, count, *strides, queries, n - queries, size, turned, wide, eps, torch.get_num_threads())
+
+    def activate(self, both: Tensor, activation: Activation) -> Tensor:
+        """See `Kernels.activate`."""
+        run = self._of("activate", both)
+        if run is None or not both.is_contiguous():
+            return super().activate(both, activation)
+        count, size = both.shape[0], both.shape[1] // 2
+        out, (kind, alpha, limit) = both.new_empty(count, size), activation
+        number = ACTIVATIONS.index(kind)
+        native(run, both.data_ptr(), out.data_ptr(), count, size, number, alpha, limit, torch.get_num_threads())
+        return out
+
+    def _of(self, name: str, given: Tensor) -> Function | None:
+        """The function for `given`; None: there is none."""
+        return self._functions.get((name, given.dtype)) if given.is_cpu else None

@@ -1,0 +1,100 @@
+"""What a model asks of its kernels. Shape legend: T rows, H columns, d head_dim, E experts."""
+
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.kernels.library import Library
+
+
+class Weight(ABC):
+    """A matrix `[inputs, outputs]` that rows are multiplied by. It owns how it lies in memory, and so its product."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(inputs, outputs)."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """That of rows and results."""
+
+    @abstractmethod
+    def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Rows `[T, inputs]` times the matrix, plus `bias` `[outputs]` -> `[T, outputs]`."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The matrix as one tensor `[inputs, outputs]`."""
+
+
+class Stack(ABC):
+    """A matrix `[inputs, outputs]` for each of E experts."""
+
+    @abstractmethod
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Rows `[T, inputs]` -> `[T, outputs]`; expert e has those after e - 1's, up to `ends[e]`, `[E]` int32."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The matrices as one tensor `[E, inputs, outputs]`."""
+
+
+class Angles(NamedTuple):
+    """cos and signed sin of some rows, `[T, 1, d]` each, in the half-split layout: x * cos + roll(x, d / 2) * sin."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of heads: of the first `queries` by `q` `[d]`, of the others, the keys, by `k` `[d]`."""
+
+    queries: int
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class Activation(NamedTuple):
+    """How a gate g and an up u become one number: f(g) u; `clamped` (gpt-oss): (u' + 1) g' sigmoid(alpha g'), where
+    g' is at most `limit` and u' within it.
+    """
+
+    kind: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+class Kernels(Protocol):
+    """The operators of a step beside attention. `name` is that of the backend, `library` what it is compiled into."""
+
+    name: str
+    library: Library | None
+
+    def weight(self, matrix: Tensor) -> Weight:
+        """`matrix` `[inputs, outputs]`, laid out for its products."""
+        ...
+
+    def stack(self, matrices: Tensor) -> Stack:
+        """`matrices` `[E, inputs, outputs]`, laid out for their products."""
+        ...
+
+    def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
+        """RMSNorm of `[.., H]` times `scale` `[H]`, computed in the dtype of `scale`, which may be the wider one."""
+        ...
+
+    def add_norm(self, rows: Tensor, more: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`rows + more` `[T, H]`, and its RMSNorm."""
+        ...
+
+    def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
+        """Norm `heads` `[T, n, >= d]`, then rotate the first d numbers of each, in place."""
+        ...
+
+    def activate(self, both: Tensor, activation: Activation) -> Tensor:
+        """Gates and ups side by side `[T, 2 I]` -> `[T, I]`."""
+        ...

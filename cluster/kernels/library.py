@@ -1,0 +1,87 @@
+"""The compiled kernels for this CPU, loaded once per process, on the threads that torch computes with."""
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from ctypes import CDLL, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from cluster.kernels.build import COMPILED, LEVELS, BuildError, compile_level, file_of
+
+logger = logging.getLogger(__name__)
+KIND_OF = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}
+CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
+CODES = {"p": c_void_p, "i": c_int64, "d": c_double}
+SIGNATURES = {
+    "product": "ppppiiipii",
+    "norm": "pppppiiiidi",
+    "activate": "ppiiiddi",
+    "rotary": "pppppiiiiiiiidi",
+    "attend": "p",
+}
+Function = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The functions of one compiled library, by kernel and dtype. `level` are the vector instructions that it uses."""
+
+    level: str
+    path: Path
+    functions: dict[tuple[str, torch.dtype], Function]
+
+
+def level_of_cpu() -> str:
+    """The best level that this CPU can run, and torch may use (`ATEN_CPU_CAPABILITY`)."""
+    level = CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "baseline")
+    return level if level in LEVELS else "baseline"
+
+
+@cache
+def library() -> Library | None:
+    """That of this CPU: the one made at installation, else one compiled now and kept for the user. None: there is
+    neither, which is logged, and the twins serve.
+    """
+    level = level_of_cpu()
+    try:
+        return opened(level, _found(level))
+    except (BuildError, OSError) as error:
+        logger.warning("no C kernels, torch serves in their place: %s", error)
+        return None
+
+
+def _found(level: str) -> Path:
+    if (made := COMPILED / file_of(level)).exists():
+        return made
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return compile_level(level, home / "aerie" / "kernels")
+
+
+def opened(level: str, path: Path) -> Library:
+    """The library at `path`."""
+    held = CDLL(str(path))
+    _share_threads(held)
+    functions: dict[tuple[str, torch.dtype], Function] = {}
+    for name, signature in SIGNATURES.items():
+        for dtype, kind in KIND_OF.items():
+            function = getattr(held, f"aerie_{name}_{kind}")
+            function.argtypes, function.restype = [CODES[code] for code in signature], None
+            functions[name, dtype] = function
+    return Library(level, path, functions)
+
+
+def _share_threads(held: CDLL) -> None:
+    """Compute on the threads of torch's OpenMP runtime. Where it is another than GNU's, on the calling thread."""
+    known = ctypes.CDLL(None)
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    try:
+        found = [ctypes.cast(getattr(known, name), c_void_p) for name in names]
+    except AttributeError:
+        return
+    held.aerie_runtime.argtypes, held.aerie_runtime.restype = [c_void_p] * 3, None
+    held.aerie_runtime(*found)

@@ -1,0 +1,162 @@
+/* out[m][n] = sum over k of rows[m][k] * weight[k][n], + bias[n]: each a chain of products, k ascending, whatever is
+ * computed beside it. A weight lies in panels of LANES columns: panels[column / LANES][k][column % LANES].
+ */
+#include "../c/scratch.h"
+#include "../c/threads.h"
+#include "../c/vector.h"
+
+#if BYTES == 64
+#define MOST 12 /* rows of a tile: their sums fill the registers */
+#else
+#define MOST 6
+#endif
+#define DEEP 512 /* of k at once where there are more rows: so that a panel stays in the nearest cache */
+#define TALL (MOST * 8)
+
+struct job {
+    const stored *rows, *panels, *bias;
+    stored *out;
+    int64_t m, k, n;
+    const int32_t *ends; /* of each expert's rows; NULL: there is one matrix */
+    int64_t experts;
+};
+
+struct tile {
+    const real *rows; /* [k][mr] */
+    const stored *panels;
+    int64_t k, panel; /* numbers from one panel to the next */
+    const real *from; /* sums so far, NULL: none */
+    real *to;         /* sums, NULL: they are complete and go out */
+    int64_t width;    /* of `from` and `to` */
+    const stored *bias;
+    stored *out;
+    int64_t n, columns;
+};
+
+INLINE void finish(const struct tile *t, int row, int64_t column, vec x)
+{
+    stored *out = t->out + row * t->n + column;
+    if (column + EACH <= t->columns) {
+        save(out, t->bias ? x + load(t->bias + column) : x);
+        return;
+    }
+    for (int i = 0; i < EACH && column + i < t->columns; i++)
+        put(out + i, t->bias ? x[i] + get(t->bias + column + i) : x[i]);
+}
+
+INLINE void tile_of(const struct tile *t, int mr, int np)
+{
+    vec sum[MOST][8 * FOLDS];
+    const stored *panel[8];
+    for (int m = 0; m < mr; m++)
+        for (int j = 0; j < np * FOLDS; j++)
+            sum[m][j] = t->from ? (vec) * (const loose *)(t->from + m * t->width + j * EACH) : (vec){0};
+    for (int p = 0; p < np; p++) panel[p] = t->panels + p * t->panel;
+    const real *rows = t->rows;
+    for (int64_t k = 0; k < t->k; k++, rows += mr) {
+        vec weight[8 * FOLDS];
+        for (int p = 0; p < np; p++)
+            for (int f = 0; f < FOLDS; f++) weight[p * FOLDS + f] = load(panel[p] + k * LANES + f * EACH);
+        for (int m = 0; m < mr; m++) {
+            vec x = all(rows[m]);
+            for (int j = 0; j < np * FOLDS; j++) sum[m][j] += x * weight[j];
+        }
+    }
+    for (int m = 0; m < mr; m++)
+        for (int j = 0; j < np * FOLDS; j++) {
+            if (t->to)
+                *(loose *)(t->to + m * t->width + j * EACH) = sum[m][j];
+            else
+                finish(t, m, (int64_t)j * EACH, sum[m][j]);
+        }
+}
+
+#define CASE(M, P) case (M) * 16 + (P): tile_of(t, M, P); break;
+static void tile(const struct tile *t, int mr, int np)
+{
+    switch (mr * 16 + np) {
+        CASE(1, 1) CASE(1, 2) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(3, 1) CASE(3, 2)
+        CASE(4, 1) CASE(5, 1) CASE(6, 1)
+#if BYTES == 64
+        CASE(1, 8) CASE(2, 4) CASE(3, 4) CASE(4, 2) CASE(4, 4) CASE(5, 2) CASE(5, 4) CASE(6, 2) CASE(6, 4)
+        CASE(7, 1) CASE(7, 2) CASE(8, 1) CASE(8, 2) CASE(9, 1) CASE(9, 2) CASE(10, 1) CASE(10, 2)
+        CASE(11, 1) CASE(11, 2) CASE(12, 1) CASE(12, 2)
+#endif
+    }
+}
+
+/* Panels of a tile of `mr` rows: few rows need several, as each sum waits for its last product. */
+INLINE int panels_of(int mr)
+{
+#if BYTES == 64
+    return mr == 1 ? 8 : mr <= 6 ? 4 : 2;
+#else
+    return mr == 1 ? 4 : mr <= 3 ? 2 : 1;
+#endif
+}
+
+/* Rows `[m][k]` of a block, from column `begin` on, as tiles: of each the numbers of one column lie together. */
+static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, real *to)
+{
+    for (int64_t row = 0; row < m; row += each) {
+        int64_t mr = m - row < each ? m - row : each;
+        for (int64_t i = 0; i < mr; i++) {
+            const stored *from = rows + (row + i) * j->k + begin;
+            for (int64_t k = 0; k < deep; k++) to[row * deep + k * mr + i] = get(from + k);
+        }
+    }
+}
+
+/* Rows `m` of one matrix times its panels `first` to `last - 1`. */
+static void some(const struct job *j, const stored *rows, const stored *panels, const stored *bias, stored *out, int64_t m,
+                 int64_t first, int64_t last)
+{
+    int64_t width = (last - first) * LANES;
+    for (int64_t top = 0; top < m; top += TALL) {
+        int64_t tall = m - top < TALL ? m - top : TALL, tiles = (tall + MOST - 1) / MOST;
+        int64_t each = (tall + tiles - 1) / tiles, deepest = tiles == 1 ? j->k : DEEP;
+        real *left = aerie_scratch(0, sizeof(real) * tall * (deepest < j->k ? deepest : j->k) + 64);
+        real *sums = deepest < j->k ? aerie_scratch(1, sizeof(real) * tall * width) : NULL;
+        for (int64_t begin = 0; begin < j->k; begin += deepest) {
+            int64_t deep = j->k - begin < deepest ? j->k - begin : deepest;
+            packed(j, rows + top * j->k, tall, each, begin, deep, left);
+            int most = panels_of((int)each), np;
+            for (int64_t p = first; p < last; p += np) {
+                for (np = most; np > last - p;) np /= 2;
+                for (int64_t row = 0; row < tall; row += each) {
+                    int64_t at = p * LANES;
+                    real *sum = sums ? sums + row * width + (p - first) * LANES : NULL;
+                    struct tile t = {
+                        .rows = left + row * deep, .panels = panels + (p * j->k + begin) * LANES, .k = deep,
+                        .panel = j->k * LANES, .from = begin ? sum : NULL, .to = begin + deep < j->k ? sum : NULL,
+                        .width = width, .bias = bias ? bias + at : NULL, .out = out + (top + row) * j->n + at, .n = j->n,
+                        .columns = j->n - at};
+                    tile(&t, (int)(tall - row < each ? tall - row : each), np);
+                }
+            }
+        }
+    }
+}
+
+static void part(const void *data, int64_t part, int64_t parts)
+{
+    const struct job *j = data;
+    int64_t panels = (j->n + LANES - 1) / LANES, start = 0;
+    int64_t first = panels * part / parts, last = panels * (part + 1) / parts;
+    for (int64_t e = 0; e < j->experts; e++) {
+        int64_t end = j->ends ? j->ends[e] : j->m;
+        if (end > start)
+            some(j, j->rows + start * j->k, j->panels + e * panels * LANES * j->k, j->bias ? j->bias + e * j->n : NULL,
+                 j->out + start * j->n, end - start, first, last);
+        start = end;
+    }
+}
+
+/* rows [m, k], panels [experts, ceil(n / LANES), k, LANES], bias [experts, n] or NULL, ends [experts] or NULL. */
+void NAMED(aerie_product)(const stored *rows, const stored *panels, const stored *bias, stored *out, int64_t m, int64_t k,
+                          int64_t n, const int32_t *ends, int64_t experts, int64_t threads)
+{
+    struct job j = {rows, panels, bias, out, m, k, n, ends, experts};
+    int64_t enough = 1 + m * k * n / 65536;
+    aerie_spread(part, &j, threads < enough ? threads : enough);
+}

@@ -1,0 +1,58 @@
+"""Calls of every C kernel on odd sizes, as bytes: run in this process, or in one with another library.
+
+`python -m tests.kernels.calls LIBRARY` prints their digests, one line each.
+"""
+
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cluster.kernels.c_kernels import CKernels
+from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.library import Library, opened
+from tests.unit.attention.test_twins import KINDS, SHAPES, case
+from tests.unit.kernels.test_product import ROWS, SIZES, made
+
+FUSED = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def results(library: Library) -> Iterator[tuple[str, Tensor]]:
+    """The name and the result of every call."""
+    kernels = CKernels(library)
+    for dtype in FUSED:
+        for size in SIZES:
+            weight, stack = kernels.weight(made(*size, dtype=dtype)), kernels.stack(made(3, *size, dtype=dtype))
+            for rows in ROWS:
+                given = made(rows, size[0], dtype=dtype, seed=1)
+                yield f"product {dtype} {size} {rows}", weight(given, made(size[1], dtype=dtype, seed=2))
+                ends = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32)
+                yield f"stack {dtype} {size} {rows}", stack(given, ends)
+        for size in (1, 7, 16, 65, 256, 500):
+            rows, scale = made(9, size, dtype=dtype), made(size, dtype=dtype, seed=1)
+            yield f"norm {dtype} {size}", torch.stack(kernels.add_norm(rows, rows + 1, scale, 1e-5))
+            for kind in (Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 1.5)):
+                yield f"{kind} {dtype} {size}", kernels.activate(4 * made(9, 2 * size, dtype=dtype), kind)
+        for size, turned in ((4, 4), (10, 6), (64, 64), (96, 32)):
+            heads = made(9, 5, size, dtype=dtype)
+            angles = Angles(*(made(9, 1, turned, dtype=dtype, seed=seed) for seed in (1, 2)))
+            norms = HeadNorms(3, *(made(size, dtype=dtype, seed=seed) for seed in (3, 4)), 1e-6)
+            kernels.rotate(heads, angles, norms)
+            yield f"rotary {dtype} {size}", heads
+    for shape in SHAPES:
+        for kind in KINDS:
+            yield f"attend {shape} {kind}", case(shape, kind, 4, "tail").given(library=library)
+
+
+def digests(library: Library) -> dict[str, str]:
+    """The digest of every result."""
+    return {name: sha256(out.view(torch.uint8).numpy().tobytes()).hexdigest()[:12] for name, out in results(library)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    for name, digest in digests(opened("given", Path(sys.argv[1]))).items():
+        print(f"{digest} {name}")

@@ -1,0 +1,133 @@
+"""Attention in C gives what the definition says, reads nothing that was not written, and a row's bits are its own."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.attention.bits import line_bits, packed
+from cluster.attention.c_backend import CAttention
+from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import KVPool
+from tests.unit.attention.dense import Case
+from tests.unit.attention.test_twins import KINDS, SHAPES, TREE, case
+from tests.unit.kernels.library import c_library
+
+CPU = torch.device("cpu")
+ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LONG: dict[str, dict[str, Any]] = {
+    "blocks": {"committed": (511, 513, 1200), "parents": TREE, "chunks": ()},
+    "alone, long": {"committed": (2500,), "parents": TREE, "chunks": ()},
+    "texts over blocks": {"committed": (1023,), "parents": (-1,), "chunks": ((500, 530), (1000, 1100))},
+}
+SIZES: dict[str, dict[str, Any]] = {"8": {}, "20": {"d": 20}, "64": {"d": 64}, "128": {"d": 128}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("page_size", "lies"), [(1, "scattered"), (4, "run"), (16, "tail")])
+def test_c_gives_what_the_definition_says(page_size: int, lies: str, shape: str, kind: str) -> None:
+    one = case(shape, kind, page_size, lies)
+    assert torch.allclose(one.given(library=c_library()), one.expected(), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("shape", LONG)
+def test_long_prefixes_and_all_dtypes(shape: str, threads: int, size: str, dtype: torch.dtype) -> None:
+    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
+    one, before = Case(**given | LONG[shape] | SIZES[size]), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = one.given(library=c_library())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.allclose(out.double(), one.expected().double(), atol=ERROR[dtype], rtol=0)
+
+
+def one_head(length: int, dtype: torch.dtype, window: int | None) -> tuple[PageTable, KVPool, CAttention]:
+    table = PageTable(1, length, 16, CPU)
+    pages = table.device_pages.shape[1]
+    table.device_pages[0] = torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1
+    pool = KVPool(1, (pages + 1) * 16, (2, 2, 24), dtype, CPU)
+    return table, pool, CAttention(pool, table, 4, (window,), 0.3, 24, c_library())
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("window", [None, 700, 40])
+@pytest.mark.parametrize("start", [3, 505, 1100])
+def test_a_row_has_the_same_bits_as_a_text_in_a_tree_and_alone(
+    start: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """The last 12 tokens: as one chunk, one by one, as a chain, and as the path of a tree with others beside it."""
+    total, dice = start + 12, torch.Generator().manual_seed(start)
+    q = torch.randn(total, 4, 24, generator=dice, dtype=torch.float64).to(dtype)
+    kv = torch.randn(total, 2, 2, 24, generator=dice, dtype=torch.float64).to(dtype)
+    number = torch.arange(total)
+
+    def ran(parts: list[tuple[str, int, int]]) -> torch.Tensor:
+        table, _, attention = one_head(total + 30, dtype, window)
+        row, outs = torch.tensor([0]), []
+        attention.prepare(HostBounds())
+        for kind, first, last in parts:
+            n, here = last - first, number[first:last]
+            rows, cells = q[here], kv[here]
+            lens = torch.tensor([first])
+            if kind == "text":
+                seen = Seen(table.slots(row, here), None, Text(row, lens, torch.tensor([0, n])))
+            elif kind == "line":
+                seen = Seen(table.slots(row, here), Tree(row, lens, line_bits(n, n, CPU), n))
+            else:  # every second node is on the path, the others are its siblings, which see the path and themselves
+                own = torch.eye(2 * n, dtype=torch.bool)
+                path = torch.arange(2 * n) % 2 == 0
+                visible = own | (torch.ones(2 * n, 2 * n, dtype=torch.bool).tril(-1) & path)
+                twice = here.repeat_interleave(2)
+                rows, cells = q[twice].clone(), kv[twice].clone()
+                cells[1::2] = 7.0
+                slots = table.slots(row, first + torch.arange(2 * n))
+                seen = Seen(slots, Tree(row, lens, packed(visible[None]), 2 * n))
+            attention.bind(seen)
+            out = attention(0, rows, cells)
+            outs.append(out if kind != "tree" else out[0::2])
+        return torch.cat(outs)
+
+    whole = ran([("text", 0, total)])
+    for parts in (
+        [("text", 0, start), *(("line", at, at + 1) for at in range(start, total))],
+        [("text", 0, start // 2), ("text", start // 2, start), ("line", start, total)],
+        [("text", 0, start), ("tree", start, total)],
+    ):
+        assert torch.equal(ran(parts), whole), parts[-1]
+
+
+def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:
+    table, pool, attention = one_head(64, torch.float32, None)
+    q, kv = torch.ones(3, 4, 24), torch.ones(3, 2, 2, 24)
+    kv[1, 0, 0, 5] = float("inf")
+    row, lens = torch.tensor([0]), torch.tensor([0])
+    attention.bind(Seen(table.slots(row, torch.arange(3)), Tree(row, lens, line_bits(3, 3, CPU), 3)))
+    out = attention(0, q, kv)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+    assert pool.kv.isfinite().all()
+
+
+def test_what_it_is_told_need_not_lie_together() -> None:
+    """Slots that are a column of a window, lengths that are every other one, bits that are part of more words."""
+    table = PageTable(4, 64, 4, CPU)
+    table.device_pages[:4] = torch.arange(1, 65).view(4, 16)
+    q, kv = torch.randn(2, 4, 24), torch.randn(2, 2, 2, 24)
+    rows, lens = torch.tensor([0, 9, 2, 9]), torch.tensor([5, 9, 7, 9])
+    window = table.slots(rows[::2, None], lens[::2, None] + torch.arange(3))
+    bits = torch.tensor([1, 0, 1, 0], dtype=torch.int32).view(2, 1, 2)
+    outs = []
+    for whole in (False, True):
+        pool = KVPool(1, 65 * 4, (2, 2, 24), torch.float32, CPU)
+        attention = CAttention(pool, table, 4, (None,), 0.3, 24, c_library())
+        given = [window[:, :1].reshape(-1), rows[::2], lens[::2], bits[..., :1]]
+        write, row, length, seen = (one.contiguous() for one in given) if whole else given
+        attention.bind(Seen(write, Tree(row, length, seen, 1)))
+        outs.append(attention(0, q, kv))
+    assert torch.equal(*outs)

@@ -1,0 +1,82 @@
+"""Products by panels equal those in float64, and a row's bits do not depend on the rows beside it."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.kernels.c_kernels import in_panels, out_of_panels
+from cluster.kernels.torch_kernels import TorchKernels
+from tests.unit.kernels.library import c_kernels
+
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 96, 97, 200)
+SIZES = ((1, 1), (5, 17), (16, 16), (64, 15), (700, 33), (1100, 130), (513, 250))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+EPS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def made(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    scale = expected.abs().max().clamp(min=1.0) if expected.numel() else 1.0
+    assert ((given.double() - expected).abs() <= EPS[dtype] * scale).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_times_a_weight(size: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix, bias = made(*size, dtype=dtype), made(size[1], dtype=dtype, seed=1)
+    weight = c_kernels().weight(matrix)
+    assert weight.shape == size
+    assert weight.dtype == dtype
+    assert torch.equal(weight.dense(), matrix)
+    for rows in ROWS:
+        given = made(rows, size[0], dtype=dtype, seed=2)
+        expected = given.double() @ matrix.double()
+        close(weight(given), expected, dtype)
+        close(weight(given, bias), expected + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_among_others(size: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, rows = c_kernels().weight(made(*size, dtype=dtype)), made(200, size[0], dtype=dtype, seed=2)
+    alone = torch.cat([weight(row) for row in rows.split(1)])
+    for count in ROWS:
+        assert torch.equal(weight(rows[:count]), alone[:count])
+
+
+def test_rows_need_not_lie_together_and_others_stay_apart() -> None:
+    weight, rows = c_kernels().weight(made(40, 24, dtype=torch.float32)), made(9, 80, dtype=torch.float32, seed=3)
+    assert torch.equal(weight(rows[:, 20:60]), weight(rows[:, 20:60].contiguous()))
+    spoiled = rows[:, :40].clone()
+    spoiled[4, 7] = float("nan")
+    out = weight(spoiled)
+    assert out[4].isnan().all()
+    assert out[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_panels_are_the_matrix(dtype: torch.dtype) -> None:
+    for experts, inputs, outputs in product((1, 3), (1, 7), (1, 16, 37)):
+        matrices = made(experts, inputs, outputs, dtype=dtype)
+        assert torch.equal(out_of_panels(in_panels(matrices), outputs), matrices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [(0, 0, 0), (1, 0, 2), (5, 40, 1), (0, 0, 17), (3, 100, 0)], ids=str)
+def test_rows_of_experts(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    matrices, total = made(len(counts), 70, 33, dtype=dtype), sum(counts)
+    rows, ends = made(total, 70, dtype=dtype, seed=4), torch.tensor(counts).cumsum(0).to(torch.int32)
+    stack = c_kernels().stack(matrices)
+    assert torch.equal(stack.dense(), matrices)
+    close(stack(rows, ends), TorchKernels().stack(matrices.double())(rows.double(), ends), dtype)
+
+
+def test_what_c_does_not_know_is_torchs() -> None:
+    matrix = made(8, 8, dtype=torch.float16)
+    assert torch.equal(c_kernels().weight(matrix).dense(), matrix)
+    assert c_kernels().weight(matrix.to("meta")).shape == (8, 8)
