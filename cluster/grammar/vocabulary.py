@@ -85,11 +85,11 @@ class Vocabulary:
         if not len(allowed) or (row & self.stop_row).any():
             return b""
         ranks = self._ranks[allowed]
-        last = self.tokens[self._order[ranks.max()]]
+        last: bytes = self.tokens[self._order[ranks.max()]]
         if last.startswith(SPECIAL) and len(last) > 1:
             return b""
         while len(ranks):  # tokens that begin `last` leave it open; the first other one says how much of it is sure
-            first = self.tokens[self._order[ranks.min()]]
+            first: bytes = self.tokens[self._order[ranks.min()]]
             if not last.startswith(first):
                 return last[: next(at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)]
             ranks = ranks[ranks > ranks.min()]
