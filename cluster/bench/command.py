@@ -17,6 +17,7 @@ from cluster.bench.cases import (
     offline,
     overlap,
     overload,
+    peers,
     radix,
     rude,
     serving,
@@ -32,6 +33,7 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "acceptance": acceptance,  # how well the draft predicts
     "levels": levels,  # acceptance by depth of any draft, three levels deep
     "grammars": grammars,  # what a grammar costs, and what the nodes that it forces gain
+    "peers": peers,  # against vLLM's CPU build
     "lockstep": lockstep,  # what lockstep costs data-parallel ranks
     "overlap": overlap,  # what the host does for a step, and how much of it a device waits for
 }

@@ -31,7 +31,7 @@ SHOWN = 300  # characters of xgrammar's reason
 WALKS = 3
 WALK_TOKENS = 48
 SLOW_TOKEN_S = 0.005  # processor time of a token, on average over a walk
-NICENESS = 3  # below what computes and what answers
+NICENESS = 10  # a tenth of a core where what computes and what answers wants it, a whole one where it does not
 WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: |^Check failed: \(.*?\) is false: ")
 
 
