@@ -33,6 +33,17 @@ def out_of_panels(panels: Tensor, outputs: int) -> Tensor:
     return panels.transpose(1, 2).flatten(2)[..., :outputs].contiguous()
 
 
+def fitting(rows: Tensor, panels: Tensor) -> Tensor:
+    """`rows`, row after row in memory.
+
+    Raises:
+        ValueError: `panels` are for rows of another width or dtype, which C would not notice.
+    """
+    if rows.dim() != 2 or rows.shape[1] != panels.shape[2] or rows.dtype != panels.dtype:
+        raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} do not fit {panels.shape[2]} of {panels.dtype}")
+    return rows.contiguous()
+
+
 @dataclass(frozen=True, slots=True)
 class Panels(Weight):
     """A weight in panels of columns: `panels` `[1, ceil(outputs / c), inputs, c]`, one after the other in memory."""
@@ -55,7 +66,7 @@ class Panels(Weight):
         """See `Weight`."""
         if not rows.is_cpu:
             return torch.mm(rows, self.dense()) if bias is None else torch.addmm(bias, rows, self.dense())
-        rows = rows.contiguous()
+        rows = fitting(rows, self.panels)
         (count, inputs), added = rows.shape, None if bias is None else bias.data_ptr()
         out = rows.new_empty(count, self.outputs)
         given = rows.data_ptr(), self.panels.data_ptr(), added, out.data_ptr(), count, inputs, self.outputs
@@ -79,7 +90,7 @@ class PanelStack(Stack):
         """See `Stack`."""
         if not rows.is_cpu:
             return TorchKernels().stack(self.dense())(rows, ends)
-        rows = rows.contiguous()
+        rows = fitting(rows, self.panels)
         count, inputs = rows.shape
         out = rows.new_empty(count, self.outputs)
         given = rows.data_ptr(), self.panels.data_ptr(), None, out.data_ptr(), count, inputs, self.outputs
@@ -114,7 +125,7 @@ class CKernels(TorchKernels):
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
         """See `Kernels.norm`."""
         run = self._of("norm", rows)
-        if run is None or rows.dim() != 2 or rows.stride(1) != 1:
+        if run is None or rows.dim() != 2 or rows.stride(1) != 1 or rows.shape[1:] != scale.shape:
             return super().norm(rows, scale, eps)
         out, wide = torch.empty_like(rows, memory_format=torch.contiguous_format), scale.dtype != rows.dtype
         (count, size), places = rows.shape, (rows.data_ptr(), None, scale.data_ptr(), None, out.data_ptr())
@@ -124,7 +135,8 @@ class CKernels(TorchKernels):
     def add_norm(self, rows: Tensor, more: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_norm`."""
         run = self._of("norm", rows)
-        if run is None or more is None or not rows.is_contiguous():
+        alike = more is not None and more.shape == rows.shape and more.dtype == rows.dtype
+        if run is None or more is None or not alike or not rows.is_contiguous() or rows.shape[1:] != scale.shape:
             return super().add_norm(rows, more, scale, eps)
         more, total, out = more.contiguous(), torch.empty_like(rows), torch.empty_like(rows)
         (count, size), wide = rows.shape, scale.dtype != rows.dtype

@@ -76,6 +76,17 @@ def test_rows_of_experts(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     close(stack(rows, ends), TorchKernels().stack(matrices.double())(rows.double(), ends), dtype)
 
 
+def test_rows_of_another_width_or_dtype_are_refused() -> None:
+    """C would read whatever lies behind them."""
+    weight, stack = c_kernels().weight(torch.zeros(8, 4)), c_kernels().stack(torch.zeros(2, 8, 4))
+    ends = torch.tensor([1, 2], dtype=torch.int32)
+    for wrong in (torch.zeros(2, 7), torch.zeros(2, 16), torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8)):
+        with pytest.raises(ValueError, match="do not fit 8 of"):
+            weight(wrong)
+        with pytest.raises(ValueError, match="do not fit 8 of"):
+            stack(wrong, ends)
+
+
 def test_what_c_does_not_know_is_torchs() -> None:
     matrix = made(8, 8, dtype=torch.float16)
     assert torch.equal(c_kernels().weight(matrix).dense(), matrix)
