@@ -76,6 +76,7 @@ class RankInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     attention_backend: str
+    kernels: str
     steps_ahead: int
     captured: CaptureInfo | None
     num_threads: int

@@ -18,6 +18,7 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> Rank
         "vocab_size": 1_000_000,
         "eos_token_ids": (1,),
         "attention_backend": "torch",
+        "kernels": "torch",
         "steps_ahead": 0,
         "captured": None,
         "num_threads": 1,

@@ -155,6 +155,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     name = Path(resolved.config.model_path).name or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
     info = _info(prepared, pace, captured)
+    logger.info("rank %d: kernels in %s", mesh.rank, info.kernels)
     logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
@@ -293,6 +294,7 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         vocab_size=resolved.target.vocab_size,
         eos_token_ids=tuple(resolved.target.eos_token_ids),
         attention_backend=prepared.models.kernels.name,
+        kernels=prepared.models.kernels.about,
         steps_ahead=_lag(config, prepared.device),
         captured=captured,
         num_threads=torch.get_num_threads(),

@@ -108,6 +108,7 @@ class CKernels(TorchKernels):
     name = "c"
 
     def __init__(self, library: Library) -> None:
+        super().__init__(f"C, compiled for {library.level}")
         self.library, self._functions = library, library.functions
 
     def weight(self, matrix: Tensor) -> Weight:

@@ -1,7 +1,5 @@
 """Which kernels a rank computes with."""
 
-import logging
-
 import torch
 
 from cluster.config import ConfigError
@@ -9,8 +7,6 @@ from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.interface import Kernels
 from cluster.kernels.library import KIND_OF, library
 from cluster.kernels.torch_kernels import TorchKernels
-
-logger = logging.getLogger(__name__)
 
 
 def choose_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -30,9 +26,7 @@ def choose_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> Ke
     elif (found := library()) is None:
         missing = "is not compiled here; install gcc or clang, or set attention_backend to auto"
     else:
-        logger.info("kernels: C, compiled for %s", found.level)
         return CKernels(found)
     if backend == "c":
         raise ConfigError(f"attention_backend c {missing}")
-    logger.info("kernels: torch; C %s", missing.split(";")[0])
-    return TorchKernels()
+    return TorchKernels(f"torch; C {missing.split(';')[0]}")

@@ -70,9 +70,12 @@ class Activation(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The operators of a step beside attention. `name` is that of the backend, `library` what it is compiled into."""
+    """The operators of a step beside attention. `name` is that of the backend, `about` says which of its kind it is, or
+    why it serves, `library` is what it is compiled into.
+    """
 
     name: str
+    about: str
     library: Library | None
 
     def weight(self, matrix: Tensor) -> Weight:

@@ -60,6 +60,9 @@ class TorchKernels:
     name = "torch"
     library: Library | None = None
 
+    def __init__(self, about: str = "torch") -> None:
+        self.about = about
+
     def weight(self, matrix: Tensor) -> Weight:
         """See `Kernels.weight`."""
         return Dense(matrix)

@@ -10,7 +10,7 @@ const LENGTH_S = 15; // an accept length is that of so many seconds
 const REMEMBERED_S = 15; // a gang that has not answered for so long is gone
 const MOST_RANKS = 8; // columns of ranks in a table
 const NAMES = {
-  dtype: "Numbers", device: "Device", attention_backend: "Attention", num_threads: "Threads of a rank",
+  dtype: "Numbers", device: "Device", attention_backend: "Attention", kernels: "Kernels", num_threads: "Threads of a rank",
   steps_ahead: "Steps that the host is ahead", context_length: "Context, tokens", max_request_tokens: "Longest request, tokens",
   kv_tokens: "KV cache of a rank, tokens", page_size: "Tokens of a KV page", ranks: "Ranks",
   attention_groups: "Attention groups", speculative_num_steps: "Depth of a tree", speculative_eagle_topk: "Children of a node",

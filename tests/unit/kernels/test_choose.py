@@ -1,0 +1,76 @@
+"""Which kernels serve, and what is said of it."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+import cluster.kernels.choose
+import cluster.kernels.library
+from cluster.config import ConfigError
+from cluster.kernels.build import BuildError, compile_level, compiler, digest, file_of
+from cluster.kernels.choose import choose_kernels
+from cluster.kernels.library import level_of_cpu, library
+from tests.unit.kernels.library import c_library
+
+CPU = torch.device("cpu")
+
+
+def test_c_serves_where_it_can() -> None:
+    level = c_library().level
+    chosen = choose_kernels("auto", CPU, torch.float32)
+    assert (chosen.name, chosen.about) == ("c", f"C, compiled for {level}")
+    assert choose_kernels("torch", CPU, torch.float32).about == "torch"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "why"),
+    [(CPU, torch.float16, "and dtype is float16"), (torch.device("meta"), torch.float32, "and device is meta")],
+)
+def test_what_c_cannot_do_is_said(device: torch.device, dtype: torch.dtype, why: str) -> None:
+    chosen = choose_kernels("auto", device, dtype)
+    assert chosen.name == "torch" and chosen.about.endswith(why)
+    with pytest.raises(ConfigError, match=f"attention_backend c .*{why}; set"):
+        choose_kernels("c", device, dtype)
+
+
+def test_without_a_compiler_torch_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cluster.kernels.library, "COMPILED", tmp_path / "none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(cluster.kernels.choose, "library", library.__wrapped__)
+    assert compiler() is None
+    assert choose_kernels("auto", CPU, torch.float32).about == "torch; C is not compiled here"
+    assert "there is no C compiler; install gcc or clang, or set CC" in caplog.text
+    with pytest.raises(ConfigError, match="attention_backend c is not compiled here; install gcc or clang"):
+        choose_kernels("c", CPU, torch.float32)
+
+
+def test_a_failing_compiler_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    false = tmp_path / "cc"
+    false.write_text("#!/bin/sh\necho 'the disk is full' >&2\nexit 3\n")
+    false.chmod(0o755)
+    monkeypatch.setenv("CC", str(false))
+    with pytest.raises(BuildError, match=r"ended with 3:\nthe disk is full"):
+        compile_level(level_of_cpu(), tmp_path / "to")
+    assert not list((tmp_path / "to").iterdir())
+
+
+def test_a_library_is_named_by_all_it_is_made_of() -> None:
+    level = level_of_cpu()
+    assert digest(level) in file_of(level)
+    assert digest(level) != digest(level, ("-O1",))
+
+
+def test_the_threads_are_torchs() -> None:
+    """The runtime that computes is the one that torch has loaded: it tells the number of threads that torch set."""
+    c_library()
+    known, before = ctypes.CDLL(None), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert known.omp_get_max_threads() == 3
+    finally:
+        torch.set_num_threads(before)
