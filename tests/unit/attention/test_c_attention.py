@@ -19,9 +19,9 @@ ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LONG: dict[str, dict[str, Any]] = {
     "blocks": {"committed": (511, 513, 1200), "parents": TREE, "chunks": ()},
     "alone, long": {"committed": (2500,), "parents": TREE, "chunks": ()},
-    "texts over blocks": {"committed": (1023,), "parents": (-1,), "chunks": ((500, 530), (1000, 1100))},
+    "texts over blocks": {"committed": (1023,), "parents": (-1,), "chunks": ((500, 520), (1010, 1040))},
 }
-SIZES: dict[str, dict[str, Any]] = {"8": {}, "20": {"d": 20}, "64": {"d": 64}, "128": {"d": 128}}
+SIZES: dict[str, dict[str, Any]] = {"20": {"d": 20}, "64": {"d": 64}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,17 +34,19 @@ def test_c_gives_what_the_definition_says(page_size: int, lies: str, shape: str,
 
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("shape", LONG)
-def test_long_prefixes_and_all_dtypes(shape: str, threads: int, size: str, dtype: torch.dtype) -> None:
+def test_long_prefixes_and_all_dtypes(shape: str, size: str, dtype: torch.dtype) -> None:
+    """Whatever the number of threads, among which long prefixes are split."""
     given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
-    one, before = Case(**given | LONG[shape] | SIZES[size]), torch.get_num_threads()
-    torch.set_num_threads(threads)
+    one, before, outs = Case(**given | LONG[shape] | SIZES[size]), torch.get_num_threads(), []
     try:
-        out = one.given(library=c_library())
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            outs.append(one.given(library=c_library()))
     finally:
         torch.set_num_threads(before)
-    assert torch.allclose(out.double(), one.expected().double(), atol=ERROR[dtype], rtol=0)
+    assert torch.allclose(outs[0].double(), one.expected(), atol=ERROR[dtype], rtol=0)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 def one_head(length: int, dtype: torch.dtype, window: int | None) -> tuple[PageTable, KVPool, CAttention]:
