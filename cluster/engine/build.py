@@ -20,7 +20,7 @@ from cluster.engine.engine import Engine, Parts
 from cluster.engine.grammars import LateMatchers
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
-from cluster.engine.models import RankModels, load_models
+from cluster.engine.models import RankModels, kernels_of, load_models
 from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
@@ -30,6 +30,7 @@ from cluster.forward.adjustments import AdjustmentTable
 from cluster.forward.grammars import GrammarTable
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
+from cluster.kernels.interface import Kernels
 from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
@@ -130,12 +131,13 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepa
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
     """
-    _same_everywhere(resolved, mesh)
+    kernels = kernels_of(resolved, device)
+    _same_everywhere(resolved, kernels, mesh)
     _threads(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
     # A step may begin before its request's end is known.
     deepest = context_length + 2 * resolved.shape.forcing().num_steps + 3
-    models = load_models(resolved, mesh, device, deepest)
+    models = load_models(resolved, mesh, device, kernels, deepest)
     return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
 
 
@@ -232,11 +234,13 @@ def _pace(prepared: Prepared, lockstep: Lockstep) -> Pace | None:
     return measure_pace(lockstep, prepared.memory.cache, config, prepared.context_length, vocab_size)
 
 
-def _same_everywhere(resolved: ResolvedModels, mesh: Mesh) -> None:
-    """Refuse a gang whose ranks have different settings or models; threads and folders may differ between machines."""
+def _same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> None:
+    """Refuse a gang whose ranks have different settings or models, or kernels whose last digits differ, so that experts
+    could be chosen otherwise; threads and folders may differ between machines.
+    """
     places = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
     own = resolved.config.model_dump(exclude={"num_threads", *places})
-    own["target"] = repr(resolved.target)
+    own["kernels"], own["target"] = kernels.digits, repr(resolved.target)
     if resolved.draft is not None:
         own["draft"] = repr((resolved.draft, resolved.sample))
     said = json.dumps(own, sort_keys=True)
@@ -247,7 +251,7 @@ def _same_everywhere(resolved: ResolvedModels, mesh: Mesh) -> None:
             if own.get(name) != theirs.get(name):
                 raise ConfigError(
                     f"{name} is {theirs.get(name)!r} on rank {rank} and {own.get(name)!r} on rank {mesh.rank}; "
-                    "all ranks of a gang need the same settings and models"
+                    "all ranks of a gang need the same settings, models and kernels"
                 )
 
 

@@ -81,15 +81,29 @@ class RankModels:
         return Ops(forward, head, width, columns, sharded)
 
 
-def load_models(resolved: ResolvedModels, mesh: Mesh, device: torch.device, max_position: int) -> RankModels:
+def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
+    """What the models compute with.
+
+    Raises:
+        ConfigError: what is set cannot be had here.
+    """
+    return choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
+
+
+def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:
+    return DTYPES[computed_in(resolved.target.dtype, resolved.config.dtype, device.type)]
+
+
+def load_models(
+    resolved: ResolvedModels, mesh: Mesh, device: torch.device, kernels: Kernels, max_position: int
+) -> RankModels:
     """Load this rank's part of every model, for positions below `max_position`.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape.
     """
     config = resolved.config
-    dtype = DTYPES[computed_in(resolved.target.dtype, config.dtype, device.type)]
-    kernels = choose_kernels(config.attention_backend, device, dtype)
+    dtype = _dtype(resolved, device)
     wide = config.vocab_parallel == "world"
     exchange, alone = Exchange(mesh, dtype, wide), NoExchange(mesh.world.clock)
     vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part

@@ -109,6 +109,7 @@ class CKernels(TorchKernels):
 
     def __init__(self, library: Library) -> None:
         super().__init__(f"C, compiled for {library.level}")
+        self.digits = f"C with {'fused' if library.fused else 'rounded'} products"
         self.library, self._functions = library, library.functions
 
     def weight(self, matrix: Tensor) -> Weight:

@@ -71,11 +71,12 @@ class Activation(NamedTuple):
 
 class Kernels(Protocol):
     """The operators of a step beside attention. `name` is that of the backend, `about` says which of its kind it is, or
-    why it serves, `library` is what it is compiled into.
+    why it serves, `library` is what it is compiled into. Those with the same `digits` give the same bits.
     """
 
     name: str
     about: str
+    digits: str
     library: Library | None
 
     def weight(self, matrix: Tensor) -> Weight:

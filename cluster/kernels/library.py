@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import platform
 from collections.abc import Callable
 from ctypes import CDLL, c_double, c_int64, c_void_p
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class Library:
     level: str
     path: Path
     functions: dict[tuple[str, torch.dtype], Function]
+
+    @property
+    def fused(self) -> bool:
+        """Whether products and sums are rounded once; all libraries that do so give the same bits."""
+        return self.level != "baseline" or platform.machine() not in ("x86_64", "AMD64")
 
 
 def level_of_cpu() -> str:

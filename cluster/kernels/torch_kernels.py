@@ -61,7 +61,7 @@ class TorchKernels:
     library: Library | None = None
 
     def __init__(self, about: str = "torch") -> None:
-        self.about = about
+        self.about, self.digits = about, "torch"
 
     def weight(self, matrix: Tensor) -> Weight:
         """See `Kernels.weight`."""
