@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 KERNELS = "cluster/kernels"
@@ -32,4 +32,12 @@ class BuildWithKernels(build_py):
             print(f"warning: no C kernels are compiled: {error}", file=sys.stderr)
 
 
-setup(cmdclass={"build_py": BuildWithKernels})
+class WithLibraries(Distribution):
+    """A package whose wheels are for one platform."""
+
+    def has_ext_modules(self) -> bool:
+        """Asked by setuptools."""
+        return True
+
+
+setup(cmdclass={"build_py": BuildWithKernels}, distclass=WithLibraries)
