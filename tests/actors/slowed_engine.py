@@ -28,7 +28,10 @@ class SlowedLayer:
     def __init__(self, layer: Any, folder: Path) -> None:
         self._layer, self._folder = layer, folder
 
-    def __call__(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden: torch.Tensor, *rest: Any) -> Any:
         if hidden.shape[0] >= ROWS:
             if (self._folder / BLOCK).exists():
                 (self._folder / BLOCK).unlink()
@@ -37,8 +40,7 @@ class SlowedLayer:
                 began, some = time.thread_time(), torch.randn(256, 256)
                 while time.thread_time() - began < BURN_S:
                     some @ some
-        result: torch.Tensor = self._layer(hidden, *rest)
-        return result
+        return self._layer(hidden, *rest)
 
 
 def build(
