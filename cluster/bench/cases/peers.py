@@ -9,6 +9,7 @@ torchvision, torchaudio and torchcodec.
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,14 +66,17 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            start_new_session=True,
             env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
         )
 
     def __enter__(self) -> "Peer":
         self._answer()
+        self._stand()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._go()
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -84,10 +88,19 @@ class Peer:
         """Generate after all prompts at the same time."""
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "new_tokens": new_tokens, "temperature": temperature}
+        self._go()
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
+        self._stand()
         return Run(tokens=answer["tokens"], seconds=answer["seconds"])
+
+    def _stand(self) -> None:
+        """Stop its processes: between its turns their threads would poll, on the cores of whoever has the turn."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def _go(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
