@@ -26,7 +26,9 @@ SIZES: dict[str, dict[str, Any]] = {"20": {"d": 20}, "64": {"d": 64}}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("page_size", "lies"), [(1, "scattered"), (4, "run"), (16, "tail")])
+@pytest.mark.parametrize(
+    ("page_size", "lies"), [(1, "scattered"), (16, "tail"), pytest.param(4, "run", marks=pytest.mark.slow)]
+)
 def test_c_gives_what_the_definition_says(page_size: int, lies: str, shape: str, kind: str) -> None:
     one = case(shape, kind, page_size, lies)
     assert torch.allclose(one.given(library=c_library()), one.expected(), atol=1e-12, rtol=0)
