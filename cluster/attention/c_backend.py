@@ -62,7 +62,7 @@ class CAttention:
         """See `TorchAttention`; the pool is float64, float32 or bfloat16."""
         layers, _, parts, kv_heads, size = pool.kv.shape
         self._run = library.functions["attend", pool.kv.dtype]
-        self._kv, self._pages = pool.kv, table.device_pages
+        self._kv, self._pages = pool.kv, table.device_pages  # what `_fixed` points to has to live as long
         self._windows = [window or 0 for window in sliding_windows or (None,) * layers]
         self._heads, self._value_dim = heads, size if value_dim is None else value_dim
         self._fixed: dict[str, Any] = {

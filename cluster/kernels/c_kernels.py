@@ -37,9 +37,9 @@ def fitting(rows: Tensor, panels: Tensor) -> Tensor:
     """`rows`, row after row in memory.
 
     Raises:
-        ValueError: `panels` are for rows of another width or dtype, which C would not notice.
+        ValueError: `panels` are for rows of another width, dtype or device, which C would not notice.
     """
-    if rows.dim() != 2 or rows.shape[1] != panels.shape[2] or rows.dtype != panels.dtype:
+    if not rows.is_cpu or rows.dim() != 2 or rows.shape[1] != panels.shape[2] or rows.dtype != panels.dtype:
         raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} do not fit {panels.shape[2]} of {panels.dtype}")
     return rows.contiguous()
 
@@ -64,8 +64,6 @@ class Panels(Weight):
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
-        if not rows.is_cpu:
-            return torch.mm(rows, self.dense()) if bias is None else torch.addmm(bias, rows, self.dense())
         rows = fitting(rows, self.panels)
         (count, inputs), added = rows.shape, None if bias is None else bias.data_ptr()
         out = rows.new_empty(count, self.outputs)
@@ -88,8 +86,6 @@ class PanelStack(Stack):
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Stack`."""
-        if not rows.is_cpu:
-            return TorchKernels().stack(self.dense())(rows, ends)
         rows = fitting(rows, self.panels)
         count, inputs = rows.shape
         out = rows.new_empty(count, self.outputs)

@@ -1,4 +1,4 @@
-/* Attention of q rows over committed pages and a window under an ancestor mask; see `Seen` and `attend/__init__.py`.
+/* Attention of q rows over committed pages and a window under an ancestor mask; see `Seen` in batch.py.
  *
  * What a row sees is in order of position, one cell each. It is summed up in blocks of BLOCK positions from 0 on, and
  * the blocks in order: so the bits of a row depend on nothing but what it sees, not on the tree, the batch or the
