@@ -109,9 +109,10 @@ class EngineConfig(Settings):
     tokenizer_path: str | None = None
     dtype: Dtype = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention_backend: Literal["auto", "torch", "c"] = Field(
+    attention_backend: Literal["auto", "torch", "c", "triton"] = Field(
         default="auto",
-        description="what attention and the kernels beside it run in; auto: C on a CPU, where it is compiled, or torch",
+        description="what attention and the kernels beside it run in; auto: C on a CPU, Triton on "
+        "a GPU, torch where these cannot be had",
     )
     context_length: int | None = Field(default=None, ge=8)
     page_size: int = Field(default=16, ge=1, le=1024)

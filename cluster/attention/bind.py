@@ -1,6 +1,7 @@
 """A pool and its attention for the layers of one runner."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -8,8 +9,11 @@ from cluster.arch import LayerGeometry
 from cluster.attention.c_backend import CAttention
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
-from cluster.kernels.library import Library
+from cluster.kernels.interface import Kernels
 from cluster.kv.pool import KVPool, slot_bytes
+
+if TYPE_CHECKING:
+    from cluster.attention.triton_backend import TritonAttention
 
 
 def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype) -> int:
@@ -18,14 +22,19 @@ def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype) -> int:
 
 
 def bind_attention(
-    layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather, library: Library | None = None
-) -> tuple[KVPool, TorchAttention | CAttention]:
-    """A pool of `slots` for `layers` (of one rank, all with the same cell), and the attention bound to it: by the
-    `library` of C kernels, or by torch.
+    layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather, kernels: Kernels
+) -> tuple[KVPool, "TorchAttention | CAttention | TritonAttention"]:
+    """A pool of `slots` for `layers` (of one rank, all with the same cell), and the attention bound to it, in what the
+    other `kernels` are.
     """
     g = layers[0]
     pool = KVPool(len(layers), slots, g.cell, dtype, gather.device)
     windows = tuple(layer.sliding_window for layer in layers)
-    if library is not None:
-        return pool, CAttention(pool, gather.table, g.heads, windows, g.scale, g.value_dim, library)
-    return pool, TorchAttention(pool, gather, g.heads, windows, g.scale, g.value_dim)
+    how = g.heads, windows, g.scale, g.value_dim
+    if kernels.library is not None:
+        return pool, CAttention(pool, gather.table, *how, kernels.library)
+    if kernels.name == "triton":
+        from cluster.attention.triton_backend import TritonAttention  # triton takes a second to load
+
+        return pool, TritonAttention(pool, gather.table, *how)
+    return pool, TorchAttention(pool, gather, *how)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.attention.whole import with_rows_whole
 from cluster.batch import HostBounds, Seen
 from cluster.kernels.library import Library
 from cluster.kv.page_table import PageTable
@@ -34,16 +35,6 @@ class Arguments(Structure):
         *((name, c_int64) for name in NUMBERS),
         ("scale", c_double),
     )
-
-
-def with_rows_whole(tensor: Tensor) -> Tensor:
-    """`tensor` `[T, .., d]` with each of its T entries in one piece of memory."""
-    whole = 1
-    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
-        if size != 1 and stride != whole:
-            return tensor.contiguous()
-        whole *= size
-    return tensor
 
 
 class CAttention:

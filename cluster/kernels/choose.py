@@ -1,5 +1,7 @@
 """Which kernels a rank computes with."""
 
+import importlib.util
+
 import torch
 
 from cluster.config import ConfigError
@@ -10,23 +12,44 @@ from cluster.kernels.torch_kernels import TorchKernels
 
 
 def choose_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Those of the setting `attention_backend`; auto: C on a CPU, where it is compiled and knows `dtype`, else torch.
+    """Those of the setting `attention_backend`; auto: C on a CPU, Triton on a GPU, where they can be had, or torch.
 
     Raises:
-        ConfigError: C is asked for, and cannot be had here.
+        ConfigError: what is asked for cannot be had here.
     """
     if backend == "torch":
         return TorchKernels()
-    missing = None
+    name = backend if backend != "auto" else "triton" if device.type == "cuda" else "c"
+    kernels = _triton(device) if name == "triton" else _c(device, dtype)
+    if not isinstance(kernels, str):
+        return kernels
+    if backend == "auto":
+        return TorchKernels(f"torch; {name.title()} {kernels.split(';')[0]}")
+    raise ConfigError(f"attention_backend {backend} {kernels}")
+
+
+def _c(device: torch.device, dtype: torch.dtype) -> Kernels | str:
+    """The kernels in C, or why there are none."""
     if device.type != "cpu":
-        missing = f"runs on a CPU and device is {device.type}; set attention_backend to auto"
-    elif dtype not in KIND_OF:
+        return f"runs on a CPU and device is {device.type}; set attention_backend to auto"
+    if dtype not in KIND_OF:
         known = ", ".join(str(each).removeprefix("torch.") for each in KIND_OF)
-        missing = f"computes in {known}, and dtype is {str(dtype).removeprefix('torch.')}; set one of them, or auto"
-    elif (found := library()) is None:
-        missing = "is not compiled here; install gcc or clang, or set attention_backend to auto"
-    else:
-        return CKernels(found)
-    if backend == "c":
-        raise ConfigError(f"attention_backend c {missing}")
-    return TorchKernels(f"torch; C {missing.split(';')[0]}")
+        return f"computes in {known}, and dtype is {str(dtype).removeprefix('torch.')}; set one of them, or auto"
+    if (found := library()) is None:
+        return "is not compiled here; install gcc or clang, or set attention_backend to auto"
+    return CKernels(found)
+
+
+def _triton(device: torch.device) -> Kernels | str:
+    """The kernels in Triton, or why there are none."""
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed; pip install triton, or set attention_backend to auto"
+    from cluster.kernels.launch import INTERPRETED  # takes a second to load
+    from cluster.kernels.triton_kernels import TritonKernels
+
+    if device.type != "cuda" and not INTERPRETED:
+        return (
+            f"runs on a GPU and device is {device.type}; set attention_backend to auto, or TRITON_INTERPRET=1 in the "
+            "environment, which is slow"
+        )
+    return TritonKernels()

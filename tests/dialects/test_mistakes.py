@@ -13,6 +13,7 @@ from cluster.arch.draft.sample import FILE
 from cluster.attention.bind import bind_attention
 from cluster.config import ConfigError
 from cluster.engine import Engine
+from cluster.kernels.torch_kernels import TorchKernels
 from cluster.spec.draft import EagleDraft
 from tests.dialects.demo import DRAFT, accept_lens, mean, right
 from tests.unit.models.checkpoints import Tensors, copy_of
@@ -149,7 +150,9 @@ def test_another_runners_pool_costs_acceptance(monkeypatch: pytest.MonkeyPatch) 
         draft = engine._p.lockstep.step._draft
         assert isinstance(draft, EagleDraft)
         own, g = draft._runner, draft._runner.model.spec.layer
-        pool, attention = bind_attention([g], own.pool.kv.shape[1], own.pool.kv.dtype, own.attention._gather)
+        pool, attention = bind_attention(
+            [g], own.pool.kv.shape[1], own.pool.kv.dtype, own.attention._gather, TorchKernels()
+        )
         pool.kv.normal_(0, 3, generator=torch.Generator().manual_seed(5))
         other = replace(own, pool=pool, attention=attention)
         true = draft.draft

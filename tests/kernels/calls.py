@@ -5,12 +5,14 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cluster.attention.c_backend import CAttention
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.library import Library, opened
@@ -44,7 +46,10 @@ def results(library: Library) -> Iterator[tuple[str, Tensor]]:
             yield f"rotary {dtype} {size}", heads
     for shape in SHAPES:
         for kind in KINDS:
-            yield f"attend {shape} {kind}", case(shape, kind, 4, "tail").given(library=library)
+            yield (
+                f"attend {shape} {kind}",
+                case(shape, kind, 4, "tail").given(make=partial(CAttention, library=library)),
+            )
 
 
 def digests(library: Library) -> dict[str, str]:

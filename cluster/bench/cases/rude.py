@@ -1,8 +1,9 @@
 """`aerie bench rude`: abusive clients beside ordinary streams; are the streams disturbed?
 
 Eight streams of an `aerie serve` on loopback are read all the time. After a quiet phase another process does one kind
-of abuse after the other. The result of each phase is the longest pause between two events of any stream; the quiet
-phase shows how long one is without abuse.
+of abuse after the other. The result of each phase is the longest pause between two events of any stream, and how many
+a minute are longer than 0.1 s, as the longest of a long phase is longer by itself; the quiet phase shows both without
+abuse.
 """
 
 import json
@@ -23,6 +24,7 @@ from cluster.bench.streams import HOST, Prompt, Stream, served_model
 from cluster.bench.wire import drive
 
 LIMIT_S = 0.5  # the longest pause that a stream may have
+LONG_S = 0.1  # pauses above it are counted
 OPEN_TOKENS = 4  # every stream has this many before the first phase
 
 
@@ -41,12 +43,15 @@ QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100, 40))
 
 @dataclass(slots=True)
 class Phase:
-    """One kind of abuse, or none. `pauses` holds the longest pause of each stream in seconds."""
+    """One kind of abuse, or none. `pauses` holds the longest pause of each stream in seconds; `long` counts
+    those of all streams above `LONG_S`.
+    """
 
     what: str
     count: int
     seconds: float = 0.0
     pauses: list[float] = field(default_factory=list)
+    long: int = 0
     cut: int = 0
     replaced: bool = False
     tally: Tally = field(default_factory=Tally)
@@ -73,16 +78,16 @@ class Listener:
         self._port, self._model, self._max_tokens = port, model, max_tokens
         self._stop = threading.Event()
         self._last: float | None = None  # when the present stream last sent an event; None between two
-        self.longest = 0.0
+        self.longest, self.long = 0.0, 0
         self.errors: list[str] = []
         self.stream = Stream(prompt)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def take_pause(self) -> float:
-        """The longest pause since the last call, including one that has not ended."""
-        last, longest = self._last, self.longest
-        self.longest = 0.0
-        return max(longest, time.perf_counter() - last if last is not None else 0.0)
+    def take_pauses(self) -> tuple[float, int]:
+        """The longest pause since the last call, including one that has not ended, and how many were long."""
+        last, longest, long = self._last, self.longest, self.long
+        self.longest, self.long = 0.0, 0
+        return max(longest, time.perf_counter() - last if last is not None else 0.0), long
 
     def stop(self) -> None:
         """Stop at the present stream's next event."""
@@ -102,6 +107,7 @@ class Listener:
         now = time.perf_counter()
         if self._last is not None:
             self.longest = max(self.longest, now - self._last)
+            self.long += now - self._last > LONG_S
         self._last = now
         if self._stop.is_set():
             raise ValueError("stopped")
@@ -126,7 +132,8 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
             phase = _phase(server, listeners, what, count, abuse)
             phases.append(phase)
             tally = phase.tally
-            say(f"rude: {count} {what}: longest pause {phase.longest_s:.2f} s, cut {phase.cut}, {tally.statuses}")
+            paused = f"longest pause {phase.longest_s:.2f} s, {phase.long} long, cut {phase.cut}"
+            say(f"rude: {count} {what}: {paused}, {tally.statuses}")
         for listener in listeners:
             listener.stop()
     errors = [error for listener in listeners for error in listener.errors]
@@ -147,14 +154,15 @@ def _phase(
     before = _identity(server)
     cuts = sum(len(listener.errors) for listener in listeners)
     for listener in listeners:
-        listener.take_pause()
+        listener.take_pauses()
     began = time.perf_counter()
     tally = abuse(what, count)
     time.sleep(1.0)  # its effects may come a little later
-    pauses = [listener.take_pause() for listener in listeners]
+    taken = [listener.take_pauses() for listener in listeners]
     seconds = time.perf_counter() - began
     cuts = sum(len(listener.errors) for listener in listeners) - cuts
-    return Phase(what, count, seconds, pauses, cuts, _identity(server) != before, tally)
+    pauses, long = [longest for longest, _ in taken], sum(count for _, count in taken)
+    return Phase(what, count, seconds, pauses, long, cuts, _identity(server) != before, tally)
 
 
 def _identity(server: ServerProcess) -> Any:
@@ -183,6 +191,7 @@ def _facts(phase: Phase) -> dict[str, Any]:
         "count": phase.count,
         "seconds": phase.seconds,
         "longest_pause_s": phase.longest_s,
+        "long_a_minute": 60 * phase.long / phase.seconds,
         "cut": phase.cut,
         "replaced": phase.replaced,
         "statuses": {str(status): count for status, count in sorted(tally.statuses.items())},
@@ -202,6 +211,7 @@ def show(result: dict[str, Any]) -> str:
             "what": phase["what"],
             "took s": phase["seconds"],
             "longest pause s": phase["longest_pause_s"],
+            "over 0.1 s a minute": phase["long_a_minute"],
             "cut": phase["cut"],
             "replaced": "YES" if phase["replaced"] else "no",
             "statuses": ", ".join(f"{status}: {count}" for status, count in phase["statuses"].items()) or "-",

@@ -1,17 +1,16 @@
 """What attention must give, one softmax per row in plain exponentials, and requests to try it on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from cluster.attention.bits import packed
-from cluster.attention.c_backend import CAttention
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import HostBounds, Seen, Text, Tree
-from cluster.kernels.library import Library
+from cluster.forward.runner import AttentionBackend
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
@@ -130,18 +129,17 @@ class Case:
         )
         return Seen(self.write(), tree if requests else None, text if lengths else None, self.first)
 
-    def given(self, over: int = 0, library: Library | None = None) -> Tensor:
-        """What torch's backend gives, or that of a `library`, told a bound that is `over` the longest; rows below
-        `first` zeroed when finite.
+    def given(self, over: int = 0, make: Callable[..., AttentionBackend] | None = None) -> Tensor:
+        """What torch's backend gives, or one that is made otherwise, told a bound that is `over` the longest; rows
+        below `first` zeroed when finite.
         """
         pool = KVPool(2, self.pool.kv.shape[1], tuple(self.pool.kv.shape[2:]), self.dtype, CPU)
         pool.kv.copy_(self.pool.kv)
         gather = Gather(self.table, len(self.parents))
         windows = None, self.window
-        attention: TorchAttention | CAttention
-        attention = TorchAttention(pool, gather, self.heads, windows, 0.3, self.values)
-        if library is not None:
-            attention = CAttention(pool, self.table, self.heads, windows, 0.3, self.values, library)
+        attention: AttentionBackend = TorchAttention(pool, gather, self.heads, windows, 0.3, self.values)
+        if make is not None:
+            attention = make(pool, self.table, self.heads, windows, 0.3, self.values)
         attention.prepare(HostBounds(max(self.committed, default=0) + over, tuple(self.chunks)))
         attention.bind(self.seen())
         out = attention(1, self.q, self.kv, self.sinks)

@@ -1,5 +1,7 @@
 """Attention in C gives what the definition says, reads nothing that was not written, and a row's bits are its own."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {"20": {"d": 20}, "64": {"d": 64}}
 )
 def test_c_gives_what_the_definition_says(page_size: int, lies: str, shape: str, kind: str) -> None:
     one = case(shape, kind, page_size, lies)
-    assert torch.allclose(one.given(library=c_library()), one.expected(), atol=1e-12, rtol=0)
+    assert torch.allclose(one.given(make=in_c()), one.expected(), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -44,11 +46,15 @@ def test_long_prefixes_and_all_dtypes(shape: str, size: str, dtype: torch.dtype)
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            outs.append(one.given(library=c_library()))
+            outs.append(one.given(make=in_c()))
     finally:
         torch.set_num_threads(before)
     assert torch.allclose(outs[0].double(), one.expected(), atol=ERROR[dtype], rtol=0)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def in_c() -> Callable[..., CAttention]:
+    return partial(CAttention, library=c_library())
 
 
 def one_head(length: int, dtype: torch.dtype, window: int | None) -> tuple[PageTable, KVPool, CAttention]:

@@ -90,11 +90,13 @@ def _run(
 ) -> tuple[Tensor, list[Tensor]]:
     count, slots = len(tokens), 2 * len(tokens) + 7
     given = context(exchange=exchange, part=part, max_position=count + 1)
-    target, library = load_target(folder, given), given.kernels.library
+    target = load_target(folder, given)
     arch: TargetArch = target.arch
     pages = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(4)) + 1)[None, : count + 1]
     gather = Gather(table_of(pages), 1)
-    _, attention = bind_attention([local_heads(g, part) for g in arch.layers], slots, torch.float64, gather, library)
+    _, attention = bind_attention(
+        [local_heads(g, part) for g in arch.layers], slots, torch.float64, gather, given.kernels
+    )
     boundaries = tuple(range(arch.num_layers + 1))
     logits, streams, at = [], [], 0
     for rows in chunks:

@@ -1,0 +1,138 @@
+"""The attention primitive by programs of Triton: reads the page table and the pages themselves, and copies nothing.
+
+It must equal `TorchAttention`. Nothing that it starts depends on a length, so a graph can hold it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.attention.whole import with_rows_whole
+from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.kernels.attend import gpu
+from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import KVPool
+
+MOST_SPLITS = 16
+INTERPRETED_PROCESSORS = 4  # few requests are split in the interpreter too
+MOST_LINES = 64
+
+
+class TritonAttention:
+    """Attends over one runner's pool."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        table: PageTable,
+        heads: int,
+        sliding_windows: Sequence[int | None],
+        scale: float | None,
+        value_dim: int | None,
+    ) -> None:
+        """See `TorchAttention`."""
+        layers, _, parts, kv_heads, size = pool.kv.shape
+        self._kv, self._table, self._heads, self._kv_heads = pool.kv, table, heads, kv_heads
+        self._windows = [window or 0 for window in sliding_windows or (None,) * layers]
+        self._value_dim = size if value_dim is None else value_dim
+        self._scale = size**-0.5 if scale is None else scale
+        self._processors = processors_of(pool.kv.device)
+        front = 1 << (size.bit_length() - 1)
+        self._wide = {"WIDTH": whole(self._value_dim), "WIDE": WIDE[pool.kv.dtype]}
+        self._constants: dict[str, Any] = {
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "SIZE": size,
+            "VALUE": self._value_dim,
+            "CELL": parts * kv_heads * size,
+            "BEHIND": (parts - 1) * kv_heads * size,
+            "PAGE": table.page_size,
+            "TILE": 32 if size > 128 or pool.kv.dtype.itemsize > 2 else 64,
+            "FRONT": max(16, front),
+            "BACK": whole(size - front) if size > front >= 16 else 0,
+            "WIDEN": INTERPRETED and pool.kv.dtype.itemsize == 2,
+            **self._wide,
+        }
+        self._seen: Seen | None = None
+
+    def prepare(self, bounds: HostBounds) -> None:
+        """A step within these bounds begins; they are not needed."""
+
+    def bind(self, seen: Seen) -> None:
+        """Use `seen` for the calls of the next forward."""
+        self._seen = seen
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
+        seen, count = self._seen, q.shape[0]
+        assert seen is not None, "bound before it is called"
+        if q.dtype != self._kv.dtype or kv.dtype != q.dtype or kv.shape[1:] != self._kv.shape[2:]:
+            raise ValueError(
+                f"cells {list(kv.shape)} of {kv.dtype} for a pool {list(self._kv.shape)} of {self._kv.dtype}"
+            )
+        q, kv, memory = with_rows_whole(q), with_rows_whole(kv), self._kv[layer]
+        bad = torch.empty(count, dtype=torch.int32, device=q.device)
+        cell = self._constants["CELL"]
+        launch(gpu.store, (count,), kv, seen.write, memory, bad, kv.stride(0), CELL=cell, BLOCK=whole(cell))
+        rows = 0 if seen.tree is None else seen.tree.rows.shape[0] * seen.tree.bits.shape[1]
+        make = q.new_empty if rows == count else q.new_zeros  # rows of a text may be fewer than are planned
+        out = make(count, self._heads * self._value_dim)
+        given = q, memory, self._table.device_pages, bad, sinks, out
+        if seen.tree is not None:
+            self._attend_tree(given, seen.tree, seen.first, self._windows[layer])
+        if seen.text is not None:
+            self._attend_text(given, seen.text, rows, seen.first, self._windows[layer])
+        return out
+
+    def _attend_tree(self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int) -> None:
+        bits = with_rows_whole(tree.bits)
+        requests, (_, each, words) = tree.rows.shape[0], bits.shape
+        lines = self._lines(each)
+        tasks = requests * -(-each * self._heads // self._kv_heads // lines)
+        splits = min(MOST_SPLITS, max(1, 2 * self._processors // max(1, tasks * self._kv_heads)))
+        partials = None
+        q, _, pages, bad, sinks, out = given
+        assert q is not None and pages is not None
+        if splits > 1:
+            shape = requests * each, self._heads, splits, self._constants["WIDTH"] + 2
+            partials = torch.empty(shape, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+        strides = q.stride(0), 0 if bits.shape[0] == 1 else bits.stride(0)
+        numbers = *strides, 0, each, tree.width, 0, pages.stride(0), first, window, self._scale
+        where = partials, tree.rows, tree.lens, bits, None
+        how = {"TEXT": False, "SINKS": sinks is not None, "WORDS": words, "SPLITS": splits, **self._lines_of(each)}
+        launch(gpu.attend, (tasks, self._kv_heads, splits), *given, *where, *numbers, **how, **self._constants)
+        if splits > 1:
+            how = {"SINKS": sinks is not None, "HEADS": self._heads, "VALUE": self._value_dim, "SPLITS": splits}
+            launch(gpu.join, (requests * each, self._heads), partials, bad, sinks, out, **how, **self._wide)
+
+    def _attend_text(self, given: tuple[Tensor | None, ...], text: Text, after: int, first: int, window: int) -> None:
+        q, _, pages, _, sinks, _ = given
+        assert q is not None and pages is not None
+        chunks, rows = text.rows.shape[0], q.shape[0] - after
+        lines = self._lines(rows)
+        tasks = -(-rows * self._heads // self._kv_heads // lines) + chunks
+        numbers = q.stride(0), 0, after, 0, 0, chunks, pages.stride(0), first, window, self._scale
+        where = None, text.rows, text.starts, None, text.indptr
+        how = {"TEXT": True, "SINKS": sinks is not None, "WORDS": 1, "SPLITS": 1, **self._lines_of(rows)}
+        launch(gpu.attend, (tasks, self._kv_heads, 1), *given, *where, *numbers, **how, **self._constants)
+
+    def _lines(self, rows: int) -> int:
+        """Lines of a program, for requests of so many rows: few where sums are wide, as these have to fit registers."""
+        return min(MOST_LINES if self._value_dim <= 256 else 16, whole(rows * self._heads // self._kv_heads))
+
+    def _lines_of(self, rows: int) -> dict[str, int]:
+        """The same as constants, with the warps that share them."""
+        lines = self._lines(rows)
+        many = lines >= 32 or self._value_dim >= 256
+        return {"LINES": lines, "num_warps": 8 if many else 4, "num_stages": 2 if many else 3}
+
+
+def processors_of(device: torch.device) -> int:
+    """How many programs of attention should run at a time at least."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -1,0 +1,277 @@
+"""Paged attention over trees and texts (`Seen` in batch.py): the prefix is read once per request and KV head.
+
+A line is one query head of one row. A program has `LINES` lines of one request that share a KV head, and goes over one
+of `SPLITS` parts of what they see, a tile of positions at a time.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store(kv, write, memory, bad, kv_stride, CELL: tl.constexpr, BLOCK: tl.constexpr):
+    """New cells `kv` `[T, CELL]` go to their slots `write` `[T]` of `memory`: zeros in place of those that are not
+    finite, whose rows are noted in `bad` `[T]`.
+    """
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    held = at < CELL
+    cell = tl.load(kv + row * kv_stride + at, mask=held, other=0.0)
+    spoiled = tl.max((held & (cell - cell != 0)).to(tl.int32), 0)
+    cell = tl.where(spoiled != 0, 0.0, cell)
+    tl.store(memory + tl.load(write + row).to(tl.int64) * CELL + at, cell, mask=held)
+    tl.store(bad + row, spoiled)
+
+
+@triton.jit
+def ones(word):
+    """How many bits of each 32-bit word are set."""
+    x = word.to(tl.uint32, bitcast=True)
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def part_of(memory, cells, read, at, SIZE: tl.constexpr):
+    """Numbers `at` of the cells that begin at `cells`, zeros behind `SIZE` and of those that are not to be `read`."""
+    held = read[:, None] & (at < SIZE)[None, :]
+    return tl.load(memory + cells[:, None] + at[None, :], mask=held, other=0.0)
+
+
+@triton.jit
+def cells_of(pages, at, end, PAGE: tl.constexpr, CELL: tl.constexpr):
+    """Where the cells of positions `at` begin, which are read below `end`."""
+    page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
+    return (page * PAGE + at % PAGE) * CELL
+
+
+@triton.jit
+def taken_in(
+    highest,
+    total,
+    sums,
+    q_front,
+    q_back,
+    memory,
+    cells,
+    read,
+    seen,
+    scale,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BEHIND: tl.constexpr,
+    FRONT: tl.constexpr,
+    BACK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """The softmax so far (highest score, sum, weighted values) with one more tile, of which lines see `seen`."""
+    value = part_of(memory + BEHIND, cells, read, tl.arange(0, WIDTH), VALUE)
+    key = part_of(memory, cells, read, tl.arange(0, FRONT), SIZE)
+    if WIDEN:
+        key, value = key.to(WIDE), value.to(WIDE)
+    scores = tl.dot(q_front, tl.trans(key), input_precision="ieee", out_dtype=WIDE)
+    if BACK:
+        key = part_of(memory, cells, read, FRONT + tl.arange(0, BACK), SIZE)
+        if WIDEN:
+            key = key.to(WIDE)
+        scores += tl.dot(q_back, tl.trans(key), input_precision="ieee", out_dtype=WIDE)
+    scores = tl.where(seen, scores * scale, float("-inf"))
+    most = tl.maximum(highest, tl.max(scores, 1))
+    finite = tl.where(most == float("-inf"), 0.0, most)
+    weights = tl.exp(scores - finite[:, None])
+    kept = tl.exp(highest - finite)
+    total = total * kept + tl.sum(weights, 1)
+    sums = sums * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee", out_dtype=WIDE)
+    return most, total, sums
+
+
+CHANGING = ["bits_stride", "first_row", "each", "width", "chunks", "first", "window"]
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def attend(
+    q,
+    memory,
+    pages,
+    bad,
+    sinks,
+    out,
+    partials,
+    tables,
+    starts,
+    bits,
+    indptr,
+    q_stride,
+    bits_stride,
+    first_row,
+    each,
+    width,
+    chunks,
+    pages_each,
+    first,
+    window,
+    scale,
+    TEXT: tl.constexpr,
+    SINKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    CELL: tl.constexpr,
+    BEHIND: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    FRONT: tl.constexpr,
+    BACK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Rows of q `[T, HEADS, SIZE]` over `memory` `[slots, CELL]` -> `out` `[T, HEADS, VALUE]`, or where `SPLITS` > 1
+    parts of it in `partials`. In a cell the keys of KV heads come first, the values `BEHIND` numbers after them.
+
+    Of a tree, program p has lines of request p // blocks; its `each` rows see the first `starts[p]` positions and what
+    `bits` say of `width` slots after them. Of a text, rows `indptr[i]` onwards are at `starts[i]` onwards.
+    Keys are taken in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of two.
+    """
+    REPEAT: tl.constexpr = HEADS // KV_HEADS
+    SECOND: tl.constexpr = BACK if BACK > 0 else 1
+    task, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request, row, count, block = task, first_row, each, 0
+    if TEXT:
+        before = 0
+        count, request = 0, 0
+        for i in range(chunks):
+            begin = tl.load(indptr + i).to(tl.int32)
+            own = tl.load(indptr + i + 1).to(tl.int32) - begin
+            blocks = tl.cdiv(own * REPEAT, LINES)
+            here = (task >= before) & (task < before + blocks)
+            request = tl.where(here, i, request)
+            row, count = tl.where(here, first_row + begin, row), tl.where(here, own, count)
+            block = tl.where(here, task - before, block)
+            before += blocks
+    else:
+        blocks = tl.cdiv(each * REPEAT, LINES)
+        request, block = task // blocks, task % blocks
+        row = request * each
+    table, length = tl.load(tables + request).to(tl.int64), tl.load(starts + request).to(tl.int32)
+    line = block * LINES + tl.arange(0, LINES)
+    own_row, own_head = line // REPEAT, head * REPEAT + line % REPEAT
+    live = own_row < count
+    batch_row = (row + own_row).to(tl.int64)
+
+    # What the lines see: positions `lowest` to `own`, the last at most `end` - 1.
+    own = length + own_row
+    end = tl.max(tl.where(live, own, -1), 0) + 1
+    ancestors = bits
+    if not TEXT:
+        ancestors += request * bits_stride
+        end = length + width
+        own = tl.zeros([LINES], tl.int32) + (length - 1)
+        for word in tl.static_range(WORDS):
+            own += ones(tl.load(ancestors + own_row * WORDS + word, mask=live, other=0))
+    lowest = tl.where(window > 0, tl.maximum(own - window + 1, 0), 0)
+    lowest = tl.where((first > 0) & (own >= first), tl.maximum(lowest, first), lowest)
+    begin = tl.min(tl.where(live, lowest, end), 0) // TILE
+    tiles = tl.cdiv(end, TILE) - begin
+    share = tl.cdiv(tiles, SPLITS)
+    start, stop = begin + split * share, begin + tl.minimum((split + 1) * share, tiles)
+
+    queries = q + (batch_row * q_stride + own_head * SIZE)[:, None]
+    front, back = tl.arange(0, FRONT), FRONT + tl.arange(0, SECOND)
+    q_front = tl.load(queries + front[None, :], mask=live[:, None] & (front < SIZE)[None, :], other=0.0)
+    q_back = tl.load(queries + back[None, :], mask=live[:, None] & (back < SIZE)[None, :], other=0.0)
+    if WIDEN:
+        q_front, q_back = q_front.to(WIDE), q_back.to(WIDE)
+    pages += table * pages_each
+    memory += head * SIZE
+    highest = tl.full([LINES], float("-inf"), WIDE)
+    total = tl.zeros([LINES], WIDE)
+    sums = tl.zeros([LINES, WIDTH], WIDE)
+    middle = stop if TEXT else tl.minimum(tl.maximum(length // TILE, start), stop)  # before it all is committed
+    for tile in range(start, middle):
+        at = tile * TILE + tl.arange(0, TILE)
+        cells = cells_of(pages, at, end, PAGE, CELL)
+        seen = live[:, None] & (at[None, :] <= own[:, None]) & (at[None, :] >= lowest[:, None])
+        highest, total, sums = taken_in(
+            highest, total, sums, q_front, q_back, memory, cells, at < end, seen, scale,
+            SIZE, VALUE, BEHIND, FRONT, BACK, WIDTH, WIDE, WIDEN,
+        )  # fmt: skip
+    if not TEXT:
+        for tile in range(middle, stop):
+            at = tile * TILE + tl.arange(0, TILE)
+            cells = cells_of(pages, at, end, PAGE, CELL)
+            slot = at - length
+            seen, label = tl.zeros([LINES, TILE], tl.int1) | (slot < 0)[None, :], tl.zeros([LINES, TILE], tl.int32)
+            for word in tl.static_range(WORDS):
+                held = tl.load(ancestors + own_row * WORDS + word, mask=live, other=0)[:, None]
+                place = slot - 32 * word
+                here, below = (place >= 0) & (place < 32) & (slot < width), place & 31
+                seen |= here[None, :] & (((held >> below[None, :]) & 1) != 0)
+                fewer = ones(held & ((1 << below[None, :]) - 1))
+                label += tl.where(here[None, :], fewer, tl.where((place >= 32)[None, :], ones(held), 0))
+            label += tl.minimum(at, length)[None, :]
+            seen &= live[:, None] & (label >= lowest[:, None])
+            highest, total, sums = taken_in(
+                highest, total, sums, q_front, q_back, memory, cells, at < end, seen, scale,
+                SIZE, VALUE, BEHIND, FRONT, BACK, WIDTH, WIDE, WIDEN,
+            )  # fmt: skip
+    deep = tl.arange(0, WIDTH)
+    place = batch_row * HEADS + own_head
+    fits = live[:, None] & (deep < VALUE)[None, :]
+    if SPLITS > 1:
+        kept_at = (place * SPLITS + split) * (WIDTH + 2)
+        tl.store(partials + kept_at[:, None] + deep[None, :], sums, mask=fits)
+        tl.store(partials + kept_at + WIDTH, highest, mask=live)
+        tl.store(partials + kept_at + WIDTH + 1, total, mask=live)
+    else:
+        if SINKS:
+            sink = tl.load(sinks + own_head, mask=live, other=0.0).to(WIDE)
+            most = tl.maximum(highest, sink)
+            kept = tl.exp(highest - most)
+            total = total * kept + tl.exp(sink - most)
+            sums *= kept[:, None]
+        spoiled = tl.load(bad + batch_row, mask=live, other=0) != 0
+        sums = sums / tl.where(total == 0, 1.0, total)[:, None]
+        sums = tl.where(spoiled[:, None], float("nan"), sums)
+        tl.store(out + place[:, None] * VALUE + deep[None, :], sums.to(out.dtype.element_ty), mask=fits)
+
+
+@triton.jit
+def join(
+    partials,
+    bad,
+    sinks,
+    out,
+    SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score, the sum) -> `out`."""
+    row, head, deep = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
+    place = row * HEADS + head
+    highest = tl.full([], float("-inf"), WIDE)
+    for split in tl.static_range(SPLITS):
+        highest = tl.maximum(highest, tl.load(partials + (place * SPLITS + split) * (WIDTH + 2) + WIDTH))
+    if SINKS:
+        highest = tl.maximum(highest, tl.load(sinks + head).to(WIDE))
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total, sums = tl.zeros([], WIDE), tl.zeros([WIDTH], WIDE)
+    for split in tl.static_range(SPLITS):
+        part = partials + (place * SPLITS + split) * (WIDTH + 2)
+        kept = tl.exp(tl.load(part + WIDTH) - highest)
+        total += tl.load(part + WIDTH + 1) * kept
+        sums += tl.load(part + deep, mask=deep < VALUE, other=0.0) * kept
+    if SINKS:
+        total += tl.exp(tl.load(sinks + head).to(WIDE) - highest)
+    sums = tl.where(tl.load(bad + row) != 0, float("nan"), sums / tl.where(total == 0, 1.0, total))
+    tl.store(out + place * VALUE + deep, sums.to(out.dtype.element_ty), mask=deep < VALUE)

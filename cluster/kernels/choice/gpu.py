@@ -1,0 +1,132 @@
+"""The best tokens after each row, and the log of the sum over its scores, in one pass over the logits.
+
+A score is a tempered logit plus keyed noise, made in registers; nothing that has the size of the vocabulary is written.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mixed(x, between):
+    """MurmurHash3's 32-bit finaliser of unsigned words; `between` enters before its second round."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) ^ between
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def gumbel(key, hashes, WIDE: tl.constexpr):
+    """Gumbel noise under a 64-bit `key`, for tokens with `hashes`."""
+    low, high = key.to(tl.uint64, bitcast=True).to(tl.uint32), (key.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
+    bits = mixed(low ^ hashes.to(tl.uint32, bitcast=True), high) & 0x7FFFFFFF
+    uniform = (bits.to(WIDE) + 0.5) * 4.656612873077393e-10
+    least: tl.constexpr = 1.1102230246251565e-16 if tl.float64 == WIDE else 5.9604644775390625e-08
+    uniform = tl.minimum(uniform, 1 - least)
+    rest = 1 - uniform  # log(1 - u), exactly enough where u is small: Kahan's way
+    log = tl.where(rest == 1, -uniform, tl.log(rest) * (uniform / tl.where(rest == 1, 1.0, 1 - rest)))
+    return -tl.log(-log)
+
+
+@triton.jit
+def in_order(x):
+    """Integers in the order of the numbers `x`, and back: NaN is the highest. The lowest integer stands for none."""
+    KIND: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
+    bits = tl.where(x != x, float("inf"), x).to(KIND, bitcast=True)
+    return bits ^ ((bits >> (KIND.primitive_bitwidth - 1)) & ((1 << (KIND.primitive_bitwidth - 1)) - 1))
+
+
+@triton.jit
+def number_of(order, WIDE: tl.constexpr):
+    """The number that `in_order` gave."""
+    bits: tl.constexpr = WIDE.primitive_bitwidth - 1
+    return (order ^ ((order >> bits) & ((1 << bits) - 1))).to(WIDE, bitcast=True)
+
+
+@triton.jit
+def best_of_part(
+    logits,
+    inverse,
+    scale,
+    keys,
+    hashes,
+    least,
+    values,
+    ids,
+    sums,
+    stride,
+    columns,
+    far,
+    NOISY: tl.constexpr,
+    FILTERED: tl.constexpr,
+    SUMMED: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of part p of row r of `logits` `[T, columns]` the `COUNT` highest scores, `values` and `ids` `[T, parts, COUNT]`;
+    with `SUMMED` the highest and the sum of exponentials below it in `sums` `[T, parts, 2]`.
+
+    With `NOISY`, scores are logits times `inverse` `[T]` plus noise under `keys` `[T]` for `hashes` `[columns]` times
+    `scale` `[T]`; with `FILTERED`, what is below `least` `[T]` falls by `far`.
+    """
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    LOWEST: tl.constexpr = -(1 << (WIDE.primitive_bitwidth - 1))
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    held = at < columns
+    score = tl.load(logits + row * stride + at, mask=held, other=0.0).to(WIDE)
+    if NOISY:
+        score *= tl.load(inverse + row).to(WIDE)
+        if FILTERED:
+            score = tl.where(score < tl.load(least + row), score - far, score)
+        noise = gumbel(tl.load(keys + row), tl.load(hashes + at, mask=held, other=0), WIDE)
+        score += noise * tl.load(scale + row).to(WIDE)
+    place = row * parts + part
+    if SUMMED:
+        most = tl.max(tl.where(held, score, float("-inf")), 0)
+        finite = tl.where(most == float("-inf"), 0.0, most)
+        tl.store(sums + 2 * place, most)
+        tl.store(sums + 2 * place + 1, tl.sum(tl.where(held, tl.exp(score - finite), 0.0), 0))
+    order = tl.where(held, in_order(score), LOWEST)
+    for one in tl.static_range(COUNT):
+        highest, which = tl.max(order, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(values + place * COUNT + one, number_of(highest, WIDE))
+        tl.store(ids + place * COUNT + one, part * BLOCK + which)
+        order = tl.where(tl.arange(0, BLOCK) == which, LOWEST, order)
+
+
+@triton.jit
+def best_of_all(
+    part_values,
+    part_ids,
+    sums,
+    values,
+    ids,
+    total,
+    parts,
+    columns,
+    SUMMED: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the parts of rows found, put together: `values` and `ids` `[T, COUNT]`, the log of the sum `total` `[T]`."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    LOWEST: tl.constexpr = -(1 << (WIDE.primitive_bitwidth - 1))
+    held = at < parts * COUNT
+    token = tl.load(part_ids + row * parts * COUNT + at, mask=held, other=columns)
+    score = tl.load(part_values + row * parts * COUNT + at, mask=held, other=0.0)
+    order = tl.where(token < columns, in_order(score), LOWEST)
+    for one in tl.static_range(COUNT):
+        highest, which = tl.max(order, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(values + row * COUNT + one, number_of(highest, WIDE))
+        tl.store(ids + row * COUNT + one, tl.sum(tl.where(at == which, token, 0), 0).to(tl.int64))
+        order = tl.where(at == which, LOWEST, order)
+    if SUMMED:
+        part = tl.arange(0, PARTS)
+        most = tl.load(sums + 2 * (row * parts + part), mask=part < parts, other=float("-inf"))
+        below = tl.load(sums + 2 * (row * parts + part) + 1, mask=part < parts, other=0.0)
+        top = tl.max(most, 0)
+        finite = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(total + row, finite + tl.log(tl.sum(below * tl.exp(most - finite), 0)))

@@ -1,0 +1,24 @@
+"""RMS norm with the residual sum before it, a row to a program."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(
+    rows, more, scale, total, out, stride, size, eps, MORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`total` = `rows` + `more` `[T, size]` (with `MORE`), `out` its norm times `scale` `[size]`; `rows` lie `stride`
+    apart, the others in one piece.
+    """
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    held = at < size
+    given = tl.load(rows + row * stride + at, mask=held, other=0.0)
+    x = given.to(WIDE)
+    if MORE:
+        given = (x + tl.load(more + row * size + at, mask=held, other=0.0).to(WIDE)).to(given.dtype)
+        tl.store(total + row * size + at, given, mask=held)
+        x = given.to(WIDE)
+    x *= 1 / tl.sqrt(tl.sum(x * x) / size + eps)
+    x *= tl.load(scale + at, mask=held, other=0.0).to(WIDE)
+    tl.store(out + row * size + at, x.to(given.dtype), mask=held)

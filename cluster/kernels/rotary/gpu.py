@@ -1,0 +1,55 @@
+"""Norm and rotation of heads in place, a head of a row to a program. Each number is read and written by one thread."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate(
+    heads,
+    cosines,
+    sines,
+    q_scale,
+    k_scale,
+    row_stride,
+    head_stride,
+    queries,
+    size,
+    half,
+    eps,
+    NORMED: tl.constexpr,
+    WIDE: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Rotate the first 2 x `half` numbers of each of `heads` `[T, n, size]` by `cosines` and `sines` `[T, 2 half]`.
+
+    With `NORMED` all are normed before: the first `queries` heads by `q_scale`, the others by `k_scale`. `REST` are the
+    numbers behind (0: none, or none that change).
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    base = heads + row * row_stride + head * head_stride
+    at = tl.arange(0, HALF)
+    held = at < half
+    low = tl.load(base + at, mask=held, other=0.0).to(WIDE)
+    high = tl.load(base + half + at, mask=held, other=0.0).to(WIDE)
+    if NORMED:
+        total = tl.sum(low * low) + tl.sum(high * high)
+        scale = q_scale if head < queries else k_scale
+        if REST:
+            behind = 2 * half + tl.arange(0, REST)
+            rest = tl.load(base + behind, mask=behind < size, other=0.0).to(WIDE)
+            total += tl.sum(rest * rest)
+        factor = 1 / tl.sqrt(total / size + eps)
+        low *= factor * tl.load(scale + at, mask=held, other=0.0).to(WIDE)
+        high *= factor * tl.load(scale + half + at, mask=held, other=0.0).to(WIDE)
+        if REST:
+            rest *= factor * tl.load(scale + behind, mask=behind < size, other=0.0).to(WIDE)
+            tl.store(base + behind, rest.to(heads.dtype.element_ty), mask=behind < size)
+    angle = row * 2 * half + at
+    turned_low = low * tl.load(cosines + angle, mask=held, other=0.0).to(WIDE)
+    turned_low += high * tl.load(sines + angle, mask=held, other=0.0).to(WIDE)
+    turned_high = high * tl.load(cosines + half + angle, mask=held, other=0.0).to(WIDE)
+    turned_high += low * tl.load(sines + half + angle, mask=held, other=0.0).to(WIDE)
+    tl.store(base + at, turned_low.to(heads.dtype.element_ty), mask=held)
+    tl.store(base + half + at, turned_high.to(heads.dtype.element_ty), mask=held)

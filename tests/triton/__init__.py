@@ -1,0 +1,1 @@
+"""Programs of Triton, in its interpreter and compiled without a GPU."""

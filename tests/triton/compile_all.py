@@ -1,0 +1,36 @@
+"""Compiles every configuration for sm_90 and sm_100 without a GPU, and prints what each takes.
+
+`TRITON_INTERPRET=0 python -m tests.triton.compile_all [NAME ..]`; ends with 1 where one has too much.
+"""
+
+import sys
+
+import torch
+
+from tests.triton.compiling import SHARED_MEMORY, compiled
+from tests.triton.configurations import SHAPES, started
+
+
+def main(names: list[str]) -> int:
+    """Compile those of the shapes `names`, or of all."""
+    known: dict[object, bool] = {}
+    bad = 0
+    print(f"{'shape':24} {'program':24} {'sm':>4} {'shared':>8} {'registers':>9} {'spilled':>8}")
+    for name in names or list(SHAPES):
+        for what, one in started(SHAPES[name], torch.bfloat16):
+            kinds = tuple(str(getattr(value, "dtype", type(value))) for value in one.given)
+            key = one.program.__name__, kinds, tuple(one.constants.items())
+            if key in known:
+                continue
+            known[key] = True
+            for capability in (90, 100):
+                made = compiled(one, capability)
+                fits = made.shared <= SHARED_MEMORY and not made.spilled
+                bad += not fits
+                numbers = f"{made.shared:8} {made.registers:9} {made.spilled:8}"
+                print(f"{name:24} {what:24} {capability:4} {numbers}{'' if fits else '  TOO MUCH'}", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""What models ask of the kernels on a GPU: attention and rows of shapes that are served, as they would be started."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cluster.attention.bits import line_bits
+from cluster.attention.triton_backend import TritonAttention
+from cluster.batch import Seen, Text, Tree
+from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.triton_kernels import TritonKernels
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import KVPool
+from tests.triton.compiling import Started, watching
+
+CPU = torch.device("cpu")
+
+
+class Shape(NamedTuple):
+    """Layers of one rank. `value` None: k and v of `size`; else latents, the first `value` numbers of which are values.
+
+    `turned` numbers of a head are rotated; `normed`: heads are normed before.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    size: int
+    inner: int
+    value: int | None = None
+    sinks: bool = False
+    window: int | None = None
+    turned: int | None = None
+    normed: bool = False
+    activation: Activation = Activation()
+
+
+SHAPES = {
+    "Llama-3.1-8B": Shape(4096, 32, 8, 128, 14336),
+    "Llama-3.1-8B, a quarter": Shape(4096, 8, 2, 128, 3584),
+    "Qwen3-30B-A3B": Shape(2048, 32, 4, 128, 768, normed=True),
+    "Gemma 3": Shape(2560, 8, 4, 256, 10240, window=1024, normed=True, activation=Activation("gelu_tanh")),
+    "gpt-oss": Shape(2880, 64, 8, 64, 2880, sinks=True, window=128, activation=Activation("clamped", 1.702, 7.0)),
+    "DeepSeek": Shape(7168, 128, 1, 576, 2048, value=512, turned=64),
+    "DeepSeek, an eighth": Shape(7168, 16, 1, 576, 2048, value=512, turned=64),
+    "GLM-4": Shape(4096, 32, 2, 128, 13696, turned=64),
+}
+TREES = {"plain": (64, 1), "chain": (16, 4), "tree": (4, 32), "wide tree": (1, 60)}  # requests, rows of each
+
+
+def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
+    """Every program that layers of `shape` start, once for each kind of rows."""
+    with watching() as seen:
+        _rows(shape, dtype)
+    yield from ((one.program.__name__, one) for one in seen)
+    for name, (requests, each) in TREES.items():
+        width = each + 4
+        rows = torch.arange(requests)
+        tree = Tree(rows, torch.full((requests,), 9), line_bits(each, width, CPU).expand(requests, -1, -1), width)
+        with watching() as seen:
+            _attend(shape, dtype, requests * each, tree, None)
+        yield from ((f"{one.program.__name__}, {name}", one) for one in seen if one.program.__name__ != "store")
+    text = Text(torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 100, 512]))
+    with watching() as seen:
+        _attend(shape, dtype, 512, None, text)
+    yield from ((f"{one.program.__name__}, prompts", one) for one in seen)
+
+
+def _attend(shape: Shape, dtype: torch.dtype, rows: int, tree: Tree | None, text: Text | None) -> None:
+    table, cell = PageTable(64, 4096, 16, CPU), (2, shape.kv_heads, shape.size)
+    pool = KVPool(1, 32, cell if shape.value is None else (1, 1, shape.size), dtype, CPU)
+    backend = TritonAttention(pool, table, shape.heads, (shape.window,), None, shape.value)
+    backend._processors = 132
+    backend.bind(Seen(torch.zeros(rows, dtype=torch.int64), tree, text))
+    kv = torch.zeros(rows, *pool.kv.shape[2:], dtype=dtype)
+    sinks = torch.zeros(shape.heads, dtype=dtype) if shape.sinks else None
+    backend(0, torch.zeros(rows, shape.heads, shape.size, dtype=dtype), kv, sinks)
+
+
+def _rows(shape: Shape, dtype: torch.dtype, count: int = 64) -> None:
+    kernels, turned = TritonKernels(), shape.turned or shape.size
+
+    def zeros(*sizes: int) -> Tensor:
+        return torch.zeros(sizes, dtype=dtype)
+
+    heads = zeros(count, shape.heads + shape.kv_heads, shape.size)
+    scale = zeros(shape.size)
+    angles = Angles(zeros(count, 1, turned), zeros(count, 1, turned))
+    kernels.norm(zeros(count, shape.hidden), zeros(shape.hidden), 1e-5)
+    kernels.add_norm(zeros(count, shape.hidden), zeros(count, shape.hidden), zeros(shape.hidden), 1e-5)
+    kernels.rotate(heads, angles, HeadNorms(shape.heads, scale, scale, 1e-6) if shape.normed else None)
+    kernels.activate(zeros(count, 2 * shape.inner), shape.activation)

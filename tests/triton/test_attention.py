@@ -1,0 +1,95 @@
+"""Attention by Triton gives what the definition says, reads nothing that was not written, and can be split."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.attention.bits import line_bits
+from cluster.attention.triton_backend import TritonAttention
+from cluster.batch import Seen, Text, Tree
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import KVPool
+from tests.unit.attention.dense import Case
+from tests.unit.attention.test_c_attention import ERROR
+from tests.unit.attention.test_twins import KINDS, SHAPES, TREE, case
+
+CPU = torch.device("cpu")
+QUICK = ("all", "wide")  # between them they have what the other shapes have
+LONG: dict[str, dict[str, Any]] = {
+    "tiles": {"committed": (31, 33, 200), "parents": TREE, "chunks": ()},
+    "alone, long": {"committed": (600,), "parents": TREE, "chunks": ()},
+    "texts over tiles": {"committed": (63,), "parents": (-1,), "chunks": ((50, 52), (70, 150))},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=() if shape in QUICK else pytest.mark.slow) for shape in SHAPES]
+)
+@pytest.mark.parametrize(
+    ("page_size", "lies"),
+    [(4, "tail"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "scattered"), (16, "run")))],
+)
+def test_triton_gives_what_the_definition_says(page_size: int, lies: str, shape: str, kind: str) -> None:
+    one = case(shape, kind, page_size, lies)
+    assert torch.allclose(one.given(make=TritonAttention), one.expected(), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [*ERROR, torch.float16])
+@pytest.mark.parametrize(
+    "size", [{"d": 20}, {"d": 96}, pytest.param({"d": 192, "latent": True, "kv_heads": 1}, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("shape", LONG)
+def test_sizes_lengths_and_dtypes(shape: str, size: dict[str, Any], dtype: torch.dtype) -> None:
+    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
+    one = Case(**given | LONG[shape] | size)
+    error = ERROR.get(dtype, 2e-3)
+    assert torch.allclose(one.given(make=TritonAttention).double(), one.expected(), atol=error, rtol=0)
+
+
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("processors", [1, 3, 100])
+def test_a_split_prefix_gives_the_same(processors: int, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are more parts than tiles."""
+    monkeypatch.setattr("cluster.attention.triton_backend.INTERPRETED_PROCESSORS", processors)
+    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "sunk": sunk, "window": 250}
+    one = Case(**given, committed=(300, 20), parents=TREE, chunks=((5, 9),))
+    assert torch.allclose(one.given(make=TritonAttention), one.expected(), atol=1e-12, rtol=0)
+
+
+def one_head() -> tuple[PageTable, TritonAttention]:
+    table = PageTable(1, 64, 16, CPU)
+    table.device_pages[0] = torch.arange(table.device_pages.shape[1]) + 1
+    pool = KVPool(1, 100, (2, 2, 24), torch.float32, CPU)
+    return table, TritonAttention(pool, table, 4, (None,), 0.3, 24)
+
+
+def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:
+    table, attention = one_head()
+    q, kv = torch.ones(3, 4, 24), torch.ones(3, 2, 2, 24)
+    kv[1, 0, 0, 5] = float("inf")
+    row, lens = torch.tensor([0]), torch.tensor([0])
+    attention.bind(Seen(table.slots(row, torch.arange(3)), Tree(row, lens, line_bits(3, 3, CPU), 3)))
+    out = attention(0, q, kv)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+    assert attention._kv.isfinite().all()
+
+
+def test_rows_that_no_text_has_are_zeros() -> None:
+    """A plan may have more rows than the chunks of a rank."""
+    table, attention = one_head()
+    row, start = torch.tensor([0]), torch.tensor([0])
+    attention.bind(Seen(table.slots(row, torch.arange(5)), None, Text(row, start, torch.tensor([0, 3]))))
+    out = attention(0, torch.ones(5, 4, 24), torch.ones(5, 2, 2, 24))
+    assert torch.allclose(out[:3], torch.ones(()))
+    assert not out[3:].any()
+
+
+def test_cells_of_another_width_are_refused() -> None:
+    table, attention = one_head()
+    row, lens = torch.tensor([0]), torch.tensor([0])
+    attention.bind(Seen(table.slots(row, torch.arange(1)), Tree(row, lens, line_bits(1, 1, CPU), 1)))
+    with pytest.raises(ValueError, match="for a pool"):
+        attention(0, torch.ones(1, 4, 24), torch.ones(1, 2, 2, 25))
