@@ -1,0 +1,189 @@
+"""`aerie bench kernels`: each kernel that serves on this CPU against its twin in torch, and against what the machine
+can do at best, in turns in one run.
+
+Possible is the longer of two times: that of reading what has to be read once, and that of the operations, at the
+machine's rates, which are measured in the same run. What fits a cache can be read faster than that.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cluster.arch.layer import LayerGeometry
+from cluster.attention.bind import bind_attention
+from cluster.attention.bits import line_bits
+from cluster.attention.gather import Gather
+from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.bench.ceilings import ceilings, timed
+from cluster.bench.report import Say, machine, median, ratio, records
+from cluster.kernels.choose import choose_kernels
+from cluster.kernels.interface import Activation, Angles, HeadNorms, Kernels
+from cluster.kernels.torch_kernels import TorchKernels
+from cluster.kv.page_table import PageTable
+
+CPU = torch.device("cpu")
+PAGE = 16
+LAYER = LayerGeometry(2048, 32, 8, 64, 8192, 1e-5)  # one of a model of a billion parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The layer that is measured, how long prefixes are, and how often each kernel has its turn."""
+
+    layer: LayerGeometry = LAYER
+    prefix: int = 2048
+    rows: tuple[int, ...] = (1, 4, 8, 32, 256)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    repeats: int = 9
+
+
+QUICK = Size(LayerGeometry(256, 4, 2, 64, 512, 1e-5), prefix=128, rows=(1, 8), repeats=2)
+
+
+class Work(NamedTuple):
+    """One kernel on some rows, by given kernels; what it has to read, and the operations that it takes."""
+
+    kernel: str
+    rows: str
+    run: Callable[[], object]
+    read: float
+    computed: float
+
+
+@torch.inference_mode()
+def measure(size: Size, say: Say = print) -> dict[str, Any]:
+    """Every kernel against its twin: seconds, and which share of what is possible."""
+    best, figures = ceilings(), []
+    say(f"kernels: {best.bytes / 1e9:.1f} GB/s read, {best.flops / 1e9:.0f} GFLOP/s")
+    for dtype in size.dtypes:
+        serving = choose_kernels("auto", CPU, dtype)
+        for own, twin in zip(works(size, serving, dtype), works(size, TorchKernels(), dtype), strict=True):
+            took = turns(own, twin, size.repeats)
+            possible = best.least_seconds(own.read, own.computed)
+            say(f"kernels: {own.kernel}, {own.rows}, {dtype}: {took[0] * 1e6:.0f} us")
+            figures.append(
+                {
+                    "kernel": own.kernel,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "rows": own.rows,
+                    "us": took[0] * 1e6,
+                    "twin_us": took[1] * 1e6,
+                    "ratio": ratio(took[1], took[0]),
+                    "share": ratio(possible, took[0]),
+                }
+            )
+    return {
+        "what": "kernels",
+        "machine": machine(),
+        "serving": choose_kernels("auto", CPU, torch.float32).about,
+        "gigabytes_s": best.bytes / 1e9,
+        "gigaflops": best.flops / 1e9,
+        "figures": figures,
+    }
+
+
+def turns(own: Work, twin: Work, repeats: int) -> tuple[float, float]:
+    """Seconds of one call of each, the medians over turns of some milliseconds."""
+    own.run(), twin.run()
+    calls = max(1, min(200, int(0.005 / max(1e-6, timed(own.run)))))
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeats):
+        for which in (0, 1) if turn % 2 else (1, 0):
+            run = (own, twin)[which].run
+            seconds[which].append(timed(lambda run=run: [run() for _ in range(calls)]) / calls)  # type: ignore[misc]
+    return median(seconds[0]), median(seconds[1])
+
+
+def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[Work]:
+    """The kernels of a layer, in turn; the same rows for the same seed."""
+    g, each = size.layer, dtype.itemsize
+    dice = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=dice).to(dtype)
+
+    for name, inputs, outputs in (
+        ("product", g.hidden, 2 * g.intermediate),
+        ("product, down", g.intermediate, g.hidden),
+    ):
+        weight = kernels.weight(made(inputs, outputs) / inputs**0.5)
+        for rows in size.rows:
+            given = made(rows, inputs)
+            read, computed = inputs * outputs * each, 2 * rows * inputs * outputs
+            yield Work(name, f"{rows} rows", lambda w=weight, x=given: w(x), read, computed)  # type: ignore[misc]
+    for rows in size.rows[:: len(size.rows) - 1]:
+        yield from _row_works(g, rows, kernels, made, each)
+    yield from _attention_works(size, kernels, dtype, made)
+
+
+def _row_works(g: LayerGeometry, rows: int, kernels: Kernels, made: Callable[..., Tensor], each: int) -> Iterator[Work]:
+    said, x, more, scale = f"{rows} rows", made(rows, g.hidden), made(rows, g.hidden), made(g.hidden)
+    yield Work("add and norm", said, lambda: kernels.add_norm(x, more, scale, g.eps), 2 * rows * g.hidden * each, 0)
+    heads, angles = (
+        made(rows, g.heads + g.kv_heads, g.head_dim),
+        Angles(made(rows, 1, g.head_dim), made(rows, 1, g.head_dim)),
+    )
+    norms = HeadNorms(g.heads, made(g.head_dim), made(g.head_dim), g.eps)
+    moved = heads.numel() * each
+    yield Work("rotate", said, lambda: kernels.rotate(heads, angles), moved, 0)
+    yield Work("norm and rotate heads", said, lambda: kernels.rotate(heads, angles, norms), moved, 0)
+    both = made(rows, 2 * g.intermediate)
+    yield Work("activate", said, lambda: kernels.activate(both, Activation()), both.numel() * each, 0)
+
+
+def _attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, made: Callable[..., Tensor]) -> Iterator[Work]:
+    """Decoding, a chain, a tree, and a chunk of a prompt, all behind prefixes of the same length."""
+    g, prefix = size.layer, size.prefix
+    for name, requests, rows in (
+        ("decode", 1, 1),
+        ("decode", 8, 1),
+        ("chain", 8, 4),
+        ("tree", 4, 16),
+        ("prompt", 1, 256),
+    ):
+        table = PageTable(requests, prefix + rows, PAGE, CPU)
+        pages = table.device_pages.shape[1]
+        order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        table.device_pages[:requests] = order.view(requests, pages) + 1
+        pool, attention = bind_attention([g], (requests * pages + 1) * PAGE, dtype, Gather(table, rows), kernels)
+        pool.kv.normal_(generator=torch.Generator().manual_seed(2))
+        number, lens = torch.arange(requests), torch.full((requests,), prefix)
+        write = table.slots(number[:, None], prefix + torch.arange(rows)).flatten()
+        tree = text = None
+        if name == "prompt":
+            text = Text(number, lens, torch.tensor([0, rows]))
+        else:
+            tree = Tree(number, lens, line_bits(rows, rows, CPU), rows)
+        q, kv = made(requests * rows, g.heads, g.head_dim), made(requests * rows, *g.cell[:1], *g.cell[1:])
+        seen, bounds = Seen(write, tree, text), HostBounds(prefix, ((prefix, prefix + rows),) if text else ())
+
+        def run(attention: Any = attention, q: Tensor = q, kv: Tensor = kv, told: Any = (bounds, seen)) -> Tensor:
+            attention.prepare(told[0])
+            attention.bind(told[1])
+            out: Tensor = attention(0, q, kv)
+            return out
+
+        read = requests * (prefix + rows) * 2 * g.kv_heads * g.head_dim * dtype.itemsize
+        computed = 4 * requests * rows * (prefix + rows / 2) * g.heads * g.head_dim
+        yield Work(f"attend, {name}", f"{requests} x {rows} rows", run, read, computed)
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as a table."""
+    rows = [
+        {
+            "kernel": one["kernel"],
+            "dtype": one["dtype"],
+            "rows": one["rows"],
+            "us": round(one["us"]),
+            "twin us": round(one["twin_us"]),
+            "times as fast": one["ratio"],
+            "of possible": one["share"],
+        }
+        for one in result["figures"]
+    ]
+    best = f"{result['gigabytes_s']:.1f} GB/s read, {result['gigaflops']:.0f} GFLOP/s in float32"
+    return f"{result['serving']}; {result['machine']['cpu']}; at best {best}\n{records(rows)}"

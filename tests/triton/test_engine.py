@@ -1,0 +1,47 @@
+"""The engine on Triton gives the tokens of plain decoding by torch: chain and tree, with prompts beside them."""
+
+from typing import Any
+
+import pytest
+
+from cluster.config import ConfigError
+from cluster.engine import build_engine
+from cluster.request import SamplingParams
+from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_steps": 3},
+    "tree": {"topk": 3, "num_steps": 3, "speculative_num_draft_tokens": 7},
+}
+
+
+def requests(params: SamplingParams) -> list[Any]:
+    prompts = [[3, 5, 2], [1, *range(2, 15)]]
+    return [request(f"r{at}", prompt, params, max_tokens=6, seed=at) for at, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampling", ["greedy", "filtered"])
+def test_tokens_are_those_of_plain_decoding(sampling: str, shape: str) -> None:
+    target, draft = tiny_pair()
+    expected = run(build_engine(config_of(target, attention_backend="torch")), requests(SAMPLING[sampling]))
+    engine = build_engine(config_of(target, draft, **SHAPES[shape], attention_backend="triton"))
+    given = run(engine, requests(SAMPLING[sampling]))
+    assert given.tokens == expected.tokens
+    assert engine.info().attention_backend == "triton"
+
+
+def test_captured_steps_replay_what_is_started() -> None:
+    """Twice, as the first time a key occurs its step is not captured."""
+    target, draft = tiny_pair()
+    expected = run(build_engine(config_of(target, attention_backend="torch")), requests(SAMPLING["0.8"]))
+    config = config_of(target, draft, attention_backend="triton", capture="on")
+    engine = build_engine(config)
+    assert run(engine, requests(SAMPLING["0.8"])).tokens == expected.tokens
+    assert run(engine, requests(SAMPLING["0.8"])).tokens == expected.tokens
+
+
+def test_without_its_interpreter_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.kernels.launch.INTERPRETED", False)
+    with pytest.raises(ConfigError, match="attention_backend triton runs on a GPU and device is cpu; set"):
+        build_engine(config_of(tiny_pair()[0], attention_backend="triton"))
