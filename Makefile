@@ -2,6 +2,7 @@
 #   make demo   install, start a local cluster on the demo pair, stream eight prompts, print the table
 #   make test   the fast suite          make test-all   everything, minutes to an hour
 #   make parity the whole grid and the suites of ranks; OVERLAP=1: with the host a step ahead of its device
+#   make kernels  every program of Triton in its interpreter      make kernels-compile  each, for GPUs that are not here
 #   make check  lint, types, layers and unit tests      make serve   the demo pair on http://127.0.0.1:8000
 #   make bench  speculation on and off, and against transformers, side by side
 # TORCH_ARGS is passed to pip when it installs torch. Where the index has only CUDA builds and a CPU build will do:
@@ -24,7 +25,7 @@ TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help demo serve bench test test-all parity check clean
+.PHONY: help demo serve bench test test-all parity kernels kernels-compile check clean
 
 help:
 	@sed -n 's/^#//p' Makefile
@@ -59,7 +60,8 @@ bench: $(VENV)/.stamp
 	$(BIN)/aerie bench
 
 # What depends on floating point runs once more, first, without this CPU's vector instructions: no test may hold only
-# on the machine it was written on. What starts processes of its own (Ray, ranks) runs last and one at a time.
+# on the machine it was written on; test_probe, which takes long, runs only then. What starts processes of its own (Ray,
+# ranks) runs last and one at a time.
 FLOATING := tests/unit/attention tests/unit/forward tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
     tests/dialects/test_probe.py tests/dialects/test_strict_drafts.py tests/dialects/test_strict_targets.py \
     tests/dialects/test_widths.py
@@ -68,7 +70,7 @@ SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxproces
 
 test: $(VENV)/.stamp-dev
 	ATEN_CPU_CAPABILITY=default $(SIDE_BY_SIDE) $(FLOATING)
-	$(SIDE_BY_SIDE) $(addprefix --ignore=,$(PROCESSES)) tests
+	$(SIDE_BY_SIDE) $(addprefix --ignore=,$(PROCESSES) tests/dialects/test_probe.py) tests
 	$(BIN)/python -m pytest -m "not slow" $(PROCESSES)
 
 test-all: $(VENV)/.stamp-dev
@@ -79,6 +81,13 @@ OVERLAP ?= 0
 parity: $(VENV)/.stamp-dev
 	OVERLAP=$(OVERLAP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/parity
 	OVERLAP=$(OVERLAP) $(BIN)/python -m pytest tests/ranks
+
+# Triton's programs without a GPU: all that they compute, in its interpreter; and what they take of one when compiled.
+kernels: $(VENV)/.stamp-dev
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/triton
+
+kernels-compile: $(VENV)/.stamp-dev
+	TRITON_INTERPRET=0 $(BIN)/python -m tests.triton.compile_all
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

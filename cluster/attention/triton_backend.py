@@ -126,7 +126,7 @@ class TritonAttention:
     def _lines_of(self, rows: int) -> dict[str, int]:
         """The same as constants, with the warps that share them."""
         lines = self._lines(rows)
-        many = lines >= 32 or self._value_dim >= 256
+        many = lines >= 64 or self._value_dim >= 256
         return {"LINES": lines, "num_warps": 8 if many else 4, "num_stages": 2 if many else 3}
 
 

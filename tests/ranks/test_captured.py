@@ -23,7 +23,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tp", "dp"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_gang_that_replays_equals_one_rank(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any]) -> None:
     actions = workload(7 + tp + dp, dp, 40, vocab=VOCAB, horizon=60, aborts=0.1)

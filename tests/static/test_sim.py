@@ -73,7 +73,13 @@ def check(pair: Pair, turn: int, every: int = 1) -> int:
     return ran
 
 
-@pytest.mark.parametrize("number", range(len(diagonal())))
+FEW = range(0, len(diagonal()), 3)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(at, marks=() if at in FEW else pytest.mark.slow) for at in range(len(diagonal()))],
+)
 def test_a_pair(number: int) -> None:
     """Each draft once and each family at least once, tiers and modes by turns."""
     assert check(diagonal()[number], number, every=6) >= 2

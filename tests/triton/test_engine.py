@@ -13,6 +13,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 3},
     "tree": {"topk": 3, "num_steps": 3, "speculative_num_draft_tokens": 7},
 }
+SLOW = (("chain", "greedy"), ("chain", "filtered"), ("tree", "filtered"))
 
 
 def requests(params: SamplingParams) -> list[Any]:
@@ -20,9 +21,11 @@ def requests(params: SamplingParams) -> list[Any]:
     return [request(f"r{at}", prompt, params, max_tokens=6, seed=at) for at, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sampling", ["greedy", "filtered"])
-def test_tokens_are_those_of_plain_decoding(sampling: str, shape: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "sampling"),
+    [("tree", "greedy"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+)
+def test_tokens_are_those_of_plain_decoding(shape: str, sampling: str) -> None:
     target, draft = tiny_pair()
     expected = run(build_engine(config_of(target, attention_backend="torch")), requests(SAMPLING[sampling]))
     engine = build_engine(config_of(target, draft, **SHAPES[shape], attention_backend="triton"))
@@ -31,6 +34,7 @@ def test_tokens_are_those_of_plain_decoding(sampling: str, shape: str) -> None:
     assert engine.info().attention_backend == "triton"
 
 
+@pytest.mark.slow
 def test_captured_steps_replay_what_is_started() -> None:
     """Twice, as the first time a key occurs its step is not captured."""
     target, draft = tiny_pair()

@@ -37,7 +37,7 @@ def test_c_gives_what_the_definition_says(page_size: int, lies: str, shape: str,
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["20", pytest.param("64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", LONG)
 def test_long_prefixes_and_all_dtypes(shape: str, size: str, dtype: torch.dtype) -> None:
     """Whatever the number of threads, among which long prefixes are split."""

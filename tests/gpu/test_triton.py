@@ -1,0 +1,78 @@
+"""Programs of Triton on a CUDA device give what their definitions say; the same cases as in its interpreter."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.attention.triton_backend import TritonAttention
+from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.torch_kernels import TorchKernels
+from cluster.kernels.triton_kernels import TritonKernels
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import KVPool
+from tests.unit.attention.dense import Case
+from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
+from tests.unit.kernels.test_product import close, made
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+LONG: dict[str, Any] = {"committed": (2500, 700), "parents": TREE, "chunks": ((100, 600),)}
+
+
+def there(given: Any) -> Any:
+    """`given` with all its tensors on the device."""
+    if isinstance(given, Tensor):
+        return given.to(CUDA)
+    if not hasattr(given, "__dataclass_fields__"):
+        return given
+    return replace(given, **{own.name: there(getattr(given, own.name)) for own in fields(given)})
+
+
+def on_the_device(case: Case) -> Tensor:
+    table = PageTable(case.table.idle_row, case.table.length, case.page_size, CUDA)
+    table.device_pages.copy_(case.table.device_pages)
+    pool = KVPool(2, case.pool.kv.shape[1], tuple(case.pool.kv.shape[2:]), case.dtype, CUDA)
+    pool.kv.copy_(case.pool.kv)
+    attention = TritonAttention(pool, table, case.heads, (None, case.window), 0.3, case.values)
+    attention.bind(there(case.seen()))
+    out = attention(1, case.q.to(CUDA), case.kv.to(CUDA), there(case.sinks)).cpu()
+    assert out.isfinite().all()
+    early = [row for row, text in enumerate(case.texts()) if len(text) - 1 < case.first]
+    return out.index_fill(0, torch.tensor(early, dtype=torch.int64), 0)
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["all", "wide", "long"])
+def test_attention(shape: str, kind: str, dtype: torch.dtype) -> None:
+    given = {"heads": 4, "kv_heads": 2} | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind]
+    for d in (8, 128, 192):
+        case = Case(**given, page_size=16, lies="scattered", dtype=dtype, d=d)
+        assert torch.allclose(on_the_device(case).double(), case.expected(), atol=ERROR[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows(dtype: torch.dtype) -> None:
+    own, twin = TritonKernels(), TorchKernels()
+    rows, more, scale = (
+        made(*shape, dtype=dtype, seed=at) for at, shape in enumerate([(33, 2880), (33, 2880), (2880,)])
+    )
+    total, normed = own.add_norm(rows.to(CUDA), more.to(CUDA), scale.to(CUDA), 1e-5)
+    assert torch.equal(total.cpu(), rows + more)
+    close(normed.cpu(), twin.norm((rows + more).double(), scale.double(), 1e-5), dtype)
+    heads, q, k = made(33, 7, 128, dtype=dtype), made(128, dtype=dtype), made(128, dtype=dtype, seed=1)
+    angles = [made(33, 1, 64, dtype=dtype, seed=seed) for seed in (2, 3)]
+    given, expected = heads.to(CUDA), heads.double()
+    own.rotate(given, Angles(*(one.to(CUDA) for one in angles)), HeadNorms(5, q.to(CUDA), k.to(CUDA), 1e-6))
+    twin.rotate(expected, Angles(*(one.double() for one in angles)), HeadNorms(5, q.double(), k.double(), 1e-6))
+    close(given.cpu(), expected, dtype)
+    both = made(33, 3000, dtype=dtype) * 4
+    for kind in (Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 7.0)):
+        close(own.activate(both.to(CUDA), kind).cpu(), twin.activate(both.double(), kind), dtype)
