@@ -107,7 +107,11 @@ class EngineConfig(Settings):
 
     model_path: str
     tokenizer_path: str | None = None
-    dtype: Dtype = "auto"
+    dtype: Dtype = Field(
+        default="auto",
+        description="what models compute in; auto: what the checkpoint is in on a GPU; on a CPU float32, but bfloat16 "
+        "for a target in bfloat16 of 134 million parameters and more, where the kernels are in C",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: Literal["auto", "torch", "c", "triton"] = Field(
         default="auto",

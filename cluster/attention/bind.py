@@ -1,5 +1,6 @@
 """A pool and its attention for the layers of one runner."""
 
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,6 @@ def bind_attention(
     if kernels.library is not None:
         return pool, CAttention(pool, gather.table, *how, kernels.library)
     if kernels.name == "triton":
-        from cluster.attention.triton_backend import TritonAttention  # triton takes a second to load
-
-        return pool, TritonAttention(pool, gather.table, *how)
+        loaded = importlib.import_module("cluster.attention.triton_backend")  # takes a second
+        return pool, loaded.TritonAttention(pool, gather.table, *how)
     return pool, TorchAttention(pool, gather, *how)

@@ -157,7 +157,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     name = Path(resolved.config.model_path).name or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
     info = _info(prepared, pace, captured)
-    logger.info("rank %d: kernels in %s", mesh.rank, info.kernels)
+    logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)
     logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)

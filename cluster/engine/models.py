@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from cluster.arch import LayerGeometry
-from cluster.arch.dtypes import computed_in
+from cluster.arch.dtypes import MANY, computed_in
 from cluster.arch.resolve import ResolvedModels
+from cluster.arch.safetensors.tensors import parameters
 from cluster.attention.bind import pool_bytes
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Ops
@@ -91,7 +92,10 @@ def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
 
 
 def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:
-    return DTYPES[computed_in(resolved.target.dtype, resolved.config.dtype, device.type)]
+    config, target = resolved.config, resolved.target
+    narrow = device.type == "cpu" and parameters(target) >= MANY
+    narrow = narrow and choose_kernels(config.attention_backend, device, torch.bfloat16).library is not None
+    return DTYPES[computed_in(target.dtype, config.dtype, device.type, narrow)]
 
 
 def load_models(

@@ -1,5 +1,6 @@
 """Which kernels a rank computes with."""
 
+import importlib
 import importlib.util
 
 import torch
@@ -44,12 +45,11 @@ def _triton(device: torch.device) -> Kernels | str:
     """The kernels in Triton, or why there are none."""
     if importlib.util.find_spec("triton") is None:
         return "is not installed; pip install triton, or set attention_backend to auto"
-    from cluster.kernels.launch import INTERPRETED  # takes a second to load
-    from cluster.kernels.triton_kernels import TritonKernels
-
-    if device.type != "cuda" and not INTERPRETED:
+    loaded = importlib.import_module("cluster.kernels.triton_kernels")  # takes a second
+    if device.type != "cuda" and not loaded.INTERPRETED:
         return (
             f"runs on a GPU and device is {device.type}; set attention_backend to auto, or TRITON_INTERPRET=1 in the "
             "environment, which is slow"
         )
-    return TritonKernels()
+    kernels: Kernels = loaded.TritonKernels()
+    return kernels

@@ -46,6 +46,6 @@ def test_captured_steps_replay_what_is_started() -> None:
 
 
 def test_without_its_interpreter_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.kernels.launch.INTERPRETED", False)
+    monkeypatch.setattr("cluster.kernels.triton_kernels.INTERPRETED", False)
     with pytest.raises(ConfigError, match="attention_backend triton runs on a GPU and device is cpu; set"):
         build_engine(config_of(tiny_pair()[0], attention_backend="triton"))

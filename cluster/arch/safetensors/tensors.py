@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from math import prod
 
 from cluster.arch.layer import LayerGeometry, Moe
 from cluster.arch.safetensors.stored import stored_tensors, weight_files
@@ -23,6 +24,11 @@ def target_tensors(arch: TargetArch) -> Named:
     yield "norm.weight", (arch.hidden,)
     if not arch.tied:
         yield "lm_head.weight", (arch.vocab_size, arch.hidden)
+
+
+def parameters(arch: TargetArch) -> int:
+    """How many numbers the target's tensors hold."""
+    return sum(prod(shape) for _, shape in target_tensors(arch))
 
 
 def layer_tensors(prefix: str, g: LayerGeometry) -> Named:

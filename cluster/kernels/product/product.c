@@ -24,6 +24,7 @@ struct job {
 struct tile {
     const real *rows; /* [k][mr] */
     const stored *panels;
+    const real *widened; /* the panels as real numbers, if several tiles share them */
     int64_t k, panel; /* numbers from one panel to the next */
     const real *from; /* sums so far, NULL: none */
     real *to;         /* sums, NULL: they are complete and go out */
@@ -44,19 +45,23 @@ INLINE void finish(const struct tile *t, int row, int64_t column, vec x)
         put(out + i, t->bias ? x[i] + get(t->bias + column + i) : x[i]);
 }
 
-INLINE void tile_of(const struct tile *t, int mr, int np)
+INLINE void tile_of(const struct tile *t, int mr, int np, int widened)
 {
     vec sum[MOST][8 * FOLDS];
     const stored *panel[8];
+    const real *wide[8];
     for (int m = 0; m < mr; m++)
         for (int j = 0; j < np * FOLDS; j++)
             sum[m][j] = t->from ? (vec) * (const loose *)(t->from + m * t->width + j * EACH) : (vec){0};
-    for (int p = 0; p < np; p++) panel[p] = t->panels + p * t->panel;
+    for (int p = 0; p < np; p++) panel[p] = t->panels + p * t->panel, wide[p] = t->widened + p * t->k * LANES;
     const real *rows = t->rows;
     for (int64_t k = 0; k < t->k; k++, rows += mr) {
         vec weight[8 * FOLDS];
         for (int p = 0; p < np; p++)
-            for (int f = 0; f < FOLDS; f++) weight[p * FOLDS + f] = load(panel[p] + k * LANES + f * EACH);
+            for (int f = 0; f < FOLDS; f++) {
+                int64_t at = k * LANES + f * EACH;
+                weight[p * FOLDS + f] = widened ? (vec) * (const loose *)(wide[p] + at) : load(panel[p] + at);
+            }
         for (int m = 0; m < mr; m++) {
             vec x = all(rows[m]);
             for (int j = 0; j < np * FOLDS; j++) sum[m][j] += x * weight[j];
@@ -71,8 +76,8 @@ INLINE void tile_of(const struct tile *t, int mr, int np)
         }
 }
 
-#define CASE(M, P) case (M) * 16 + (P): tile_of(t, M, P); break;
-static void tile(const struct tile *t, int mr, int np)
+#define CASE(M, P) case (M) * 16 + (P): tile_of(t, M, P, widened); break;
+INLINE void sized(const struct tile *t, int mr, int np, int widened)
 {
     switch (mr * 16 + np) {
         CASE(1, 1) CASE(1, 2) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(3, 1) CASE(3, 2)
@@ -84,6 +89,20 @@ static void tile(const struct tile *t, int mr, int np)
 #endif
     }
 }
+
+static void tile(const struct tile *t, int mr, int np) { sized(t, mr, np, 0); }
+#if KIND == 16
+static void tile_widened(const struct tile *t, int mr, int np) { sized(t, mr, np, 1); }
+
+/* `deep` inputs of `np` panels, as real numbers that lie together. */
+static const real *widened(const stored *panels, int64_t panel, int np, int64_t deep)
+{
+    real *to = aerie_scratch(2, sizeof(real) * np * deep * LANES);
+    for (int p = 0; p < np; p++)
+        for (int64_t at = 0; at < deep * LANES; at += EACH) *(loose *)(to + p * deep * LANES + at) = load(panels + p * panel + at);
+    return to;
+}
+#endif
 
 /* Panels of a tile of `mr` rows: few rows need several, as each sum waits for its last product. */
 INLINE int panels_of(int mr)
@@ -123,15 +142,27 @@ static void some(const struct job *j, const stored *rows, const stored *panels, 
             int most = panels_of((int)each), np;
             for (int64_t p = first; p < last; p += np) {
                 for (np = most; np > last - p;) np /= 2;
+                const stored *here = panels + (p * j->k + begin) * LANES;
+                const real *wide = NULL;
+#if KIND == 16
+                if (tiles > 1) wide = widened(here, j->k * LANES, np, deep);
+#endif
                 for (int64_t row = 0; row < tall; row += each) {
                     int64_t at = p * LANES;
                     real *sum = sums ? sums + row * width + (p - first) * LANES : NULL;
                     struct tile t = {
-                        .rows = left + row * deep, .panels = panels + (p * j->k + begin) * LANES, .k = deep,
+                        .rows = left + row * deep, .panels = here, .widened = wide, .k = deep,
                         .panel = j->k * LANES, .from = begin ? sum : NULL, .to = begin + deep < j->k ? sum : NULL,
                         .width = width, .bias = bias ? bias + at : NULL, .out = out + (top + row) * j->n + at, .n = j->n,
                         .columns = j->n - at};
-                    tile(&t, (int)(tall - row < each ? tall - row : each), np);
+                    int mr = (int)(tall - row < each ? tall - row : each);
+#if KIND == 16
+                    if (wide) {
+                        tile_widened(&t, mr, np);
+                        continue;
+                    }
+#endif
+                    tile(&t, mr, np);
                 }
             }
         }
