@@ -80,6 +80,9 @@ KNOWS_RAY = frozenset({"actors", "api", "bench", "cli"})
 # The only files that import by string, and why. Constant strings are held to the layers and the cycle check as well.
 LATE_IMPORTS = {
     "cluster/cli.py": "a subcommand is imported only when it is chosen",
+    "cluster/attention/bind.py": "Triton takes a second to load, and only GPUs need it",
+    "cluster/kernels/choose.py": "the same",
+    "cluster/forward/choosers.py": "the same",
     "cluster/actors/shard.py": "the replica names the engine's factory, so that tests can put in another",
     "cluster/tools/inspect.py": "torch is imported only where more than a summary is asked for",
     "cluster/tools/chat.py": "torch is imported only where the engine runs in this process",

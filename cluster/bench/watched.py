@@ -13,7 +13,7 @@ from cluster.batch import Batch, SamplingBatch
 from cluster.config import EngineConfig, TreeShape
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
-from cluster.forward.choose import scored
+from cluster.forward.chooser import TORCH, Chooser, scored
 from cluster.forward.draw import Draw, Drawing
 from cluster.forward.noise import Noise, token_hashes
 from cluster.forward.runner import DraftRunner
@@ -51,10 +51,10 @@ class Reached:
 class WatchedRanking:
     """Ranks as `CoupledRanking` does, or, if `alone`, by the draft's probability alone; records both rankings."""
 
-    def __init__(self, ids: Tensor, alone: bool) -> None:
+    def __init__(self, ids: Tensor, alone: bool, chooser: Chooser) -> None:
         """`ids` `[Vd]` are the target's ids of the draft vocabulary."""
         self.ids, self.levels = ids, list[list[Glance]]()
-        self._alone, self._ranking = alone, CoupledRanking(ids, 1)
+        self._alone, self._ranking = alone, CoupledRanking(ids, 1, chooser=chooser)
 
     def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
@@ -75,11 +75,11 @@ class WatchedRanking:
 class WatchedDraft:
     """An `EagleDraft` of chains that records every `Reached`."""
 
-    def __init__(self, runner: DraftRunner, alone: bool = False) -> None:
+    def __init__(self, runner: DraftRunner, alone: bool = False, chooser: Chooser = TORCH) -> None:
         """`alone` ranks by the draft's probability, without noise."""
         self.reached: list[Reached] = []
         self.ids = runner.model.target_ids
-        self._ranking = WatchedRanking(self.ids, alone)
+        self._ranking = WatchedRanking(self.ids, alone, chooser)
         self._draft = EagleDraft(runner, self._ranking)
         self._levels: list[list[Glance]] = []
         self._carried: dict[int, Glance] = {}
@@ -118,5 +118,5 @@ def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, W
     prepared = prepare_alone(config)
     assert prepared.resolved.shape.topk == 1, "only a chain has one context per depth"
     (runner,) = prepared.memory.draft_runner_list
-    draft = WatchedDraft(runner, alone)
+    draft = WatchedDraft(runner, alone, prepared.chooser)
     return engine_of(prepared, draft), draft

@@ -27,6 +27,8 @@ from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.adjustments import AdjustmentTable
+from cluster.forward.chooser import Chooser
+from cluster.forward.choosers import chooser_of
 from cluster.forward.grammars import GrammarTable
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
@@ -63,13 +65,18 @@ class Prepared:
         """The specs of the models, and the settings as resolved with them."""
         return self.models.resolved
 
+    @property
+    def chooser(self) -> Chooser:
+        """What chooses from logits, by the same kernels as the models."""
+        return chooser_of(self.models.kernels)
+
     def draft(self) -> Draft:
         """The draft over the draft runner list: one runner for all levels, one runner per level, or no draft at all."""
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
         model = runners[0].model
-        ranking = CoupledRanking(model.target_ids, topk, model.own_ids)
+        ranking = CoupledRanking(model.target_ids, topk, model.own_ids, self.chooser)
         if len(runners) == 1:
             return EagleDraft(runners[0], ranking)
         return MultiLayerDraft(runners, ranking, self.memory.cache.table)
@@ -203,7 +210,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         exchange=models.exchange,
         programs=Programs(
             Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, attentions),
-            Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter),
+            Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter, prepared.chooser),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,

@@ -17,6 +17,8 @@ HERE = Path(__file__).resolve().parent
 COMPILED = HERE / "compiled"
 KINDS = {"f64": 64, "f32": 32, "bf16": 16}
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=default", "-Wno-psabi")
+OF_KERNEL = {"choice": ("-ffp-contract=off",)}
+"""Flags of one kernel, which come last: `choice` computes the same bits whether or not there are fused products."""
 X86 = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma"),
@@ -37,8 +39,8 @@ def sources() -> list[Path]:
 
 def digest(level: str, extra: Sequence[str] = ()) -> str:
     """Of everything that the library of a level is made of."""
-    made = hashlib.sha256(" ".join([*FLAGS, *LEVELS[level], *extra]).encode())
-    for path in sorted([*sources(), *HERE.glob("c/*.h")]):
+    made = hashlib.sha256(f"{' '.join([*FLAGS, *LEVELS[level], *extra])} {OF_KERNEL}".encode())
+    for path in sorted([*sources(), *HERE.glob("*/*.h")]):
         made.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return made.hexdigest()[:16]
 
@@ -73,7 +75,8 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
             kinds = KINDS.items() if path.parent.name != "c" else [("", 0)]
             for name, kind in kinds:
                 objects.append(f"{place}/{path.stem}{name}.o")
-                jobs.append([cc, *FLAGS, *LEVELS[level], *extra, f"-DKIND={kind}", "-c", str(path), "-o", objects[-1]])
+                flags = *FLAGS, *LEVELS[level], *extra, *OF_KERNEL.get(path.parent.name, ()), f"-DKIND={kind}"
+                jobs.append([cc, *flags, "-c", str(path), "-o", objects[-1]])
         with ThreadPoolExecutor(os.cpu_count()) as several:
             list(several.map(_ran, jobs))
         _ran([cc, "-shared", *extra, *objects, "-lm", "-o", f"{place}/made.so"])

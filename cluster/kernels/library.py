@@ -24,6 +24,7 @@ SIGNATURES = {
     "activate": "ppiiiddi",
     "rotary": "pppppiiiiiiiidi",
     "attend": "p",
+    "choice": "p",
 }
 Function = Callable[..., None]
 

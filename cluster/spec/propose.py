@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.forward.choose import adjusted, likeliest
+from cluster.forward.chooser import TORCH, Chooser
 from cluster.forward.draw import Draw
 from cluster.forward.noise import token_hashes
 from cluster.forward.runner import DraftRunner
@@ -34,11 +35,11 @@ class CoupledRanking:
     Where draft and target agree on the distribution, they then also agree on the draw.
     """
 
-    def __init__(self, target_ids: Tensor, topk: int, own_ids: Tensor | None = None) -> None:
+    def __init__(self, target_ids: Tensor, topk: int, own_ids: Tensor | None = None, chooser: Chooser = TORCH) -> None:
         """`target_ids` `[Vd]` map the draft vocabulary to target ids; `own_ids` `[v]` are those of this rank's columns,
         if it has not all.
         """
-        self._target_ids, self._topk = target_ids, topk
+        self._target_ids, self._topk, self._chooser = target_ids, topk, chooser
         self._hashes = token_hashes(target_ids)
         self._own = (target_ids, self._hashes) if own_ids is None else (own_ids, token_hashes(own_ids))
 
@@ -48,7 +49,7 @@ class CoupledRanking:
         if draw.noise is not None:
             own = self._own if draw.adjust is None else (self._target_ids, self._hashes)
             draw = replace(draw, noise=draw.noise.over(*own))
-        likely, chosen = likeliest(columns, draw, self._topk)
+        likely, chosen = likeliest(columns, draw, self._topk, self._chooser)
         shape = draw.requests, draw.each, self._topk
         return likely.view(shape), self._target_ids.take(chosen).view(shape)
 

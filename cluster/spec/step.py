@@ -14,6 +14,7 @@ from cluster.batch import Batch, Mode, PromptRows, Seen
 from cluster.config import TreeShape
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.choose import Scores, choose, logprobs, scores
+from cluster.forward.chooser import Chooser
 from cluster.forward.draw import Draw, Drawing, checksum
 from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
 from cluster.forward.runner import TargetRunner
@@ -40,9 +41,10 @@ class Step:
         table: PageTable,
         adjusting: AdjustTables,
         enter: Callable[[str], None],
+        chooser: Chooser,
     ) -> None:
         """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
-        self._target, self._draft, self.carried = target, draft, carried
+        self._target, self._draft, self.carried, self._chooser = target, draft, carried, chooser
         self._table, self.adjusting = table, adjusting
         self.enter = enter
         self._ids, self._timer = target.model.token_ids, timer_of(carried.bonus.device)
@@ -65,7 +67,7 @@ class Step:
         hidden, aux, columns = self._forward(batch, tree, line)
         which, paths = None if line else tree.depths, tree.paths(s) if own.adjust else None
         draws = own.along(n, s + 1, which, paths), final.at(0)
-        chosen, won = choose(columns, draws)
+        chosen, won = choose(columns, draws, self._chooser)
         first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
         accepted = accept(tree, chosen[: r * n].view(r, n), first, s)
         won = won[: r * n].view(r, n).gather(1, accepted.path)
@@ -108,7 +110,7 @@ class Step:
         hashes = vocabulary_hashes(len(ids), first.device, ids.start)
         if len(ids) < vocab:  # a draft's shard may have other tokens
             return Noise(keys, hashes, dtype)
-        return Noise.of(keys, hashes, dtype)
+        return self._chooser.noise(keys, hashes, dtype)
 
     def _scores(self, prompt: PromptRows, scored: Tensor, hidden: Tensor) -> Scores:
         """Those of the tokens after the prompt rows `scored` `[q]`, of `hidden` `[c, H]`."""

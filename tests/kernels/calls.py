@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from cluster.attention.c_backend import CAttention
+from cluster.forward.c_chooser import CChooser
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.library import Library, opened
 from tests.unit.attention.test_twins import KINDS, SHAPES, case
+from tests.unit.forward.test_c_chooser import draw_of, logits_of, unfiltered
 from tests.unit.kernels.test_product import ROWS, SIZES, made
 
 FUSED = (torch.float32, torch.float64, torch.bfloat16)
@@ -44,6 +47,11 @@ def results(library: Library) -> Iterator[tuple[str, Tensor]]:
             norms = HeadNorms(3, *(made(size, dtype=dtype, seed=seed) for seed in (3, 4)), 1e-6)
             kernels.rotate(heads, angles, norms)
             yield f"rotary {dtype} {size}", heads
+        for vocab in (1, 7, 33, 2049, 5000):
+            logits, draw = logits_of(12, vocab, dtype), draw_of(unfiltered(4, dtype), 3, vocab, dtype)
+            for draws in ([draw], [replace(draw, noise=None)]):
+                found = CChooser(library).found(logits, draws, None, min(vocab, 9))
+                yield f"choice {dtype} {vocab} {draws[0].noise is None}", torch.cat(found, 1)
     for shape in SHAPES:
         for kind in KINDS:
             yield (

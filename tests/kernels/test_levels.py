@@ -41,6 +41,8 @@ def test_the_baseline_gives_the_same_numbers(tmp_path: Path) -> None:
         limit = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 0.05}[out.dtype]
         scale = max(1.0, here[name].abs().max().item()) if out.numel() else 1.0
         assert torch.allclose(out, here[name], rtol=0, atol=limit * scale, equal_nan=True), name
+        if name.startswith("choice"):
+            assert torch.equal(out, here[name]), f"{name}: noise is one function at all levels"
 
 
 @pytest.mark.slow

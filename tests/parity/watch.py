@@ -8,7 +8,7 @@ from torch import Tensor
 from cluster.batch import Batch
 from cluster.config import TreeShape
 from cluster.engine import Engine, StepResult
-from cluster.forward.choose import scored
+from cluster.forward.chooser import scored
 from cluster.forward.draw import Drawing
 from cluster.forward.noise import Noise, noise_keys, token_hashes
 from cluster.spec.inputs import EagleDraftInput

@@ -91,7 +91,8 @@ def best_of_part(
     for one in tl.static_range(COUNT):
         highest, which = tl.max(order, 0, return_indices=True, return_indices_tie_break_left=True)
         tl.store(values + place * COUNT + one, number_of(highest, WIDE))
-        tl.store(ids + place * COUNT + one, part * BLOCK + which)
+        token = tl.where(highest == LOWEST, columns, part * BLOCK + which)  # none is left
+        tl.store(ids + place * COUNT + one, token)
         order = tl.where(tl.arange(0, BLOCK) == which, LOWEST, order)
 
 

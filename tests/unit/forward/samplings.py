@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cluster.batch import Sampling, SamplingBatch
 from cluster.forward.choose import choose, likeliest
+from cluster.forward.chooser import TORCH, Chooser
 from cluster.forward.draw import Draw
 from cluster.forward.filters import least_kept
 from cluster.forward.noise import Noise
@@ -37,16 +38,22 @@ def whole(logits: Tensor) -> Columns:
 
 
 def chosen(
-    logits: Tensor, sampling: SamplingBatch, noise: Noise | None, which: Tensor | None = None
+    logits: Tensor,
+    sampling: SamplingBatch,
+    noise: Noise | None,
+    which: Tensor | None = None,
+    chooser: Chooser = TORCH,
 ) -> tuple[Tensor, Tensor]:
     """The tokens after n rows of each request and their scores, `[R, n]` each, from logits `[R, n, V]`."""
-    tokens, scores = choose(whole(logits), [Draw(logits.shape[1], sampling, noise, which)])
+    tokens, scores = choose(whole(logits), [Draw(logits.shape[1], sampling, noise, which)], chooser)
     return tokens.view(logits.shape[:2]), scores.view(logits.shape[:2])
 
 
-def best_of(logits: Tensor, sampling: SamplingBatch, noise: Noise | None, count: int) -> tuple[Tensor, Tensor]:
+def best_of(
+    logits: Tensor, sampling: SamplingBatch, noise: Noise | None, count: int, chooser: Chooser = TORCH
+) -> tuple[Tensor, Tensor]:
     """The `count` likeliest of each row of logits `[R, n, V]`, `[R, n, count]` each."""
-    likely, columns = likeliest(whole(logits), Draw(logits.shape[1], sampling, noise), count)
+    likely, columns = likeliest(whole(logits), Draw(logits.shape[1], sampling, noise), count, chooser)
     return likely.view(*logits.shape[:2], count), columns.view(*logits.shape[:2], count)
 
 

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Mode
-from cluster.forward.choose import FAR, TOP_LOGPROBS, Logprobs, choose, likeliest, logprobs, ranks
+from cluster.forward.c_chooser import CChooser
+from cluster.forward.choose import TOP_LOGPROBS, Logprobs, choose, likeliest, logprobs, ranks
+from cluster.forward.chooser import FAR, TORCH, Chooser
 from cluster.forward.draw import Draw, checksum
 from cluster.forward.noise import Noise, gumbel_of, noise_keys, token_hashes, vocabulary_hashes
 from cluster.forward.sharded import CHOSEN, proposed, told
 from cluster.spec.propose import CoupledRanking
 from tests.unit.forward.samplings import sampling_of, whole
 from tests.unit.forward.shards import CPU, Grid, Group, Seat, head_of, sampling, seated
+from tests.unit.kernels.library import c_library
 
 GRIDS = [
     Grid(1, 1, False),
@@ -28,6 +31,12 @@ GRIDS = [
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 ALL = Mode.NOISY | Mode.FILTERED
+
+
+@pytest.fixture(params=["torch", "c"])
+def chooser(request: pytest.FixtureRequest) -> Chooser:
+    """Each of those that shards choose with."""
+    return TORCH if request.param == "torch" else CChooser(c_library())
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
@@ -44,19 +53,19 @@ def groups_of(grid: Grid, dtype: torch.dtype, mode: Mode, trial: int) -> list[Gr
 @pytest.mark.parametrize("mode", [Mode(0), Mode.NOISY, ALL], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_choose_what_one_rank_chooses(grid: Grid, dtype: torch.dtype, mode: Mode) -> None:
+def test_shards_choose_what_one_rank_chooses(grid: Grid, dtype: torch.dtype, mode: Mode, chooser: Chooser) -> None:
     """Any number of rows, uneven vocabularies, ties, numbers that are not finite; no difference in any bit."""
     for trial in range(5):
         groups = groups_of(grid, dtype, mode, trial)
         vocab = groups[0].logits.shape[1]
 
         def rank(seat: Seat, groups: list[Group] = groups) -> tuple[Tensor, Tensor]:
-            return choose(seat.columns, groups[seat.group].of_shard(seat.columns))
+            return choose(seat.columns, groups[seat.group].of_shard(seat.columns), chooser)
 
         answers = seated(grid, [g.logits for g in groups], head_of(grid, vocab, dtype).choosing(mode, CHOSEN), rank)
         for number, (tokens, scores) in enumerate(answers):
             group = groups[number // grid.tp]
-            true_tokens, true_scores = choose(whole(group.logits), group.draws)
+            true_tokens, true_scores = choose(whole(group.logits), group.draws, chooser)
             assert torch.equal(tokens, true_tokens) and same(scores, true_scores), trial
 
 
@@ -88,7 +97,7 @@ def in_order(likely: Tensor, count: int) -> Tensor:
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("mode", [Mode(0), Mode.NOISY, ALL], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: bool) -> None:
+def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: bool, chooser: Chooser) -> None:
     """With a reduced vocabulary, whose tokens are those of other shards of the target, and with fewer columns than are
     proposed."""
     dtype = torch.float64
@@ -97,7 +106,7 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: b
         dice = random.Random(trial)
         vocab, topk, each = dice.choice((4, 7, 29, 90)), dice.choice((1, 2, 4)), dice.randrange(1, 4)
         ids = torch.arange(vocab) * 3 + trial % 3 if mapped else torch.arange(vocab)
-        ranking, groups, logits = CoupledRanking(ids, topk), [], []
+        ranking, groups, logits = CoupledRanking(ids, topk, None, chooser), [], []
         for _ in range(grid.dp):
             both = sampling(dice.randrange(4), dtype, mode, dice)
             keys = noise_keys(both.seeds, torch.full((both.seeds.shape[0], 1), 9))
@@ -111,7 +120,7 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: b
             own = torch.cat([own, own.new_zeros(count - own.shape[0])])
             if draw.noise is not None and seat.columns.shards is not None:
                 draw = replace(draw, noise=Noise(draw.noise.keys, vocabulary_hashes(count, CPU, start), dtype))
-            return CoupledRanking(ids, topk, own).propose(seat.columns, draw)
+            return CoupledRanking(ids, topk, own, chooser).propose(seat.columns, draw)
 
         head = head_of(grid, vocab, dtype)
         answers = seated(grid, logits, head.choosing(mode, proposed(topk, head.columns)), rank)
@@ -123,7 +132,7 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: b
 
 
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
-def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid) -> None:
+def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid, chooser: Chooser) -> None:
     """The lower column first, and the first columns of a row that is not finite, as one rank has them too."""
     torch.manual_seed(1)
     vocab, topk = 11, 4
@@ -133,12 +142,12 @@ def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid) -> Non
     draw, head = Draw(6, sampling_of(1), None), head_of(grid, vocab, torch.float64)
     calls = head.choosing(Mode(0), proposed(topk, head.columns))
     for number, (likely, columns) in enumerate(
-        seated(grid, logits, calls, lambda seat: likeliest(seat.columns, draw, topk))
+        seated(grid, logits, calls, lambda seat: likeliest(seat.columns, draw, topk, chooser))
     ):
         wanted = logits[number // grid.tp].log_softmax(-1)
         assert torch.equal(columns[:3], in_order(wanted[:3], topk))
         assert torch.allclose(likely[:3], wanted[:3].gather(1, columns[:3]))
-        alone, first = likeliest(whole(logits[number // grid.tp]), draw, topk)
+        alone, first = likeliest(whole(logits[number // grid.tp]), draw, topk, chooser)
         assert likely[3:].isnan().all() and alone[3:].isnan().all()
         assert columns[3:].tolist() == first[3:].tolist() == [list(range(topk))] * 3
 

@@ -1,0 +1,94 @@
+"""The chooser by programs of Triton, for a GPU: scores are made in registers, noise included, and never written.
+
+It must equal `TorchChooser` but for the last digits of noise.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cluster.forward.chooser import FAR, first_of_nan, least_of
+from cluster.forward.draw import Draw
+from cluster.forward.noise import Noise, at_least_float32
+from cluster.kernels.choice import gpu
+from cluster.kernels.launch import WIDE, launch, whole
+
+COLUMNS = 4096  # of a row, for one program
+
+
+class TritonChooser:
+    """`Chooser` by Triton."""
+
+    def noise(self, keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Noise:
+        """See `Chooser.noise`; none of it is made beforehand."""
+        return Noise(keys, hashes, dtype)
+
+    def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Chooser.best`."""
+        scores, columns, _ = self._found(values, draws, least, 1, summed=False)
+        return columns[:, 0], scores[:, 0]
+
+    def likeliest(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `Chooser.likeliest`."""
+        scores, columns, total = self._found(values, draws, least, count, summed=True)
+        likely = scores - total.masked_fill(total.isinf(), float("nan"))
+        return likely, first_of_nan(likely, columns)
+
+    def found(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Chooser.found`."""
+        return self._found(values, draws, least, min(count, values.shape[1]), summed=True)
+
+    def _found(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, summed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores and columns `[T, count]`, and the log of the sum `[T, 1]`, which is made if it is `summed`."""
+        rows, size = values.shape
+        values, wide = values if values.stride(1) == 1 else values.contiguous(), at_least_float32(values.dtype)
+        drawn: tuple[Tensor | None, ...] = (None,) * 5
+        noisy, filtered = draws[0].noise is not None, False
+        if noisy:
+            drawn = _drawn(values, draws, least)
+            filtered = drawn[-1] is not None
+        block = min(COLUMNS, whole(size))
+        parts = -(-size // block)
+        part_scores = values.new_empty(rows, parts, count, dtype=wide)
+        part_columns = values.new_empty(rows, parts, count, dtype=torch.int32)
+        sums = values.new_empty(rows, parts, 2, dtype=wide)
+        how = {"SUMMED": summed, "COUNT": count, "WIDE": WIDE[wide]}
+        launch(
+            gpu.best_of_part,
+            (rows, parts),
+            *(values, *drawn, part_scores, part_columns, sums, values.stride(0), size, FAR),
+            **(how | {"NOISY": noisy, "FILTERED": filtered, "BLOCK": block}),
+        )
+        scores, total = values.new_empty(rows, count, dtype=wide), values.new_empty(rows, 1, dtype=wide)
+        columns = values.new_empty(rows, count, dtype=torch.int64)
+        launch(
+            gpu.best_of_all,
+            (rows,),
+            *(part_scores, part_columns, sums, scores, columns, total, parts, size),
+            **(how | {"PARTS": whole(parts), "BLOCK": whole(parts * count)}),
+        )
+        return scores, columns, total
+
+
+def _drawn(values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of each row: inverse temperature, noise scale, key; the tokens' hashes; and what filters keep of it."""
+    noise, start = draws[0].noise, 0
+    assert noise is not None, "all requests share a mode"
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    kept: list[Tensor] = []
+    for draw in draws:
+        sampling, stop = draw.sampling, start + draw.requests * draw.each
+        parts.append((draw.by_row(sampling.inverse_temperature), draw.by_row(sampling.noise_scale), draw.keys()))
+        if least is None and stop > start and (found := least_of(values[start:stop], draw)) is not None:
+            kept.append(found)
+        start = stop
+    inverse, scale, keys = (torch.cat(column) for column in zip(*parts, strict=True))
+    least = torch.cat(kept) if kept else least
+    return inverse, scale, keys, noise.hashes.contiguous(), None if least is None else least.contiguous()
