@@ -17,6 +17,7 @@ from cluster.bench.cases import (
     offline,
     overlap,
     overload,
+    packed,
     peers,
     radix,
     rude,
@@ -45,6 +46,7 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
     "crowd": crowd,  # the same while many requests queue
     "rude": rude,  # whether abusive clients disturb streams
     "overload": overload,  # what clients get at five times the capacity
+    "packed": packed,  # products by weights that stay quantised
     "radix": radix,  # CPU time of operations on the radix tree
 }
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN

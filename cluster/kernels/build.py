@@ -19,7 +19,7 @@ KINDS = {"f64": 64, "f32": 32, "bf16": 16}
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=default", "-Wno-psabi")
 X86 = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "baseline": (),
 }
 LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
@@ -38,7 +38,7 @@ def sources() -> list[Path]:
 def digest(level: str, extra: Sequence[str] = ()) -> str:
     """Of everything that the library of a level is made of."""
     made = hashlib.sha256(" ".join([*FLAGS, *LEVELS[level], *extra]).encode())
-    for path in sorted([*sources(), *HERE.glob("c/*.h")]):
+    for path in sorted([*sources(), *HERE.glob("*/*.h")]):
         made.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return made.hexdigest()[:16]
 
