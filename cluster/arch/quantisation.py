@@ -13,9 +13,9 @@ FORMATS = ("dense", "pack-quantized", "int-quantized", "naive-quantized", "float
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """`bits` are those of codes that share an int32. Of AWQ and GPTQ `group` is how many inputs share a scale, None: all
-    do, or it is not said. `zero_offset` is what GPTQ's stored zeros lack; `by_activation`: its groups are of inputs in
-    an order of their own. `activations`: the config wants them quantised too.
+    """`bits` are those of codes that share an int32. Of AWQ and GPTQ `group` is how many inputs share a scale, None
+    where all do, or it is not said. `zero_offset` is what GPTQ's stored zeros lack; `by_activation`: its groups are of
+    inputs in an order of their own. `activations`: the config wants them quantised too.
     """
 
     bits: int = 4

@@ -46,6 +46,14 @@ INLINE void finish(const struct job *j, const struct tile *t, int row, int64_t c
         put(out + i, t->bias ? x[i] + get(t->bias + column + i) : x[i]);
 }
 
+/* The products of one input, whose numbers of the tile's rows are at `x`. */
+#define ADDED(x, which)                                                                                   \
+    for (int p = 0; p < np; p++) {                                                                        \
+        numbers weight = unpacked(kind, bytes[p], which, zero[p], &wide_zero[p]);                         \
+        for (int m = 0; m < mr; m++)                                                                      \
+            for (int f = 0; f < FOLDS; f++) sum[m][p * FOLDS + f] += all((x)[m]) * weight.part[f];        \
+    }
+
 INLINE void tile_of(const struct job *j, const struct tile *t, int kind, int mr, int np)
 {
     const int two = halves_of(kind);
@@ -56,6 +64,7 @@ INLINE void tile_of(const struct job *j, const struct tile *t, int kind, int mr,
         vec sum[MOST][4 * FOLDS];
         octets zero[4] = {same(0)};
         integers wide_zero[4];
+        octets bytes[4];
         const uint8_t *codes[4];
         int64_t begin = g * j->group, end = begin + j->group < j->k ? begin + j->group : j->k;
         for (int m = 0; m < mr; m++)
@@ -67,17 +76,14 @@ INLINE void tile_of(const struct job *j, const struct tile *t, int kind, int mr,
             if (kind == ZEROED8) wide_zero[p] = widened(given);
         }
         const real *rows = t->rows + begin * mr;
-        for (int64_t k = begin; k < end; k += two) {
-            for (int which = 0; which < two; which++) {
-                if (which && k + 1 == end) break;
-                for (int p = 0; p < np; p++) {
-                    numbers weight = unpacked(kind, octets_at(codes[p]), which, zero[p], &wide_zero[p]);
-                    for (int m = 0; m < mr; m++)
-                        for (int f = 0; f < FOLDS; f++) sum[m][p * FOLDS + f] += all(rows[m]) * weight.part[f];
-                }
-                rows += mr;
-            }
-            for (int p = 0; p < np; p++) codes[p] += LANES;
+        int64_t steps = (end - begin) / two;
+        for (int64_t step = 0; step < steps; step++, rows += two * mr) {
+            for (int p = 0; p < np; p++) bytes[p] = octets_at(codes[p] + step * LANES);
+            for (int which = 0; which < two; which++) ADDED(rows + which * mr, which)
+        }
+        if (two == 2 && (end - begin) % 2) {
+            for (int p = 0; p < np; p++) bytes[p] = octets_at(codes[p] + steps * LANES);
+            ADDED(rows, 0)
         }
         for (int p = 0; p < np; p++) {
             numbers scale = scales_at(j->scales, ((t->panel + p) * j->groups + g) * LANES, j->wide);

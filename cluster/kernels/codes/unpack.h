@@ -56,16 +56,15 @@ INLINE numbers from_e4m3(octets b)
     to.part[1] = (vec)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
 #else
 #if KIND == 64
-    const int up = 49;
+    const whole up = 49, sign = INT64_MIN;
     const real scale = 0x1p1008;
 #else
-    const int up = 20;
+    const whole up = 20, sign = INT32_MIN;
     const real scale = 0x1p112f;
 #endif
     integers x = widened(b);
-    whole sign = (whole)1 << (8 * sizeof(whole) - 2);
     for (int f = 0; f < FOLDS; f++) {
-        ints bits = ((x.part[f] & 0x7f) << up) | (x.part[f] & (sign + sign));
+        ints bits = ((x.part[f] & 0x7f) << up) | (x.part[f] & sign);
         to.part[f] = (vec)bits * scale;
     }
 #endif
