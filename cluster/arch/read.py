@@ -15,6 +15,7 @@ from cluster.arch.families.qwen import qwen2, qwen3, qwen3_moe
 from cluster.arch.families.wrapped import WRAPPERS, wrapped
 from cluster.arch.keys import Keys, family_of, read_json
 from cluster.arch.layer import geometry_of
+from cluster.arch.quantisation import quantisation_of
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
@@ -81,7 +82,7 @@ def read_target(folder: str) -> TargetArch:
             f"config.json of {folder!r}: {name} is recognised; its linear-attention or state-space layers are not "
             f"served; known: {', '.join(TARGET_FAMILIES)}"
         )
-    _quantisation(keys)
+    quantisation_of(keys)
     return FAMILIES[family_of(keys, TARGET_FAMILIES, "target")](keys)
 
 
@@ -105,13 +106,3 @@ def outline(folder: str) -> TargetArch | None:
 def _stateful(keys: Keys) -> str | None:
     names = [str(name) for name in keys.data.get("architectures") or []]
     return next((n for n in names if n not in FAMILIES and any(part in n for part in STATEFUL)), None)
-
-
-def _quantisation(keys: Keys) -> None:
-    """Refuse unknown quantisation methods; which tensors are quantised follows from their dtypes and scales."""
-    method = keys.section("quantization_config").data.get("quant_method")
-    if method not in (None, "fp8", "mxfp4", "compressed-tensors", "modelopt"):
-        raise ConfigError(
-            f"config.json of {keys.where!r}: quant_method {method!r} is not served; known: fp8, mxfp4, and FP8 of "
-            "compressed-tensors and modelopt"
-        )

@@ -18,6 +18,7 @@ from cluster.bench.cases import (
     offline,
     overlap,
     overload,
+    packed,
     peers,
     radix,
     rude,
@@ -47,6 +48,7 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
     "rude": rude,  # whether abusive clients disturb streams
     "overload": overload,  # what clients get at five times the capacity
     "kernels": kernels,  # each kernel against its twin and the machine
+    "packed": packed,  # products by weights that stay quantised
     "radix": radix,  # CPU time of operations on the radix tree
 }
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN

@@ -306,6 +306,7 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         eos_token_ids=tuple(resolved.target.eos_token_ids),
         attention_backend=prepared.models.kernels.name,
         kernels=prepared.models.kernels.about,
+        quantised=prepared.models.quantised,
         steps_ahead=_lag(config, prepared.device),
         captured=captured,
         num_threads=torch.get_num_threads(),

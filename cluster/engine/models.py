@@ -49,6 +49,12 @@ class RankModels:
         return self.target_context.kernels
 
     @property
+    def quantised(self) -> tuple[str, ...]:
+        """What became of quantised weights, in words; nothing where there are none."""
+        said = [f"target: {line}" for line in self.target.quantised]
+        return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
+
+    @property
     def layers(self) -> list[list[LayerGeometry]]:
         """The layers of every runner as this rank holds them, the target's first."""
         attention = self.target_context.sharding.attention

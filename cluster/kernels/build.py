@@ -21,7 +21,7 @@ OF_KERNEL = {"choice": ("-ffp-contract=off",)}
 """Flags of one kernel, which come last: `choice` computes the same bits whether or not there are fused products."""
 X86 = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "baseline": (),
 }
 LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}

@@ -1,23 +1,21 @@
 """The kernels in C, for a CPU. What they do not serve (half precision, other devices) goes to their twins."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.kernels import c_quantised
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Stack, Weight
 from cluster.kernels.library import Function, Library
+from cluster.kernels.panels import columns_of
+from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.tape import native
 
-PANEL = 64  # bytes of a panel's row in registers' width: as many columns as a sum has lanes
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
-
-
-def columns_of(dtype: torch.dtype) -> int:
-    """Columns of a panel."""
-    return PANEL // torch.promote_types(dtype, torch.float32).itemsize
 
 
 def in_panels(matrices: Tensor) -> Tensor:
@@ -62,6 +60,11 @@ class Panels(Weight):
         """See `Weight`."""
         return self.panels.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """See `Weight`."""
+        return self.panels.nbytes
+
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
         rows = fitting(rows, self.panels)
@@ -83,6 +86,11 @@ class PanelStack(Stack):
     panels: Tensor
     outputs: int
     product: Function
+
+    @property
+    def nbytes(self) -> int:
+        """See `Stack`."""
+        return self.panels.nbytes
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Stack`."""
@@ -119,6 +127,18 @@ class CKernels(TorchKernels):
         if (product := self._of("product", matrices)) is None:
             return super().stack(matrices)
         return PanelStack(in_panels(matrices), matrices.shape[2], product)
+
+    def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
+        """See `Kernels.keeps`."""
+        return ("codes", dtype) in self._functions and c_quantised.knows(matrix)
+
+    def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
+        """See `Kernels.quantised`."""
+        return c_quantised.CodePanels(c_quantised.in_panels(matrix, dtype), self._functions["codes", dtype])
+
+    def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
+        """See `Kernels.quantised_stack`."""
+        return c_quantised.CodePanelStack(c_quantised.stacked(matrices, dtype), self._functions["codes", dtype])
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
         """See `Kernels.norm`."""

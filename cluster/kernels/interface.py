@@ -1,12 +1,14 @@
 """What a model asks of its kernels. Shape legend: T rows, H columns, d head_dim, E experts."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from cluster.kernels.library import Library
+from cluster.kernels.quantised import Quantised
 
 
 class Weight(ABC):
@@ -22,6 +24,11 @@ class Weight(ABC):
     def dtype(self) -> torch.dtype:
         """That of rows and results."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+
     @abstractmethod
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """Rows `[T, inputs]` times the matrix, plus `bias` `[outputs]` -> `[T, outputs]`."""
@@ -33,6 +40,11 @@ class Weight(ABC):
 
 class Stack(ABC):
     """A matrix `[inputs, outputs]` for each of E experts."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
 
     @abstractmethod
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -85,6 +97,18 @@ class Kernels(Protocol):
 
     def stack(self, matrices: Tensor) -> Stack:
         """`matrices` `[E, inputs, outputs]`, laid out for their products."""
+        ...
+
+    def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
+        """Whether rows of `dtype` can be multiplied by a matrix like this one while it stays quantised."""
+        ...
+
+    def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
+        """A weight from `matrix` `[outputs, inputs]`, for rows of `dtype`; kept as it is if `keeps` says so."""
+        ...
+
+    def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
+        """The experts' `matrices` `[outputs, inputs]`, all of one kind, likewise."""
         ...
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:

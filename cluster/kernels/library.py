@@ -20,6 +20,7 @@ CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
 CODES = {"p": c_void_p, "i": c_int64, "d": c_double}
 SIGNATURES = {
     "product": "ppppiiipii",
+    "codes": "ppppppiiiiiipii",
     "norm": "pppppiiiidi",
     "activate": "ppiiiddi",
     "rotary": "pppppiiiiiiiidi",

@@ -1,6 +1,6 @@
 """The kernels in plain torch: what the others must equal, and what serves where they do not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from cluster.kernels.grouped_mm import grouped_mm
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Stack, Weight
 from cluster.kernels.library import Library
+from cluster.kernels.quantised import Quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class Dense(Weight):
         """See `Weight`."""
         return self.matrix.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """See `Weight`."""
+        return self.matrix.nbytes
+
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
         return torch.mm(rows, self.matrix) if bias is None else torch.addmm(bias, rows, self.matrix)
@@ -44,6 +50,11 @@ class DenseStack(Stack):
     """The weights of experts as one tensor."""
 
     matrices: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """See `Stack`."""
+        return self.matrices.nbytes
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Stack`."""
@@ -70,6 +81,18 @@ class TorchKernels:
     def stack(self, matrices: Tensor) -> Stack:
         """See `Kernels.stack`."""
         return DenseStack(matrices)
+
+    def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
+        """Torch multiplies by floating-point numbers alone."""
+        return False
+
+    def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
+        """See `Kernels.quantised`."""
+        return self.weight(matrix.numbers(dtype).t().contiguous())
+
+    def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
+        """See `Kernels.quantised_stack`."""
+        return self.stack(torch.stack([matrix.numbers(dtype).t() for matrix in matrices]))
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
         """See `Kernels.norm`."""

@@ -1,4 +1,4 @@
-"""Strict reading of safetensors folders: a tensor that nothing uses is an error; quantised ones are dequantised."""
+"""Strict reading of safetensors folders: a tensor that nothing uses is an error."""
 
 import logging
 import mmap
@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cluster.arch.quantisation import read_quantisation, with_whole
 from cluster.arch.safetensors.header import Stored
 from cluster.arch.safetensors.stored import stored_tensors, weight_files
 from cluster.arch.safetensors.tensors import IGNORED
 from cluster.config import ConfigError
-from cluster.models.quant import BLOCK, FLOAT8, GROUP, block_scaled, mxfp4
+from cluster.kernels.quantised import Quantised
+from cluster.models.formats import Asked, Index, Span, format_of, mxfp4, place_of
+from cluster.models.tally import Tally
 
 log = logging.getLogger(__name__)
 DTYPES = {
@@ -30,9 +33,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-Span = tuple[int, int]
-SCALES = ("_scale_inv", "_scale")
-ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".qscale_act")
+Matrix = Tensor | Quantised
 
 
 def as_it_is(name: str) -> str:
@@ -62,10 +63,12 @@ class Checkpoint:
         self._ignored = [re.compile(pattern) for pattern in (IGNORED, *ignored)]
         self._maps: dict[Path, mmap.mmap] = {}
         self._taken: set[str] = set()
-        self._dequantised = 0
+        self.tally = Tally()
         self._paths, self._promised = weight_files(folder)
         self._files = stored_tensors(folder)
-        self.shapes: dict[str, tuple[int, ...]] = {name: held.shape for name, (_, _, held) in self._files.items()}
+        self.quantisation = read_quantisation(folder)
+        held = {name: stored.shape for name, (_, _, stored) in self._files.items()}
+        self.shapes = with_whole(held, self.quantisation.bits)
 
     def holds(self, name: str) -> bool:
         """Whether there is a tensor `name`."""
@@ -79,7 +82,22 @@ class Checkpoint:
         columns: Span | None = None,
         expert: int | None = None,
     ) -> Tensor:
-        """The tensor `name` on the CPU, checked against `shape` and counted as used; FP8 and MXFP4 come as float32.
+        """`matrix` as a tensor: a quantised one is dequantised, to float32."""
+        held = self.matrix(name, shape, rows, columns, expert)
+        if isinstance(held, Tensor):
+            return held
+        self.tally.dequantised[held.about] += 1
+        return held.numbers()
+
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        expert: int | None = None,
+    ) -> Matrix:
+        """The tensor `name` on the CPU, checked against `shape` and counted as used; quantised if it is so on disk.
 
         `rows` and `columns` limit what is read of the last two dimensions (a vector has only rows), `expert` selects
         one entry of a stack of experts.
@@ -88,26 +106,49 @@ class Checkpoint:
             ConfigError: missing, or of another shape; the message names tensor and file.
         """
         stored = self._stored_name(name)
-        if stored not in self._files and f"{stored}_blocks" in self._files:
-            return self._mxfp4(stored, shape, rows, columns, expert)
-        path, raw, entry = self._entry(stored, shape)
-        index = () if expert is None else (expert,)
-        cut = self._read(path, entry, (*index, *_slices(rows, columns)))
-        return self._scaled(stored, raw, entry, cut, rows, columns) if DTYPES[entry.dtype] in FLOAT8 else cut
+        quantised = format_of(self, stored)
+        if quantised is not None:
+            shape = self.entry(stored).shape if shape is None else shape
+            if len(shape) != (2 if expert is None else 3) or (expert is not None and quantised is not mxfp4):
+                raise self.wrong(place_of(self, stored), f"is quantised; of {list(shape)} that is not served")
+            return quantised(self, Asked(stored, shape, rows, columns, expert))
+        self.entry(stored, shape)
+        return self.read(stored, (*(() if expert is None else (expert,)), *_slices(rows, columns)))
 
-    def _entry(self, stored: str, shape: tuple[int, ...] | None) -> tuple[Path, str, Stored]:
+    def has(self, stored: str) -> bool:
+        """Whether there is a tensor of that name on disk."""
+        return stored in self._files
+
+    def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> Stored:
+        """Where it lies, counted as used.
+
+        Raises:
+            ConfigError: missing, or of another shape.
+        """
         if stored not in self._files:
             single = self._paths[0] if len(self._paths) == 1 else Path(self.folder)
             raise ConfigError(f"tensor {stored!r} is missing in {str(self._promised.get(stored, single))!r}")
-        path, raw, entry = self._files[stored]
+        entry = self._files[stored][2]
         if shape is not None and entry.shape != shape:
-            raise ConfigError(
-                f"tensor {raw!r} in {str(path)!r} is {list(entry.shape)} but the config requires {list(shape)}"
-            )
+            raise self.wrong(stored, f"is {list(entry.shape)} but the config requires {list(shape)}")
         self._taken.add(stored)
-        return path, raw, entry
+        return entry
 
-    def _read(self, path: Path, entry: Stored, index: tuple[slice | int, ...]) -> Tensor:
+    def skip(self, stored: str) -> None:
+        """Count it as used if it is there."""
+        self._taken.add(stored)
+
+    def wrong(self, stored: str, problem: str) -> ConfigError:
+        """That there is a `problem` with it; the message names it and its file."""
+        path, raw, _ = self._files[stored]
+        return ConfigError(f"tensor {raw!r} in {str(path)!r} {problem}")
+
+    def read(self, stored: str, index: Index = ()) -> Tensor:
+        """A copy of what `index` selects of it."""
+        entry = self.entry(stored)
+        return self._read(self._files[stored][0], entry, index)
+
+    def _read(self, path: Path, entry: Stored, index: Index) -> Tensor:
         """A copy of what `index` selects; the mapped pages are released, so that files do not pile up in memory."""
         count, dtype = entry.stop - entry.start, DTYPES[entry.dtype]
         if self._dry or not count:
@@ -125,64 +166,12 @@ class Checkpoint:
             mapped.madvise(mmap.MADV_DONTNEED, first, entry.stop - first)
         return cut
 
-    def _scaled(
-        self, stored: str, raw: str, entry: Stored, cut: Tensor, rows: Span | None, columns: Span | None
-    ) -> Tensor:
-        """FP8 times its scale: one per tensor, one per row, or one per block of 128 x 128."""
-        path, stem = self._files[stored][0], stored.removesuffix(".weight")
-        names = [f"{stored}{end}" for end in SCALES] + [f"{stem}.qscale_weight"]
-        found = [name for name in names if name in self._files]
-        if len(found) != 1:
-            raise ConfigError(f"tensor {raw!r} in {str(path)!r} is FP8 and needs one scale, {names[0]!r}; has {found}")
-        for end in ACTIVATION_SCALES:
-            self.drop(f"{stem}{end}")
-        place, scale_name, scale = self._files[found[0]]
-        self._taken.add(found[0])
-        scales = self._read(place, scale, ()).float()
-        self._dequantised += 1
-        row, column = (rows or (0, 0))[0], (columns or (0, 0))[0]
-        if scales.numel() == 1:
-            return cut.float() * scales.view(())
-        if len(entry.shape) == 2 and scale.shape == (entry.shape[0], 1):
-            return cut.float() * (scales if rows is None else scales[slice(*rows)])
-        blocks = tuple(-(-size // BLOCK) for size in entry.shape)
-        if len(entry.shape) != 2 or scale.shape != blocks:
-            raise ConfigError(
-                f"tensor {scale_name!r} in {str(place)!r} is {list(scale.shape)} but {raw!r} of {list(entry.shape)} "
-                f"needs {list(blocks)} scales, one per block of {BLOCK} x {BLOCK}"
-            )
-        return block_scaled(cut, scales, row, column)
-
-    def _mxfp4(
-        self, stored: str, shape: tuple[int, ...] | None, rows: Span | None, columns: Span | None, expert: int | None
-    ) -> Tensor:
-        """MXFP4 of `shape` `[.., out, in]`, stored as `_blocks` `[.., in / 32, 16]` and `_scales` `[.., in / 32]`."""
-        if shape is not None and shape[-1] % GROUP:
-            raise ConfigError(f"tensor '{stored}_blocks' in {self.folder!r}: {shape[-1]} inputs, not a multiple of 32")
-        packed = None if shape is None else (*shape[:-1], shape[-1] // GROUP)
-        index: tuple[slice | int, ...] = () if expert is None else (expert,)
-        start, stop = columns or (0, 0)
-        groups = None if columns is None else (start // GROUP, -(-stop // GROUP))
-        index += _slices(rows, groups)
-        parts = []
-        for end, tail in (("_blocks", (GROUP // 2,)), ("_scales", ())):
-            path, raw, entry = self._entry(stored + end, None if packed is None else (*packed, *tail))
-            if entry.dtype != "U8":
-                raise ConfigError(f"tensor {raw!r} in {str(path)!r} is {entry.dtype}, but MXFP4 must be stored as U8")
-            parts.append(self._read(path, entry, index))
-        self._dequantised += 1
-        values = mxfp4(*parts)
-        if groups is None:
-            return values
-        first = start - groups[0] * GROUP
-        return values[..., first : first + stop - start]
-
     def drop(self, name: str) -> None:
         """Count `name`, if present, as accounted for without reading it."""
         self._taken.add(self._stored_name(name))
 
-    def finish(self) -> None:
-        """Refuse tensors that nothing used, and close the files.
+    def finish(self) -> list[str]:
+        """Refuse tensors that nothing used, and close the files; what became of quantised weights, in words.
 
         Raises:
             ConfigError: such tensors exist; the message names them and their file.
@@ -198,13 +187,15 @@ class Checkpoint:
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
+        said = self.tally.lines(self.quantisation.activations)
         if self._dry:
-            return
+            return said
         others = len(self._files) - len(self._taken & self._files.keys())
         if others:
             log.info("%s: %d tensors belong to parts that are not served and were not read", self.folder, others)
-        if self._dequantised:
-            log.info("%s: %d quantised tensors were dequantised on load", self.folder, self._dequantised)
+        for line in said:
+            log.info("%s: %s", self.folder, line)
+        return said
 
 
 def _slices(rows: Span | None, columns: Span | None) -> tuple[slice, ...]:

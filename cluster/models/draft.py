@@ -108,7 +108,7 @@ class DraftModel(ABC):
         self.target_ids = vocabulary_map(spec, checkpoint, context.device)
         self._rotary = RotaryTable(g.rope, g.rope_dim, context.max_position, context.dtype, context.device)
         self._load(load)
-        checkpoint.finish()
+        self.quantised = checkpoint.finish()
 
     @abstractmethod
     def _load(self, load: Loader) -> None:

@@ -1,71 +1,23 @@
-"""Layers from a checkpoint: every part read by slice, shape-checked, in the compute dtype on the device."""
+"""Layers from a checkpoint, part by part."""
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.resolve import check_heads
-from cluster.kernels.interface import Activation, HeadNorms, Weight
+from cluster.kernels.interface import Activation, HeadNorms, Stack
 from cluster.mesh import Part
 from cluster.models.arithmetic import joined
-from cluster.models.checkpoint import Checkpoint, Span, placed
-from cluster.models.context import ModelContext
+from cluster.models.checkpoint import Matrix
 from cluster.models.experts import Gate
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
 from cluster.models.rotary import half_split
+from cluster.models.weights import WeightLoader, apart, in_order
 
 
-class Loader:
-    """Takes named tensors of one checkpoint into the compute dtype and device, reading only this rank's shard."""
-
-    def __init__(self, checkpoint: Checkpoint, context: ModelContext) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, context.dtype, context.device
-        self.sharding, self.kernels = context.sharding, context.kernels
-
-    def take(
-        self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
-    ) -> Tensor:
-        """One tensor, shape-checked; `rows`, `columns` and `expert` as in `Checkpoint.take`."""
-        return placed(self.checkpoint.take(name, shape, rows, columns, expert), self.dtype, self.device)
-
-    def wide(self, name: str, *shape: int) -> Tensor:
-        """One tensor in at least float32, for what half precision would spoil."""
-        wide = self.dtype if self.dtype == torch.float64 else torch.float32
-        return placed(self.checkpoint.take(name, shape), wide, self.device)
-
-    def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
-        """A norm's weight; with `unit_offset` 1 + weight in at least float32, as half precision would round it away."""
-        if not unit_offset:
-            return self.take(name, size)
-        weight = self.wide(name, size)
-        return weight if weight.device.type == "meta" else 1 + weight  # see `joined`
-
-    def weight(self, matrix: Tensor) -> Weight:
-        """A weight from `matrix` `[outputs, inputs]`, the layout of checkpoints."""
-        return self.kernels.weight(matrix.t().contiguous())
-
-    def projection(self, name: str, rows: int, columns: int) -> Weight:
-        """One weight of `rows` outputs and `columns` inputs."""
-        return self.weight(self.take(name, rows, columns))
-
-    def outputs(
-        self, names: list[str], rows: list[int], spans: list[Span], columns: int, bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Column-parallel projections, packed: of each the outputs in its span, `[sum, columns]`, and their biases."""
-        each = list(zip(names, rows, spans, strict=True))
-        weight = joined([self.take(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
-        biases = [self.take(f"{name}.bias", r, rows=span) for name, r, span in each] if bias else []
-        return weight, joined(biases) if bias else None
-
-    def inputs(
-        self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Part
-    ) -> tuple[Weight, Tensor | None]:
-        """A row-parallel projection, of the inputs in `span`; only part 0 adds the bias."""
-        weight = self.weight(self.take(f"{name}.weight", rows, columns, columns=span))
-        added = self.take(f"{name}.bias", rows) if bias else None
-        return weight, added if part.rank == 0 else None
+class Loader(WeightLoader):
+    """The parts of layers from one checkpoint, of each this rank's shard."""
 
     def attention(self, prefix: str, g: LayerGeometry, columns: int) -> SelfAttention:
         """The attention block under `prefix`, its qkv reading `columns` inputs."""
@@ -80,11 +32,11 @@ class Loader:
         spans = [(wide * q[0], wide * q[1]), kv, kv]
         qkv, qkv_bias = self.outputs(names, rows, spans, columns, g.attention_bias)
         if g.gated:
-            qkv = gates_last(qkv.t(), local.heads, d).t()
+            qkv = in_order(qkv, lambda order: gates_last(order, local.heads, d))
             qkv_bias = None if qkv_bias is None else gates_last(qkv_bias, local.heads, d)
         if g.interleaved:
-            turned = (local.heads + local.kv_heads) * d
-            qkv[:turned] = half_split(qkv[:turned].contiguous(), local.heads + local.kv_heads)
+            n = local.heads + local.kv_heads
+            qkv = in_order(qkv, lambda order: joined([half_split(order[: n * d], n), order[n * d :]]))
         out, out_bias = self.inputs(f"{prefix}.o_proj", g.hidden, g.heads * d, q, g.out_bias, part)
         own = (part.rank * local.heads, (part.rank + 1) * local.heads)
         norms = None
@@ -115,14 +67,14 @@ class Loader:
         span = (own * width, (own + heads) * width)
         q_down = q_norm = q_down_bias = None
         if sizes.q_rank is None:
-            q_up = self.take(f"{prefix}.q_proj.weight", g.heads * width, columns, rows=span)
+            q_up = self.matrix(f"{prefix}.q_proj.weight", g.heads * width, columns, rows=span)
         else:
             q_down = self.projection(f"{prefix}.q_a_proj.weight", sizes.q_rank, columns)
             q_down_bias = self.take(f"{prefix}.q_a_proj.bias", sizes.q_rank) if g.attention_bias else None
             q_norm = self.norm(f"{prefix}.q_a_layernorm.weight", sizes.q_rank)
-            q_up = self.take(f"{prefix}.q_b_proj.weight", g.heads * width, sizes.q_rank, rows=span)
+            q_up = self.matrix(f"{prefix}.q_b_proj.weight", g.heads * width, sizes.q_rank, rows=span)
         cell, name = sizes.kv_rank + sizes.rope, f"{prefix}.kv_a_proj_with_mqa"
-        kv_down = half_split(self.take(f"{name}.weight", cell, columns), 1, sizes.rope)
+        kv_down = in_order(self.matrix(f"{name}.weight", cell, columns), lambda order: half_split(order, 1, sizes.rope))
         kv_down_bias = half_split(self.take(f"{name}.bias", cell), 1, sizes.rope) if g.attention_bias else None
         both = sizes.nope + sizes.value
         up = self.take(
@@ -135,7 +87,7 @@ class Loader:
             q_down=q_down,
             q_down_bias=q_down_bias,
             q_norm=q_norm,
-            q_up=self.weight(half_split(q_up, heads, sizes.rope)),
+            q_up=self.weight(in_order(q_up, lambda order: half_split(order, heads, sizes.rope))),
             kv_down=self.weight(kv_down),
             kv_down_bias=kv_down_bias,
             kv_norm=self.norm(f"{prefix}.kv_a_layernorm.weight", sizes.kv_rank),
@@ -160,20 +112,21 @@ class Loader:
         """The experts under `prefix`, each sharded by columns, with their gate and the MLP that every token takes."""
         part = self.sharding.mlp
         start, stop = part.span(moe.intermediate)
-        own = stop - start
-        gate_up = torch.empty(moe.experts, g.hidden, 2 * own, dtype=self.dtype, device=self.device)
-        down = torch.empty(moe.experts, own, g.hidden, dtype=self.dtype, device=self.device)
         biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if moe.stacked:
-            biases = self._stacked(f"{prefix}.experts", g, moe, gate_up, down)
+            gates_ups, downs, *added = self._stacked(f"{prefix}.experts", g, moe)
+            biases = added[0], added[1]
         else:
-            for e in range(moe.experts):
-                for i, name in enumerate(("gate", "up")):
-                    whole = f"{prefix}.experts.{e}.{name}_proj.weight"
-                    rows = self.take(whole, moe.intermediate, g.hidden, rows=(start, stop))
-                    gate_up[e, :, i * own : (i + 1) * own] = rows.t()
+
+            def both(e: int) -> Matrix:
+                names = [f"{prefix}.experts.{e}.{part}_proj.weight" for part in ("gate", "up")]
+                return self.beneath([self.matrix(n, moe.intermediate, g.hidden, rows=(start, stop)) for n in names])
+
+            def down(e: int) -> Matrix:
                 name = f"{prefix}.experts.{e}.down_proj.weight"
-                down[e] = self.take(name, g.hidden, moe.intermediate, columns=(start, stop)).t()
+                return self.matrix(name, g.hidden, moe.intermediate, columns=(start, stop))
+
+            gates_ups, downs = self.stack(moe.experts, both), self.stack(moe.experts, down)
         weight = self.wide if moe.scoring == "sigmoid" else self.take
         gate = Gate(
             weight=self.weight(weight(f"{prefix}.router.weight", moe.experts, g.hidden)),
@@ -185,31 +138,33 @@ class Loader:
         if moe.shared:
             shared = self.mlp(f"{prefix}.shared_experts", replace(g, intermediate=moe.shared, mlp_bias=False))
         shared_gate = self.projection(f"{prefix}.shared_gate.weight", 1, g.hidden) if moe.shared_gate else None
-        gates_ups, downs = self.kernels.stack(gate_up), self.kernels.stack(down)
         activation = Activation(g.activation) if moe.clamp is None else Activation("clamped", *moe.clamp)
         return Experts(self.kernels, gate, gates_ups, downs, *biases, shared, activation, shared_gate)
 
-    def _stacked(
-        self, prefix: str, g: LayerGeometry, moe: Moe, gate_up: Tensor, down: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _stacked(self, prefix: str, g: LayerGeometry, moe: Moe) -> tuple[Stack, Stack, Tensor, Tensor | None]:
         """gpt-oss's experts, all in one tensor with alternating gate and up columns; only MXFP4 is output-major."""
         e, h, i = moe.experts, g.hidden, moe.intermediate
         span = self.sharding.mlp.span(i)
         both = (2 * span[0], 2 * span[1])
-        packed = not self.checkpoint.holds(f"{prefix}.gate_up_proj")
-        for at in range(e):
-            if packed:
-                first = self.take(f"{prefix}.gate_up_proj", e, 2 * i, h, rows=both, expert=at).t()
-                last = self.take(f"{prefix}.down_proj", e, h, i, columns=span, expert=at).t()
-            else:
-                first = self.take(f"{prefix}.gate_up_proj", e, h, 2 * i, columns=both, expert=at)
-                last = self.take(f"{prefix}.down_proj", e, i, h, rows=span, expert=at)
-            gate_up[at] = joined([first[:, 0::2], first[:, 1::2]], 1)
-            down[at] = last
+        output_major = not self.checkpoint.holds(f"{prefix}.gate_up_proj")
+
+        def gate_up(expert: int) -> Matrix:
+            name = f"{prefix}.gate_up_proj"
+            if output_major:
+                return in_order(self.matrix(name, e, 2 * i, h, rows=both, expert=expert), apart)
+            return in_order(self.take(name, e, h, 2 * i, columns=both, expert=expert).t(), apart)
+
+        def down(expert: int) -> Matrix:
+            name = f"{prefix}.down_proj"
+            if output_major:
+                return self.matrix(name, e, h, i, columns=span, expert=expert)
+            return self.take(name, e, i, h, rows=span, expert=expert).t()
+
+        gates_ups, downs = self.stack(e, gate_up), self.stack(e, down)
         bias = self.take(f"{prefix}.gate_up_proj_bias", e, 2 * i)[:, slice(*both)]
         added = self.take(f"{prefix}.down_proj_bias", e, h)
         turned = joined([bias[:, 0::2], bias[:, 1::2]], 1)
-        return turned, added if self.sharding.mlp.rank == 0 else None
+        return gates_ups, downs, turned, added if self.sharding.mlp.rank == 0 else None
 
     def layer(self, prefix: str, g: LayerGeometry) -> DecoderLayer:
         """One whole decoder layer under `prefix`."""

@@ -32,7 +32,7 @@ class DecoderTarget:
         self._layers = [load.layer(f"layers.{i}", g) for i, g in enumerate(arch.layers)]
         self._norm = load.norm("norm.weight", arch.hidden, first.unit_offset)
         self._head = _head(load, arch, self._embed)
-        checkpoint.finish()
+        self.quantised = checkpoint.finish()
         ropes = list(dict.fromkeys(g.rope for g in arch.layers))
         self._rotaries = [RotaryTable(rope, first.rope_dim, context.max_position, dtype, device) for rope in ropes]
         self._rope_of = [ropes.index(g.rope) for g in arch.layers]

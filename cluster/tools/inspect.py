@@ -13,9 +13,9 @@ from pathlib import Path
 from cluster.arch.dtypes import BYTES
 from cluster.config import ConfigError
 from cluster.tools.overrides import add_override_argument, overrides_of
-from cluster.tools.summary import Report, summary
+from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
 
-UNSHOWN = ("tensors", "spec", "choices", "folder")
+UNSHOWN = ("tensors", "spec", "choices", "folder", "quantised")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, help="number of ranks")
     parser.add_argument("--dp", type=int, default=1, help="number of attention groups that the ranks form")
     parser.add_argument("--dtype", default="auto", choices=["auto", *BYTES])
+    parser.add_argument(
+        "--device", default=ASSUMED_DEVICE, choices=["cuda", "cpu"], help="what the memory is told for (default: cuda)"
+    )
     add_override_argument(parser)
     parser.add_argument("--token-map", metavar="FILE", help="speculative_token_map: a .json or .safetensors file")
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its file and use in the model")
@@ -42,10 +45,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--draft-override and --token-map apply to a draft; give --draft DIR as well")
     report = None
     if args.draft is None and args.tp == 1 and args.dp == 1 and not args.tensors and not args.json:
-        report = summary(args.path, args.dtype)
+        report = summary(args.path, args.dtype, args.device)
     if report is None:
         inspect = importlib.import_module("cluster.tools.tensor_report").inspect
-        report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, (overrides, args.token_map))
+        settings = (overrides, args.token_map)
+        report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, settings, args.device)
     if args.json:
         print(json.dumps(asdict(report)))
     else:
@@ -59,6 +63,8 @@ def _print(report: Report, tensors: bool) -> None:
             continue
         facts = [f"{key} {_shown(value)}" for key, value in found.items() if key not in UNSHOWN]
         print(f"{title} {found['folder']}: {', '.join(facts)}")
+        for line in found.get("quantised", ()):
+            print(f"  {line}")
         for fact, choice in found.get("choices", {}).items():
             print(f"  {fact} = {choice['value']}  ({choice['source']})")
     for key, value in (report.memory | report.features).items():

@@ -53,7 +53,7 @@ def features_of(arch: TargetArch) -> dict[str, Any]:
     }
 
 
-def summary(folder: str, dtype: str = "auto") -> Report | None:
+def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE) -> Report | None:
     """The report on a good target, served by one rank; None for one with problems or quantised weights."""
     try:
         arch = read_target(folder)
@@ -63,14 +63,14 @@ def summary(folder: str, dtype: str = "auto") -> Report | None:
         return None
     if any(stored.dtype not in PLAIN for _, _, stored in held.values()):
         return None
-    compute = computed_in(arch.dtype, dtype, ASSUMED_DEVICE)
+    compute = computed_in(arch.dtype, dtype, device)
     parts, kv_heads, head_dim = arch.layer.cell
     target = described(folder, arch)
     memory = {
         "tp": 1,
         "dp": 1,
         "dtype": compute,
-        "device": ASSUMED_DEVICE,
+        "device": device,
         "target_bytes_per_rank": target["parameters"] * BYTES[compute],
         "draft_bytes_per_rank": 0,
         "kv_bytes_per_token": arch.num_layers * parts * kv_heads * head_dim * BYTES[compute],

@@ -3,12 +3,13 @@
 The models are built on the meta device by the same code that loads them, so the report says what loading would do.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
@@ -16,9 +17,14 @@ from cluster.arch.dtypes import computed_in
 from cluster.attention.bind import pool_bytes
 from cluster.config import DEFAULT_NUM_STEPS, ConfigError
 from cluster.engine.models import DTYPES
+from cluster.kernels import c_quantised
+from cluster.kernels.interface import Stack, Weight
+from cluster.kernels.quantised import Quantised
+from cluster.kernels.torch_kernels import TorchKernels
 from cluster.mesh import Part
-from cluster.models.checkpoint import Checkpoint, Span
+from cluster.models.checkpoint import Checkpoint, Matrix
 from cluster.models.context import WHOLE, ModelContext, Sharding
+from cluster.models.formats import Span, place_of
 from cluster.models.load import local_heads
 from cluster.models.registry import DRAFTS
 from cluster.models.target import DecoderTarget
@@ -50,17 +56,17 @@ class Recorder(Checkpoint):
         self.placed: list[Placed] = []
         self.problems: list[str] = []
 
-    def take(
+    def matrix(
         self,
         name: str,
         shape: tuple[int, ...] | None = None,
         rows: Span | None = None,
         columns: Span | None = None,
         expert: int | None = None,
-    ) -> Tensor:
+    ) -> Matrix:
         """The tensor without data; a wrong or missing one is recorded, and one of the right shape returned instead."""
         try:
-            cut = super().take(name, shape, rows, columns, expert)
+            cut = super().matrix(name, shape, rows, columns, expert)
         except ConfigError as error:
             if shape is None:
                 raise
@@ -70,21 +76,68 @@ class Recorder(Checkpoint):
             cut = whole if rows is None else whole[rows[0] : rows[1]]
             return cut if columns is None else cut[..., columns[0] : columns[1]]
         stored = self._stored_name(name)
-        path, raw, entry = self._files.get(stored) or self._files[f"{stored}_blocks"]
+        path, raw, entry = self._files[place_of(self, stored)]
         dtype = str(entry.dtype).removeprefix("torch.")
-        self.placed.append(Placed(raw, name, path.name, dtype, entry.shape, cut.numel()))
+        self.placed.append(Placed(raw, name, path.name, dtype, entry.shape, prod(cut.shape)))
         return cut
 
-    def finish(self) -> None:
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        """What the tensors taken are in memory: those that stay packed as they are, the others in `dtype`."""
+        numbers = sum(placed.numbers for placed in self.placed) - self.tally.numbers
+        return numbers * dtype.itemsize + self.tally.nbytes
+
+    def finish(self) -> list[str]:
         """Record the tensors that no part of the model took."""
         try:
-            super().finish()
+            return super().finish()
         except ConfigError as error:
             self.problems.append(str(error))
+            return []
+
+
+class OnCpu(TorchKernels):
+    """Keeps quantised weights as the kernels in C do, for models without data."""
+
+    def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
+        """See `Kernels.keeps`."""
+        return c_quantised.knows(matrix)
+
+    def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
+        """See `Kernels.quantised`."""
+        return c_quantised.CodePanels(c_quantised.in_panels(matrix, dtype), _never)
+
+    def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
+        """See `Kernels.quantised_stack`."""
+        return c_quantised.CodePanelStack(c_quantised.stacked(matrices, dtype), _never)
+
+
+def _never(*given: object) -> None:
+    raise AssertionError("a model without data computes nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank computes with: in `dtype` on `device`, holding the parts that `sharding` says."""
+
+    dtype: torch.dtype
+    device: str
+    sharding: Sharding
+
+    @property
+    def context(self) -> ModelContext:
+        """Of models without data."""
+        context = replace(ModelContext.dry(self.sharding), dtype=self.dtype)
+        return context if self.device == "cuda" else replace(context, kernels=OnCpu())
 
 
 def inspect(
-    path: str, draft: str | None, tp: int = 1, dp: int = 1, dtype: str = "auto", settings: Settings = (None, None)
+    path: str,
+    draft: str | None,
+    tp: int = 1,
+    dp: int = 1,
+    dtype: str = "auto",
+    settings: Settings = (None, None),
+    device: str = ASSUMED_DEVICE,
 ) -> Report:
     """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
 
@@ -96,38 +149,39 @@ def inspect(
     sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp))
     try:
         arch = read_target(path)
-        compute = _compute(arch, dtype)
-        numbers = _target(report, path, arch, sharding)
+        place = _place(arch, dtype, device, sharding)
+        taken = _target(report, path, arch, place)
         layers = [local_heads(g, sharding.attention) for g in arch.layers]
     except ConfigError as error:
         report.problems.append(str(error))
         if draft is not None:
-            _alone(report, path, draft, sharding, dtype, settings)
+            _alone(report, path, draft, sharding, dtype, settings, device)
         return report
-    token = pool_bytes(layers, compute)
     report.memory = {
         "tp": tp,
         "dp": dp,
-        "dtype": str(compute).removeprefix("torch."),
-        "device": ASSUMED_DEVICE,
-        "target_bytes_per_rank": numbers * compute.itemsize,
+        "dtype": str(place.dtype).removeprefix("torch."),
+        "device": device,
+        "target_bytes_per_rank": taken,
         "draft_bytes_per_rank": 0,
-        "kv_bytes_per_token": token,
+        "kv_bytes_per_token": pool_bytes(layers, place.dtype),
     }
     report.features = features_of(arch)
     if draft is not None:
         try:
-            _draft(report, draft, arch, sharding, compute, settings)
+            _draft(report, draft, arch, place, settings)
         except ConfigError as error:
             report.problems.append(str(error))
     return report
 
 
-def _compute(arch: TargetArch, dtype: str) -> torch.dtype:
-    return DTYPES[computed_in(arch.dtype, dtype, ASSUMED_DEVICE)]
+def _place(arch: TargetArch, dtype: str, device: str, sharding: Sharding) -> Place:
+    return Place(DTYPES[computed_in(arch.dtype, dtype, device)], device, sharding)
 
 
-def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings) -> None:
+def _alone(
+    report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings, device: str
+) -> None:
     """Report the draft of a target that is recognised but cannot be served; the memory is the draft's alone."""
     try:
         arch = outline(path)
@@ -136,40 +190,43 @@ def _alone(report: Report, path: str, draft: str, sharding: Sharding, dtype: str
         report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
         report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
         report.features = {"checked": "the draft alone"}
-        _draft(report, draft, arch, sharding, _compute(arch, dtype), settings)
+        _draft(report, draft, arch, _place(arch, dtype, device, sharding), settings)
     except ConfigError as error:
         if str(error) not in report.problems:
             report.problems.append(str(error))
 
 
-def _target(report: Report, path: str, arch: TargetArch, sharding: Sharding) -> int:
-    """Add the target to the report; returns how many numbers of it one rank holds."""
+def _target(report: Report, path: str, arch: TargetArch, place: Place) -> int:
+    """Add the target to the report; returns how many bytes of it one rank holds."""
     recorder = Recorder(path, arch.stored_name, arch.ignored)
-    DecoderTarget(arch, recorder, ModelContext.dry(sharding))
+    held = DecoderTarget(arch, recorder, place.context)
     report.target = {**described(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
+    if held.quantised:
+        report.target["quantised"] = held.quantised
     report.problems += recorder.problems
-    return sum(placed.numbers for placed in recorder.placed)
+    return recorder.bytes_in(place.dtype)
 
 
-def _draft(
-    report: Report, path: str, arch: TargetArch, sharding: Sharding, compute: torch.dtype, settings: Settings
-) -> None:
+def _draft(report: Report, path: str, arch: TargetArch, place: Place, settings: Settings) -> None:
     """Add the draft to the report; its memory is for the runners that the default `speculative_num_steps` loads."""
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
-    tensors, numbers, loaded = [], 0, min(spec.runners, DEFAULT_NUM_STEPS)
+    compute, sharding = place.dtype, place.sharding
+    tensors, taken, loaded, quantised = [], 0, min(spec.runners, DEFAULT_NUM_STEPS), list[str]()
     for runner in range(spec.runners):
         recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
-        DRAFTS[spec.kind](spec, recorder, ModelContext.dry(sharding))
+        quantised = DRAFTS[spec.kind](spec, recorder, place.context).quantised
         tensors += [{**asdict(placed), "runner": runner} for placed in recorder.placed]
         if runner < loaded:
-            numbers += sum(placed.numbers for placed in recorder.placed)
+            taken += recorder.bytes_in(compute)
         report.problems += recorder.problems
     own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
     shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
     report.draft = {"folder": path, **asdict(spec.info()), "shared_with_target": shared, "tensors": tensors}
     report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
     report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
-    report.memory["draft_bytes_per_rank"] = numbers * compute.itemsize
+    if quantised:
+        report.draft["quantised"] = quantised
+    report.memory["draft_bytes_per_rank"] = taken
     cells, kept = loaded * pool_bytes(own, compute), kept_bytes(loaded, spec.hidden, compute)
     report.memory["kv_bytes_per_token"] += cells + kept
     report.features["speculation"] = spec.algorithm

@@ -170,7 +170,7 @@ def test_targets_with_a_state_are_refused_by_name(name: str, tmp_path: Path) -> 
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*no target served here; known: LlamaForCausalLM"),
         ({"architectures": ["LlavaNextForConditionalGeneration"]}, "LlavaNextForConditionalGeneration.*known"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' is not served; known: fp8, mxfp4"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not served; known: fp8, mxfp4"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not served; known: default, dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"head_dim": 7}, "head_dim must be even.*got 7"),

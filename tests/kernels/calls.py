@@ -20,6 +20,9 @@ from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.library import Library, opened
 from tests.unit.attention.test_twins import KINDS, SHAPES, case
 from tests.unit.forward.test_c_chooser import draw_of, logits_of, unfiltered
+from tests.unit.kernels.test_codes import KINDS as KINDS_OF_CODES
+from tests.unit.kernels.test_codes import SIZES as CODE_SIZES
+from tests.unit.kernels.test_codes import matrix
 from tests.unit.kernels.test_product import ROWS, SIZES, made
 
 FUSED = (torch.float32, torch.float64, torch.bfloat16)
@@ -36,6 +39,12 @@ def results(library: Library) -> Iterator[tuple[str, Tensor]]:
                 yield f"product {dtype} {size} {rows}", weight(given, made(size[1], dtype=dtype, seed=2))
                 ends = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32)
                 yield f"stack {dtype} {size} {rows}", stack(given, ends)
+        for kind, zeros in KINDS_OF_CODES:
+            for inputs, outputs, group in CODE_SIZES:
+                packed = kernels.quantised(matrix(kind, inputs, outputs, group, zeros), dtype)
+                for rows in ROWS[:8]:
+                    name = f"codes {kind} {zeros} {dtype} {inputs} {outputs} {rows}"
+                    yield name, packed(made(rows, inputs, dtype=dtype, seed=1), made(outputs, dtype=dtype, seed=2))
         for size in (1, 7, 16, 65, 256, 500):
             rows, scale = made(9, size, dtype=dtype), made(size, dtype=dtype, seed=1)
             yield f"norm {dtype} {size}", torch.stack(kernels.add_norm(rows, rows + 1, scale, 1e-5))

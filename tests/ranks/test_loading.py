@@ -10,7 +10,8 @@ from cluster.arch.resolve import resolve_models
 from cluster.config import EngineConfig
 from cluster.engine.build import prepare
 from cluster.mesh import Axis, Mesh
-from cluster.models.checkpoint import Checkpoint, Span
+from cluster.models.checkpoint import Checkpoint, Matrix
+from cluster.models.formats import Span
 from tests.ranks.test_parity import config
 from tests.tiny import draft_folder, target_folder
 
@@ -22,29 +23,31 @@ VOCAB = ("embed_tokens.weight", "lm_head.weight")
 def read_by(rank: int, tp: int, dp: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> Counter[str]:
     """Elements of every tensor that a rank took from the checkpoints."""
     taken: Counter[str] = Counter()
-    true = Checkpoint.take
+    true = Checkpoint.matrix
 
-    def take(
+    def matrix(
         self: Checkpoint,
         name: str,
         shape: tuple[int, ...] | None = None,
         rows: Span | None = None,
         columns: Span | None = None,
         expert: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Matrix:
         got = true(self, name, shape, rows, columns, expert)
-        if got.is_meta:  # names and shapes are checked before the first tensor is read
+        if (
+            not isinstance(got, torch.Tensor) or got.is_meta
+        ):  # names and shapes are checked before the first tensor is read
             return got
         taken[f"{self.folder.rsplit('/')[-1].split('-')[0]} {name}"] += got.numel()
         return got
 
-    monkeypatch.setattr(Checkpoint, "take", take)
+    monkeypatch.setattr(Checkpoint, "matrix", matrix)
     target = target_folder(vocab_size=24)
     given = config(target, draft_folder(target), tp_size=tp, attn_dp_size=dp, **settings)
     attn = tp // dp
     mesh = Mesh(rank, Axis(rank, tp), Axis(rank % attn, attn) if attn > 1 else Axis())
     prepare(resolve_models(EngineConfig.from_kwargs(given)), mesh, torch.device("cpu"))
-    monkeypatch.setattr(Checkpoint, "take", true)
+    monkeypatch.setattr(Checkpoint, "matrix", true)
     return taken
 
 

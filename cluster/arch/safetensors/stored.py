@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from cluster.arch.keys import Shapes
+from cluster.arch.quantisation import read_quantisation, with_whole
 from cluster.arch.safetensors.header import Stored, read_header
 from cluster.config import ConfigError
 
@@ -77,9 +78,10 @@ def stored_tensors(folder: str) -> dict[str, tuple[Path, str, Stored]]:
 
 
 def stored_shapes(folder: str) -> Shapes:
-    """The shape of every tensor of a folder, under normalised names.
+    """The shape of every tensor of a folder, under normalised names, and of the matrices that some of them hold packed.
 
     Raises:
         ConfigError: as `stored_tensors`.
     """
-    return {name: stored.shape for name, (_, _, stored) in stored_tensors(folder).items()}
+    shapes = {name: stored.shape for name, (_, _, stored) in stored_tensors(folder).items()}
+    return with_whole(shapes, read_quantisation(folder).bits)

@@ -12,8 +12,10 @@ from cluster.config import ConfigError
 Named = Iterator[tuple[str, tuple[int, ...]]]
 IGNORED = r"rotary_emb\.inv_freq$"
 # Suffixes of the scales of a quantised tensor; they follow its name or replace its `.weight`.
-COMPANIONS = re.compile(r"(\.weight)?(_scale_inv|_scale|\.(input|activation)_scale|\.qscale_(act|weight))$")
-PACKED = ("_blocks", "_scales")
+COMPANIONS = re.compile(
+    r"(\.weight)?(_scale_inv|_scale|_zero_point|_shape|_g_idx|\.(input|activation)_scale|\.input_zero_point|"
+    r"\.qscale_(act|weight)|\.scales|\.qzeros|\.g_idx)$"
+)
 
 
 def target_tensors(arch: TargetArch) -> Named:
@@ -98,6 +100,13 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> Named:
         yield from _mlp(f"{prefix}.shared_experts", hidden, moe.shared, False)
 
 
+def _packed(name: str) -> tuple[tuple[str, ...], ...]:
+    """What may hold `name` in its place: tensors of MXFP4, of compressed-tensors, of AWQ and GPTQ."""
+    stem = name.removesuffix(".weight")
+    beside = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
+    return (f"{name}_blocks", f"{name}_scales"), (f"{stem}.weight_packed", f"{stem}.weight_scale"), beside
+
+
 def check_tensors(folder: str, arch: TargetArch) -> None:
     """Check the headers in `folder` against what `arch` needs; scales and packed tensors only when they are read.
 
@@ -110,12 +119,12 @@ def check_tensors(folder: str, arch: TargetArch) -> None:
     known = {arch.stored_name("lm_head.weight")} if arch.tied else set()
     for asked, shape in target_tensors(arch):
         name = arch.stored_name(asked)
-        packed = [name + end for end in PACKED]
-        if name not in held and all(part in held for part in packed):
-            known |= {*packed}
-            continue
         if name not in held:
-            missing = next((part for part in packed if any(p in held for p in packed) and part not in held), name)
+            begun = next((parts for parts in _packed(name) if any(part in held for part in parts)), (name,))
+            missing = next((part for part in begun if part not in held), None)
+            known |= {name, *begun}
+            if missing is None:
+                continue
             raise ConfigError(f"tensor {missing!r} is missing in {str(promised.get(missing, single))!r}")
         path, raw, stored = held[name]
         if stored.shape != shape:

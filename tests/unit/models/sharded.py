@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 from typing import Any
 
@@ -12,6 +13,7 @@ from cluster.arch import TargetArch
 from cluster.attention.bind import bind_attention
 from cluster.attention.gather import Gather
 from cluster.batch import HostBounds, Seen, Text
+from cluster.kernels.interface import Kernels
 from cluster.mesh import Part
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
@@ -67,15 +69,19 @@ class Summed:
         return torch.cat(self._all(columns.values), -1)[:, : columns.vocab]
 
 
-def run_text(folder: str, tokens: list[int], chunks: list[int], size: int) -> list[tuple[Tensor, list[Tensor]]]:
-    """Logits `[T, V]` and every boundary of the text on each of `size` ranks, in chunks over scattered pages."""
+def run_text(
+    folder: str, tokens: list[int], chunks: list[int], size: int, kernels: Kernels | None = None
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """Logits `[T, V]` and every boundary of the text on each of `size` ranks, in chunks over scattered pages; by
+    `kernels`, or those that this machine has.
+    """
     table: list[Any] = [None] * size
     barrier = Barrier(size)
 
     def rank_of(rank: int) -> tuple[Tensor, list[Tensor]]:
         exchange = Summed(rank, table, barrier) if size > 1 else NoExchange()
         try:
-            return _run(folder, tokens, chunks, Part(rank, size), exchange)
+            return _run(folder, tokens, chunks, Part(rank, size), exchange, kernels)
         except BaseException:
             barrier.abort()
             raise
@@ -86,10 +92,11 @@ def run_text(folder: str, tokens: list[int], chunks: list[int], size: int) -> li
 
 @torch.inference_mode()
 def _run(
-    folder: str, tokens: list[int], chunks: list[int], part: Part, exchange: TokenExchange
+    folder: str, tokens: list[int], chunks: list[int], part: Part, exchange: TokenExchange, kernels: Kernels | None
 ) -> tuple[Tensor, list[Tensor]]:
     count, slots = len(tokens), 2 * len(tokens) + 7
     given = context(exchange=exchange, part=part, max_position=count + 1)
+    given = given if kernels is None else replace(given, kernels=kernels)
     target = load_target(folder, given)
     arch: TargetArch = target.arch
     pages = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(4)) + 1)[None, : count + 1]

@@ -1,7 +1,7 @@
-"""Quantised targets: FP8 by tensor, row and block, and MXFP4, whole and by slice, against their numbers elsewhere."""
+"""Quantised targets in every format, packed and dequantised, whole and by slice, against their numbers elsewhere."""
 
+import json
 import logging
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,69 +10,28 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.arch import read_target
 from cluster.arch.safetensors.tensors import check_tensors
 from cluster.config import ConfigError
-from cluster.models.quant import block_scaled, mxfp4
+from cluster.kernels.quantised import Quantised
+from cluster.kernels.torch_kernels import TorchKernels
+from cluster.models.checkpoint import Checkpoint
+from cluster.models.formats import halves, powers
 from tests.exact import Oracle, exact
 from tests.families import SIZES, random_model
 from tests.loading import check_target
 from tests.tiny import folder_of_session
+from tests.unit.kernels.library import c_kernels
 from tests.unit.models.checkpoints import Tensors, copy_of
+from tests.unit.models.quantised_folders import FORMATS, quantised
 from tests.unit.models.sharded import run_text
 from tests.unit.models.test_targets import relative, text
 
-WIDE = SIZES | {"hidden_size": 160, "intermediate_size": 296, "num_hidden_layers": 2, "head_dim": 40}
 NAME = "model.layers.1.mlp.up_proj.weight"
-
-
-def by_block(weight: Tensor) -> tuple[str, Tensor, Tensor]:
-    """Scale name, scales, and the scale of each number."""
-    blocks = tuple(-(-size // 128) for size in weight.shape)
-    scales = torch.rand(blocks) + 0.5
-    spread = scales.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
-    return "weight_scale_inv", scales, spread
-
-
-def by_row(weight: Tensor) -> tuple[str, Tensor, Tensor]:
-    scales = torch.rand(weight.shape[0], 1) + 0.5
-    return "weight_scale", scales, scales.expand_as(weight)
-
-
-def by_tensor(weight: Tensor) -> tuple[str, Tensor, Tensor]:
-    scale = torch.rand(()) + 0.5
-    return "weight_scale", scale, scale.expand_as(weight)
-
-
-SCALINGS: dict[str, Callable[[Tensor], tuple[str, Tensor, Tensor]]] = {
-    "block": by_block,
-    "row": by_row,
-    "tensor": by_tensor,
-}
-
-
-@cache
-def fp8(kind: str) -> tuple[str, Oracle]:
-    """A Llama whose projections are FP8, and the same numbers in an oracle."""
-    model = random_model(transformers.LlamaForCausalLM, transformers.LlamaConfig(**WIDE))
-    folder = folder_of_session() / f"fp8-{kind}"
-    with exact():
-        model.save_pretrained(folder)
-    held: Tensors = {}
-    for name, weight in model.state_dict().items():
-        if not re.search(r"layers.*_proj", name):
-            held[name] = weight.clone()
-            continue
-        end, scales, spread = SCALINGS[kind](weight)
-        packed = (weight.to(torch.float32) / spread).to(torch.float8_e4m3fn)
-        weight.copy_(packed.to(torch.float32) * spread)
-        stem = name.removesuffix("weight")
-        held |= {name: packed, stem + end: scales, stem + "input_scale": torch.ones(())}
-    save_file(held, folder / "model.safetensors")
-    return str(folder), Oracle(model)
+CUT = ("fp8 block", "mxfp4")  # whose groups two ranks cut: of 192 inputs by 128, of an expert's 96 by 32
+STEM = NAME.removesuffix(".weight")
 
 
 @cache
@@ -95,25 +54,78 @@ def packed_experts() -> tuple[str, Oracle]:
     return str(folder), Oracle(model)
 
 
-@pytest.mark.parametrize("kind", [*SCALINGS, "mxfp4"])
-def test_quantised_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    folder, oracle = packed_experts() if kind == "mxfp4" else fp8(kind)
+def of(kind: str) -> tuple[str, Oracle]:
+    return packed_experts() if kind == "mxfp4" else quantised(kind)
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
+def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In float64: C multiplies by the numbers of the file, and they are rounded nowhere."""
+    c_kernels()
+    folder, oracle = of(kind)
     tokens = text(2, 40)
     logits, stream = oracle.forward(tokens)
+    about = "fp4 by groups of 32" if kind == "mxfp4" else FORMATS[kind].about
+    for size in (1, 2):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
+            each = run_text(folder, tokens, [30, *[1] * 10], size)
+        whole = about is not None and (size == 1 or kind not in CUT)
+        limit = 1e-9 if whole else 1e-6
+        for ours, boundaries in each:
+            assert relative(ours, logits) < limit
+            assert max(relative(a, b) for a, b in zip(boundaries, stream, strict=True)) < limit
+        assert ("were dequantised" in caplog.text) == (not whole)
+        assert ("stay packed" in caplog.text) == (about is not None)
+        assert about is None or about in caplog.text
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
+def test_dequantised_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By torch, to float32's rounding of each number."""
+    folder, oracle = of(kind)
+    tokens = text(2, 40)
+    logits, _ = oracle.forward(tokens)
     with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
         for size in (1, 2):
-            for ours, boundaries in run_text(folder, tokens, [30, *[1] * 10], size):
-                assert relative(ours, logits) < 1e-9
-                assert max(relative(a, b) for a, b in zip(boundaries, stream, strict=True)) < 1e-9
-    assert "quantised tensors were dequantised on load" in caplog.text
+            for ours, _ in run_text(folder, tokens, [30, *[1] * 10], size, TorchKernels()):
+                assert relative(ours, logits) < 1e-6
+    assert "were dequantised on load" in caplog.text
+    assert "stay packed" not in caplog.text
 
 
-def test_a_cut_of_blocks_has_the_scales_of_its_place() -> None:
-    values = torch.randn(300, 280).to(torch.float8_e4m3fn)
-    scales = torch.rand(3, 3)
-    whole = block_scaled(values, scales, 0, 0)
-    assert torch.equal(whole[130:260, 100:200], block_scaled(values[130:260, 100:200], scales, 130, 100))
-    assert float(whole[299, 0]) == float(values[299, 0].float() * scales[2, 0])
+@pytest.mark.parametrize("kind", ["fp8 row", "int8 row", "int4 zeros", "awq", "gptq"])
+def test_experts_stay_packed_too(kind: str) -> None:
+    folder, oracle = quantised(kind, experts=True)
+    tokens = text(3, 40)
+    logits, _ = oracle.forward(tokens)
+    for size in (1, 2):
+        limit = 1e-9 if size == 1 or "row" in kind else 1e-6  # 48 inputs a rank are no whole groups
+        assert all(relative(ours, logits) < limit for ours, _ in run_text(folder, tokens, [30, *[1] * 10], size))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "fp8 block"])
+@pytest.mark.parametrize("rows", [None, (8, 24), (3, 101)], ids=str)
+@pytest.mark.parametrize("columns", [None, (32, 96), (7, 50), (64, 128)], ids=str)
+def test_slices_are_cuts_of_the_whole(kind: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> None:
+    folder = quantised(kind)[0]
+    with_name = Checkpoint(folder), "layers.1.mlp.up_proj.weight"
+    whole = with_name[0].take(with_name[1], (192, 128))
+    cut = whole[slice(*rows) if rows else slice(None), slice(*columns) if columns else slice(None)]
+    held = with_name[0].matrix(with_name[1], (192, 128), rows, columns)
+    assert isinstance(held, Quantised)
+    assert torch.equal(held.numbers(), cut)
+    aligned = columns != (7, 50) or "row" in kind or "tensor" in kind
+    assert c_kernels().keeps(held, torch.float32) == (aligned and kind != "gptq by activation")
+
+
+def test_a_cut_of_blocks_has_the_scales_of_its_place(tmp_path: Path) -> None:
+    codes, scales = torch.randn(300, 280).to(torch.float8_e4m3fn), torch.rand(3, 3)
+    save_file({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(str(tmp_path))
+    whole = checkpoint.take("a.weight", (300, 280))
+    assert torch.equal(whole[130:260, 100:200], checkpoint.take("a.weight", (300, 280), (130, 260), (100, 200)))
+    assert float(whole[299, 0]) == float(codes[299, 0].float() * scales[2, 0])
 
 
 def test_every_mxfp4_value() -> None:
@@ -122,21 +134,78 @@ def test_every_mxfp4_value() -> None:
     for exponent in (0, 1, 126, 127, 128, 250):
         scales = torch.full((16, 1), exponent, dtype=torch.uint8)
         theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float64)[0].T
-        assert torch.equal(mxfp4(blocks, scales).double(), theirs)
+        held = Quantised("fp4", halves(blocks).flatten(-2), powers(scales), None, 32)
+        assert torch.equal(held.numbers().double(), theirs)
+
+
+def test_activations_stay_as_they_are_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    groups = {"group_0": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "dynamic": True}}}
+    given = FORMATS["int8 row"].config | {"config_groups": groups}
+    folder = copy_of(quantised("int8 row")[0], tmp_path / "w8a8", quantization_config=given)
+    with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
+        run_text(folder, text(2, 5), [5], 1)
+    assert "activations are not quantised" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not served; known: fp8, mxfp4, compressed-tensors"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not served"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not served; known: 4, 8"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "sparse-bitmask"),
+    ],
+)
+def test_other_formats_are_refused_by_name(given: dict[str, object], message: str, tmp_path: Path) -> None:
+    folder = copy_of(quantised("int4")[0], tmp_path / "other", quantization_config=given)
+    with pytest.raises(ConfigError, match=message):
+        read_target(folder)
+
+
+def test_the_groups_are_those_of_the_config(tmp_path: Path) -> None:
+    given = json.loads((Path(quantised("gptq")[0]) / "config.json").read_text())["quantization_config"]
+    folder = copy_of(quantised("gptq")[0], tmp_path / "other", quantization_config=given | {"group_size": 64})
+    with pytest.raises(ConfigError, match="has 4 groups of 128 inputs, and group_size is 64"):
+        check_target(folder)
+
+
+def test_a_matrix_of_another_shape_than_it_says_is_refused(tmp_path: Path) -> None:
+    wrong = {STEM + ".weight_shape": torch.tensor([192, 127])}
+    folder = copy_of(quantised("int4")[0], tmp_path / "other", lambda t: t.update(wrong))
+    with pytest.raises(
+        ConfigError, match=r"weight_shape' in .* says \[192, 127\] but the config requires \[192, 128\]"
+    ):
+        Checkpoint(folder).matrix("layers.1.mlp.up_proj.weight", (192, 128))
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("block", lambda t: t.pop(NAME + "_scale_inv"), r"up_proj\.weight' in .*\.safetensors' is FP8 and needs one"),
-        ("block", lambda t: t.update({NAME + "_scale": torch.ones(1)}), "needs one scale.*has"),
         (
-            "block",
-            lambda t: t.update({NAME + "_scale_inv": torch.ones(2, 3)}),
-            r"up_proj\.weight_scale_inv' in .* is \[2, 3\] but .* of \[296, 160\] needs \[3, 2\]",
+            "fp8 block",
+            lambda t: t.pop(NAME + "_scale_inv"),
+            r"up_proj\.weight' in .*\.safetensors' is FP8 and needs one",
         ),
-        ("row", lambda t: t.update({NAME + "_scale": torch.ones(4, 1)}), r"is \[4, 1\]"),
-        ("tensor", lambda t: t.update({NAME + "_zero": torch.ones(1)}), r"does not know.*up_proj\.weight_zero"),
+        ("fp8 block", lambda t: t.update({NAME + "_scale": torch.ones(1)}), "needs one scale.*has"),
+        (
+            "fp8 block",
+            lambda t: t.update({NAME + "_scale_inv": torch.ones(3, 2)}),
+            r"up_proj\.weight_scale_inv' in .* is \[3, 2\] but .* of \[192, 128\] needs \[2, 1\]",
+        ),
+        ("fp8 row", lambda t: t.update({NAME + "_scale": torch.ones(4, 1)}), r"is \[4, 1\]"),
+        ("fp8 tensor", lambda t: t.update({NAME + "_zero": torch.ones(1)}), r"does not know.*up_proj\.weight_zero"),
+        ("int4", lambda t: t.pop(STEM + ".weight_scale"), r"up_proj\.weight_scale' is missing"),
+        (
+            "int4",
+            lambda t: t.update({STEM + ".weight_packed": torch.ones(192, 15).int()}),
+            r"weight_packed' in .* is I32 \[192, 15\], which holds 128 inputs neither in 4 nor 8 bits",
+        ),
+        ("int4 zeros", lambda t: t.update({STEM + ".weight_zero_point": torch.ones(192, 4).int()}), r"is \[192, 4\]"),
+        ("awq", lambda t: t.pop(STEM + ".qzeros"), r"up_proj\.qzeros' is missing"),
+        ("awq", lambda t: t.update({STEM + ".scales": torch.ones(4, 191)}), r"is \[4, 191\]"),
+        ("gptq", lambda t: t.update({STEM + ".qweight": torch.ones(16, 191).int()}), r"requires \[16, 192\]"),
         ("mxfp4", lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"), "down_proj_scales' is missing"),
         (
             "mxfp4",
@@ -146,7 +215,7 @@ def test_every_mxfp4_value() -> None:
     ],
 )
 def test_wrong_scales_are_named(kind: str, change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
-    folder = packed_experts()[0] if kind == "mxfp4" else fp8(kind)[0]
+    folder = of(kind)[0]
     check_tensors(folder, read_target(folder))
     with pytest.raises(ConfigError, match=message) as caught:
         check_target(copy_of(folder, tmp_path / "bad", change))

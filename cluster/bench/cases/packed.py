@@ -1,0 +1,114 @@
+"""`aerie bench packed`: products by weights that stay quantised, against the same weights dequantised, side by side.
+
+One matrix that fits no cache, so that few rows wait for memory. Every format takes its turn with the dequantised ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.bench.report import Say, machine, table
+from cluster.kernels.choose import choose_kernels
+from cluster.kernels.interface import Kernels, Weight
+from cluster.kernels.quantised import Kind, Quantised
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A matrix of `inputs` and `outputs`, `rows` beside each other, and turns of each contender."""
+
+    inputs: int = 4096
+    outputs: int = 14336
+    rows: tuple[int, ...] = (1, 8, 32)
+    repeats: int = 15
+
+
+QUICK = Size(512, 1024, (1, 8), 3)
+FORMATS: tuple[tuple[Kind, int, bool], ...] = (  # what a number is, inputs of a group (0: all), whether there are zeros
+    ("fp8", 0, False),
+    ("fp8", 128, False),
+    ("int8", 0, False),
+    ("int4", 128, False),
+    ("int4", 128, True),
+    ("int4", 32, False),
+    ("fp4", 32, False),
+)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def measure(size: Size, say: Say = print) -> dict[str, Any]:
+    """Milliseconds and bytes of each contender, JSON-ready."""
+    figures = []
+    for dtype in DTYPES:
+        kernels = choose_kernels("auto", torch.device("cpu"), dtype)
+        say(f"{str(dtype).removeprefix('torch.')} rows, kernels in {kernels.about}")
+        dense = kernels.weight(torch.randn(size.inputs, size.outputs).to(dtype))
+        for kind, group, zeros in FORMATS:
+            figures += _beside(kernels, dense, drawn(size, kind, group, zeros), dtype, size)
+    return {"what": "packed", "machine": machine(), "inputs": size.inputs, "outputs": size.outputs, "figures": figures}
+
+
+def drawn(size: Size, kind: Kind, group: int, zeros: bool) -> Quantised:
+    """A random matrix of a format."""
+    most = 16 if kind in ("int4", "fp4") else 120  # of FP8, without what is no number
+    shape = size.outputs, -(-size.inputs // group) if group else 1
+    zero = torch.randint(most, shape).to(torch.uint8) if zeros else None
+    codes = torch.randint(most, (size.outputs, size.inputs)).to(torch.uint8)
+    return Quantised(kind, codes, torch.rand(shape).to(torch.bfloat16), zero, group or size.inputs)
+
+
+def _beside(kernels: Kernels, dense: Weight, matrix: Quantised, dtype: torch.dtype, size: Size) -> list[dict[str, Any]]:
+    packed = kernels.quantised(matrix, dtype)
+    about = matrix.about + (", zeros" if matrix.zeros is not None else "")
+    found = []
+    for count in size.rows:
+        rows = torch.randn(count, size.inputs).to(dtype)
+        ours, theirs = turns([partial(packed, rows), partial(dense, rows)], size.repeats)
+        found.append(
+            {
+                "format": about,
+                "dtype": str(dtype).removeprefix("torch."),
+                "kept": kernels.keeps(matrix, dtype),
+                "rows": count,
+                "ms": round(1000 * ours, 3),
+                "dequantised_ms": round(1000 * theirs, 3),
+                "times": round(theirs / ours, 2),
+                "mb": round(packed.nbytes / 1e6, 1),
+                "dequantised_mb": round(dense.nbytes / 1e6, 1),
+            }
+        )
+    return found
+
+
+def turns(contenders: list[Callable[[], Tensor]], repeats: int) -> list[float]:
+    """The median seconds of each, one after the other in every turn; the first turn does not count."""
+    seconds: list[list[float]] = [[] for _ in contenders]
+    for _ in range(repeats + 1):
+        for contender, times in zip(contenders, seconds, strict=True):
+            start = perf_counter()
+            contender()
+            times.append(perf_counter() - start)
+    return [median(times[1:]) for times in seconds]
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as a table."""
+    headers = (
+        "rows of",
+        "format",
+        "rows",
+        "packed ms",
+        "dequantised ms",
+        "times as fast",
+        "packed MB",
+        "dequantised MB",
+    )
+    keys = ("dtype", "format", "rows", "ms", "dequantised_ms", "times", "mb", "dequantised_mb")
+    rows = [[figure[key] for key in keys] for figure in result["figures"]]
+    return f"a matrix of {result['inputs']} x {result['outputs']}\n" + table(headers, rows)

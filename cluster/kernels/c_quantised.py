@@ -1,0 +1,157 @@
+"""Quantised weights in panels, for products in C that unpack them in registers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cluster.kernels.interface import Stack, Weight
+from cluster.kernels.library import Function
+from cluster.kernels.panels import columns_of
+from cluster.kernels.quantised import Quantised
+from cluster.tape import native
+
+KINDS = ("int4", "int8", "int8 with zeros", "fp8", "fp4")  # the numbers of codes/unpack.h
+TWO_TO_A_BYTE = ("int4", "fp4")
+FACTORS = {"fp8": 256.0, "fp4": 0.5}  # what C's numbers have to be multiplied by; the scales are, exactly
+SMALLEST_GROUP = 16
+NAN = 0x7F  # of FP8, without its sign; C takes it for a number
+
+
+class Codes(NamedTuple):
+    """Panels of c columns: `codes` `[E, O / c, I, c]` (two inputs to a byte: I / 2), `scales` and `zeros`
+    `[E, O / c, G, c]`, O and I rounded up.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    kind: int
+    group: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all panels."""
+        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
+
+
+def knows(matrix: Quantised) -> bool:
+    """Whether C has a product for such a matrix, and each of its numbers is one in C too."""
+    whole = matrix.groups == 1 or (matrix.group % 2 == 0 and matrix.group >= SMALLEST_GROUP)
+    if matrix.kind not in KINDS or not whole or matrix.codes.is_meta:
+        return matrix.kind in KINDS and whole
+    return matrix.kind != "fp8" or not bool(((matrix.codes & NAN) == NAN).any())
+
+
+def in_panels(matrix: Quantised, dtype: torch.dtype) -> Codes:
+    """`[O, I]` laid out as one expert for rows of `dtype`."""
+    outputs, inputs = matrix.shape
+    kind, each, codes = str(matrix.kind), columns_of(dtype), matrix.codes.contiguous()
+    zeros = matrix.zeros
+    if kind == "int8":
+        codes, zeros = codes ^ 128, None if zeros is None else zeros ^ 128
+        kind = kind if zeros is None else "int8 with zeros"
+    if kind in TWO_TO_A_BYTE:
+        codes = F.pad(codes, (0, inputs % 2))
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    scales = matrix.scales * FACTORS.get(kind, 1.0)
+    group = inputs if matrix.groups == 1 else matrix.group
+    parts = (_columns(codes, each), _columns(scales, each), None if zeros is None else _columns(zeros, each))
+    return Codes(*parts, KINDS.index(kind), group, inputs, outputs, dtype)
+
+
+def stacked(matrices: Iterable[Quantised], dtype: torch.dtype) -> Codes:
+    """`[O, I]` matrices that fit side by side, as experts; each is laid out before the next is asked for."""
+    made = [in_panels(matrix, dtype) for matrix in matrices]
+    zeros = [each.zeros for each in made if each.zeros is not None]
+    return made[0]._replace(
+        codes=torch.cat([each.codes for each in made]),
+        scales=torch.cat([each.scales for each in made]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _columns(given: Tensor, each: int) -> Tensor:
+    """`[O, n]` -> `[1, O / c, n, c]`."""
+    outputs, count = given.shape
+    whole = F.pad(given, (0, 0, 0, -outputs % each)).view(1, -1, each, count)
+    return whole.transpose(2, 3).contiguous()
+
+
+def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+    """The product of `[T, I]`; `ends` as in `Stack`.
+
+    Raises:
+        ValueError: rows of another width, dtype or device, which C would not notice.
+    """
+    if not rows.is_cpu or rows.dim() != 2 or rows.shape[1] != codes.inputs or rows.dtype != codes.dtype:
+        raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} do not fit {codes.inputs} of {codes.dtype}")
+    rows, count = rows.contiguous(), rows.shape[0]
+    out = rows.new_empty(count, codes.outputs)
+    held = [None if part is None else part.data_ptr() for part in (codes.codes, codes.scales, codes.zeros, bias)]
+    sizes = count, codes.inputs, codes.outputs, codes.group, codes.kind, codes.scales.dtype == torch.float32
+    where = None if ends is None else ends.data_ptr()
+    experts, threads = codes.codes.shape[0], torch.get_num_threads()
+    native(function, rows.data_ptr(), *held, out.data_ptr(), *sizes, where, experts, threads)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class CodePanels(Weight):
+    """A quantised weight, kept so."""
+
+    codes: Codes
+    function: Function
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Weight`."""
+        return self.codes.inputs, self.codes.outputs
+
+    @property
+    def nbytes(self) -> int:
+        """See `Weight`."""
+        return self.codes.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Weight`."""
+        return self.codes.dtype
+
+    def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Weight`."""
+        return _product(self.codes, self.function, rows, bias, None)
+
+    def dense(self) -> Tensor:
+        """See `Weight`; each number is a product of its own."""
+        return self(torch.eye(self.codes.inputs, dtype=self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class CodePanelStack(Stack):
+    """The quantised weights of E experts."""
+
+    codes: Codes
+    function: Function
+
+    @property
+    def nbytes(self) -> int:
+        """See `Stack`."""
+        return self.codes.nbytes
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """See `Stack`."""
+        return _product(self.codes, self.function, rows, None, ends)
+
+    def dense(self) -> Tensor:
+        """See `Stack`."""
+        experts, inputs = self.codes.codes.shape[0], self.codes.inputs
+        rows = torch.eye(inputs, dtype=self.codes.dtype).repeat(experts, 1)
+        ends = torch.arange(1, experts + 1, dtype=torch.int32) * inputs
+        return self(rows, ends).view(experts, inputs, self.codes.outputs)

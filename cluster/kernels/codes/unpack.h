@@ -1,0 +1,125 @@
+/* Codes of quantised weights -> numbers in registers. A step is what lies together of a panel: LANES bytes, of one input,
+ * or of two, the first in the low halves of the bytes.
+ */
+#pragma once
+#include "../c/vector.h"
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
+enum { INT4, INT8, ZEROED8, E4M3, FP4 }; /* ZEROED8: INT8 less the zero of each column's group */
+
+typedef uint8_t octets __attribute__((vector_size(LANES)));
+typedef uint8_t anywhere __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int8_t piece __attribute__((vector_size(EACH)));
+typedef struct { vec part[FOLDS]; } numbers;
+typedef struct { ints part[FOLDS]; } integers;
+
+INLINE octets octets_at(const uint8_t *from) { return *(const anywhere *)from; }
+
+INLINE octets same(uint8_t x) { return x - (octets){0}; }
+
+/* Bytes, with their signs, as whole numbers. */
+INLINE integers widened(octets b)
+{
+    integers to;
+#if defined(__AVX512F__) && KIND != 64
+    to.part[0] = (ints)_mm512_cvtepi8_epi32((__m128i)b);
+#elif defined(__AVX2__) && KIND != 64
+    to.part[0] = (ints)_mm256_cvtepi8_epi32((__m128i)b);
+    to.part[1] = (ints)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64((__m128i)b, (__m128i)b));
+#else
+    piece pieces[FOLDS];
+    memcpy(pieces, &b, sizeof b);
+    for (int f = 0; f < FOLDS; f++) to.part[f] = __builtin_convertvector(pieces[f], ints);
+#endif
+    return to;
+}
+
+INLINE numbers real_of(integers x)
+{
+    numbers to;
+    for (int f = 0; f < FOLDS; f++) to.part[f] = __builtin_convertvector(x.part[f], vec);
+    return to;
+}
+
+/* FP8 e4m3, divided by 256: then its exponents are those of half precision, whose conversion knows the smallest ones. */
+INLINE numbers from_e4m3(octets b)
+{
+    numbers to;
+#if defined(__AVX512F__) && KIND != 64
+    __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)b), 7), _mm256_set1_epi16((short)0xbfff));
+    to.part[0] = (vec)_mm512_cvtph_ps(half);
+#elif defined(__F16C__) && defined(__AVX2__) && KIND != 64
+    __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)b), 7), _mm256_set1_epi16((short)0xbfff));
+    to.part[0] = (vec)_mm256_cvtph_ps(_mm256_castsi256_si128(half));
+    to.part[1] = (vec)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+#else
+#if KIND == 64
+    const whole up = 49, sign = INT64_MIN;
+    const real scale = 0x1p1008;
+#else
+    const whole up = 20, sign = INT32_MIN;
+    const real scale = 0x1p112f;
+#endif
+    integers x = widened(b);
+    for (int f = 0; f < FOLDS; f++) {
+        ints bits = ((x.part[f] & 0x7f) << up) | (x.part[f] & sign);
+        to.part[f] = (vec)bits * scale;
+    }
+#endif
+    return to;
+}
+
+/* Twice the numbers of FP4 e2m1, as bytes with signs. */
+INLINE octets twice_fp4(octets code)
+{
+    static const int8_t table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+#if defined(__AVX__) && KIND != 64
+    __m128i held = _mm_loadu_si128((const __m128i *)table);
+    return (octets)_mm_shuffle_epi8(held, (__m128i)code);
+#else
+    octets to;
+    for (int i = 0; i < LANES; i++) to[i] = (uint8_t)table[code[i]];
+    return to;
+#endif
+}
+
+/* The numbers of one input: the first (`which` 0) or second of a step, less their `zero`. */
+INLINE numbers unpacked(int kind, octets step, int which, octets zero, const integers *wide_zero)
+{
+    if (kind == E4M3) return from_e4m3(step);
+    if (kind == INT8) return real_of(widened(step));
+    if (kind == ZEROED8) {
+        integers x = widened(step);
+        for (int f = 0; f < FOLDS; f++) x.part[f] -= wide_zero->part[f];
+        return real_of(x);
+    }
+    octets code = which ? step >> 4 : step & 15;
+    return real_of(widened(kind == FP4 ? twice_fp4(code) : code - zero));
+}
+
+/* LANES scales, as float32 (`wide`) or bfloat16. */
+INLINE numbers scales_at(const void *from, int64_t at, int wide)
+{
+    numbers to;
+#if KIND == 64
+    for (int f = 0; f < FOLDS; f++)
+        for (int i = 0; i < EACH; i++, at++) {
+            uint32_t bits = wide ? ((const uint32_t *)from)[at] : (uint32_t)((const uint16_t *)from)[at] << 16;
+            float x;
+            memcpy(&x, &bits, 4);
+            to.part[f][i] = x;
+        }
+#else
+    typedef uint16_t shorts __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+    typedef uint32_t longs __attribute__((vector_size(BYTES)));
+    for (int f = 0; f < FOLDS; f++, at += EACH) {
+        if (wide)
+            to.part[f] = *(const loose *)((const float *)from + at);
+        else
+            to.part[f] = (vec)(__builtin_convertvector(*(const shorts *)((const uint16_t *)from + at), longs) << 16);
+    }
+#endif
+    return to;
+}

@@ -1,0 +1,98 @@
+"""A quantised matrix as numbers of few bits with scales, whatever format it was read from, and its plain twin.
+
+Shape legend: O outputs, I inputs, G groups of inputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["int4", "int8", "fp8", "fp8_e5m2", "fp4"]
+MIDDLE: dict[Kind, int] = {"int4": 8, "int8": 128}  # the zero of whole numbers where a format stores none
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FLOAT8: dict[Kind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """`(number of codes[.., o, i] - zeros[.., o, g]) * scales[.., o, g]` with g = i // group, output-major.
+
+    A `group` of 1 is what groups become that are cut, or whose inputs do not lie together.
+    `codes` `[.., O, I]` are uint8, one to a byte: of whole numbers from 0 on, or the bits of a float of 8 or 4 bits.
+    `scales` `[.., O, G]` are float32 or bfloat16; `zeros` uint8, None: `MIDDLE`, or, of floats, 0.
+    """
+
+    kind: Kind
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(.., outputs, inputs)."""
+        return tuple(self.codes.shape)
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.scales.shape[-1]
+
+    @property
+    def about(self) -> str:
+        """The kind of numbers and what shares a scale, in words."""
+        if self.groups == 1:
+            return f"{self.kind} by output"
+        return (
+            f"{self.kind} by groups of {self.group}" if self.group > 1 else f"{self.kind} by groups cut or out of order"
+        )
+
+    def numbers(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix `[.., O, I]`, dequantised: the twin of every product with it."""
+        if self.codes.is_meta:
+            return torch.empty(self.shape, dtype=dtype, device="meta")
+        if (float8 := FLOAT8.get(self.kind)) is not None:
+            values = self.codes.view(float8).to(dtype)
+        elif self.kind == "fp4":
+            values = torch.tensor(FP4, dtype=dtype)[self.codes.long()]
+        else:
+            zeros = MIDDLE[self.kind] if self.zeros is None else self._spread(self.zeros.to(dtype))
+            values = self.codes.to(dtype) - zeros
+        return values * self._spread(self.scales.to(dtype))
+
+    def _spread(self, of_groups: Tensor) -> Tensor:
+        """`[.., G]` -> what each input has, `[.., I]`, or `[.., 1]` where all have the same."""
+        if self.groups == 1:
+            return of_groups
+        return of_groups.repeat_interleave(self.group, -1)[..., : self.shape[-1]]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Quantised":
+        """`change`, which affects only outputs or what lies before them, made to all parts."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros)
+
+
+def fit(parts: Sequence[Quantised], zeros: bool = False) -> bool:
+    """Whether one kernel can take them side by side; `zeros`: also as they are, without `alike`."""
+    one = parts[0]
+    same = all((p.kind, p.groups, p.group) == (one.kind, one.groups, one.group) for p in parts)
+    return same and (not zeros or all((p.zeros is None) == (one.zeros is None) for p in parts))
+
+
+def alike(parts: Sequence[Quantised]) -> list[Quantised]:
+    """The parts, which `fit`, with scales of one dtype, and zeros in all or none."""
+    dtype = parts[0].scales.dtype
+    if any(p.scales.dtype != dtype for p in parts):
+        dtype = torch.float32
+    zeroed = any(p.zeros is not None for p in parts)
+    return [
+        replace(p, scales=p.scales.to(dtype), zeros=_middle(p) if zeroed and p.zeros is None else p.zeros)
+        for p in parts
+    ]
+
+
+def _middle(part: Quantised) -> Tensor:
+    return torch.full_like(part.scales, MIDDLE.get(part.kind, 0), dtype=torch.uint8)

@@ -1,0 +1,88 @@
+"""What `aerie inspect` says of quantised weights is what a rank holds, of targets, experts and drafts."""
+
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cluster.cli import main
+from cluster.kernels.interface import Stack, Weight
+from cluster.mesh import Part
+from cluster.models.target import DecoderTarget
+from cluster.tools.tensor_report import inspect
+from tests.loading import context, load_draft, load_target
+from tests.tiny import draft_folder
+from tests.unit.kernels.library import c_kernels
+from tests.unit.models.quantised_folders import FORMATS, quantised
+
+
+def taken(part: Any) -> int:
+    """Bytes of the weights and tensors in `part` of a model."""
+    if isinstance(part, Weight | Stack | Tensor):
+        return part.nbytes
+    if isinstance(part, list | tuple):
+        return sum(taken(each) for each in part)
+    if is_dataclass(part):
+        return sum(taken(getattr(part, field.name)) for field in fields(part))
+    return 0
+
+
+def of_target(target: DecoderTarget) -> int:
+    return taken([target._embed, target._layers, target._norm, target._head])
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["fp8 block", "int8 zeros", "int4", "awq", "gptq by activation"])
+def test_memory_is_what_inspect_says(kind: str, tp: int, experts: bool) -> None:
+    c_kernels()
+    folder = quantised(kind, experts)[0]
+    report = inspect(folder, None, tp, dtype="float32", device="cpu")
+    target = load_target(folder, context(torch.float32, part=Part(0, tp)))
+    assert report.problems == []
+    padding = 2 * 64 * (16 - 3) * 4 if experts else 0  # of two routers of 3 columns, in panels of 16
+    assert report.memory["target_bytes_per_rank"] == of_target(target) - padding
+    assert report.target["quantised"] == target.quantised
+    on_gpu = inspect(folder, None, tp, dtype="float32")
+    assert on_gpu.memory["target_bytes_per_rank"] > 1.5 * of_target(target) or "activation" in kind
+    assert all("were dequantised" in line for line in on_gpu.target["quantised"])
+
+
+def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = quantised("int4")[0]
+    assert main(["inspect", folder, "--device", "cpu"]) == 0
+    assert "8 quantised weights stay packed: 8 int4 by groups of 32" in capsys.readouterr().out
+    assert main(["inspect", folder]) == 0
+    assert "8 quantised weights were dequantised on load: 8 int4 by groups of 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["fp8 row", "int8 row", "int4", "awq", "gptq"])
+def test_a_draft_stays_packed_too(kind: str, tmp_path: Path) -> None:
+    c_kernels()
+    target = quantised("int4")[0]
+    source = Path(draft_folder(target))
+    held, numbers = dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            held[name] = weight
+            continue
+        written, numbers[name] = FORMATS[kind].write(weight)
+        held |= {name.removesuffix("weight") + end: tensor.contiguous() for end, tensor in written.items()}
+    save_file(held, tmp_path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": FORMATS[kind].config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = context()
+    draft = load_draft(str(tmp_path), load_target(target, given), given)
+    assert len(draft.quantised) == 1
+    assert draft.quantised[0].startswith("4 quantised weights stay packed: ")
+    down = next(numbers[name] for name in numbers if "down_proj" in name)
+    assert torch.equal(draft._layers[0].mlp.down.dense(), down.t())
+    report = inspect(target, str(tmp_path), device="cpu")
+    assert report.problems == []
+    assert report.draft is not None
+    assert report.draft["quantised"] == draft.quantised
