@@ -88,11 +88,11 @@ class TorchKernels:
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
         """See `Kernels.quantised`."""
-        return self.weight(matrix.numbers(dtype).t().contiguous())
+        return self.weight(rounded(matrix, dtype).t().contiguous())
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
         """See `Kernels.quantised_stack`."""
-        return self.stack(torch.stack([matrix.numbers(dtype).t() for matrix in matrices]))
+        return self.stack(torch.stack([rounded(matrix, dtype).t() for matrix in matrices]))
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
         """See `Kernels.norm`."""
@@ -124,6 +124,11 @@ class TorchKernels:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
         return (up + 1) * gate * torch.sigmoid(gate * activation.alpha)
+
+
+def rounded(matrix: Quantised, dtype: torch.dtype) -> Tensor:
+    """`matrix` `[O, I]` dequantised in float32 at least, then rounded to `dtype`."""
+    return matrix.numbers(torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 def gelu_tanh(rows: Tensor) -> Tensor:

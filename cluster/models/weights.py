@@ -93,7 +93,7 @@ class WeightLoader:
         if not isinstance(matrix, Quantised):
             return matrix
         self.checkpoint.tally.dequantised[matrix.about] += 1
-        return placed(matrix.numbers(), self.dtype, self.device)
+        return placed(matrix.numbers(torch.promote_types(self.dtype, torch.float32)), self.dtype, self.device)
 
     def beneath(self, parts: list[Matrix]) -> Matrix:
         """Matrices of the same inputs, one's outputs after the other's; quantised if all are, and alike."""
