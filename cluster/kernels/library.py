@@ -25,6 +25,8 @@ SIGNATURES = {
     "rotary": "pppppiiiiiiiidi",
     "attend": "p",
     "choice": "p",
+    "keys": "pppiii",
+    "accept": "p",
 }
 Function = Callable[..., None]
 
