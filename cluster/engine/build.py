@@ -36,6 +36,7 @@ from cluster.kernels.interface import Kernels
 from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
+from cluster.spec.c_verify import accept_of
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
@@ -203,6 +204,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), GrammarTable(vocab, matchers))
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
+    accepting = accept_of(models.kernels.library)
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if gpu else 0.0, buckets, forced_rows)
     return Lockstep(
         mesh=mesh,
@@ -210,7 +212,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         exchange=models.exchange,
         programs=Programs(
             Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, attentions),
-            Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter, prepared.chooser),
+            Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter, prepared.chooser, accepting),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,

@@ -27,9 +27,10 @@ MOST = 64
 
 
 class Arguments(Structure):
-    """`struct aerie_choice`."""
+    """`struct aerie_choice`; `held` are the tensors that it points to."""
 
     _fields_ = (*((name, c_void_p) for name in POINTERS), *((name, c_int64) for name in NUMBERS))
+    held: tuple[Tensor, ...]
 
 
 class CChooser:
@@ -38,8 +39,11 @@ class CChooser:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    def noise(self, keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Noise:
+    def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """See `Chooser.noise`; none of it is made beforehand."""
+        first, keys = first.contiguous(), first.new_empty(first.shape[0], count)
+        run = self._library.functions["keys", torch.float32]  # whole numbers alone: any will do
+        native(run, seeds.data_ptr(), first.data_ptr(), keys.data_ptr(), first.shape[0], seeds.stride(0), count)
         return Noise(keys, hashes, dtype)
 
     def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -78,24 +82,24 @@ class CChooser:
         if noise is None:
             self._call(kind, values, made, {}, (rows, 1))
             return made
+        counts = [draw.requests * draw.each for draw in draws]
+        if sum(counts) != rows:
+            raise ValueError(f"{rows} rows of logits, and draws of {sum(counts)}")
         start = 0
-        for draw in draws:
-            stop = start + draw.requests * draw.each
-            if stop > start:
-                some = values[start:stop]
-                kept = least_of(some, draw) if least is None else least[start:stop]
-                scores, columns, total = (each[start:stop] for each in made)
-                self._call(kind, some, (scores, columns, total), _drawn(draw, some, kept), (draw.requests, draw.each))
-            start = stop
-        if start != rows:
-            raise ValueError(f"{rows} rows of logits, and draws of {start}")
+        for draw, of_draw in zip(draws, counts, strict=True):
+            if of_draw:
+                cut = slice(start, start + of_draw)
+                some, own = (values, made) if of_draw == rows else (values[cut], tuple(each[cut] for each in made))
+                kept = least_of(some, draw) if least is None else least[cut]
+                self._call(kind, some, own, _drawn(draw, some, kept), (draw.requests, draw.each))
+            start += of_draw
         return made
 
     def _call(
         self,
         kind: int,
         values: Tensor,
-        made: tuple[Tensor, Tensor, Tensor],
+        made: tuple[Tensor, ...],
         drawn: dict[str, Tensor],
         rows: tuple[int, int],
     ) -> None:
@@ -104,7 +108,7 @@ class CChooser:
         size, (requests, each) = values.shape[1], rows
         given = {"logits": values, "scores": scores, "columns": columns, "total": total, **drawn}
         told = Arguments(requests=requests, each=each, size=size, stride=values.stride(0), count=scores.shape[1])
-        told.kind, told.threads = kind, torch.get_num_threads()
+        told.kind, told.threads, told.held = kind, torch.get_num_threads(), tuple(given.values())
         for name, tensor in given.items():
             setattr(told, name, tensor.data_ptr())
         if drawn:

@@ -15,7 +15,7 @@ from cluster.batch import SamplingBatch
 from cluster.forward.blocks import blocks
 from cluster.forward.draw import Draw
 from cluster.forward.filters import AT_ONCE, least_kept
-from cluster.forward.noise import Noise, at_least_float32
+from cluster.forward.noise import Noise, at_least_float32, noise_keys
 
 FAR = 64.0
 """How far a token that a filter rules out falls: below all that stay, whose noise differs by 26 at most, and below any
@@ -27,8 +27,10 @@ class Chooser(Protocol):
     of T rows together, in order; `least` `[T, 1]` are the least tempered logits that stay, where others have to tell.
     """
 
-    def noise(self, keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Noise:
-        """The noise under `keys`, for what is chosen in a step."""
+    def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
+        """That of requests with `seeds` `[B]` at `count` positions from `first` `[B]` on, for the tokens
+        with `hashes` `[v]`.
+        """
         ...
 
     def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -59,8 +61,9 @@ class Chooser(Protocol):
 class TorchChooser:
     """`Chooser` in torch's operators: the twin of the others."""
 
-    def noise(self, keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Noise:
+    def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """See `Chooser.noise`; kept where there is little of it."""
+        keys = noise_keys(seeds, first[:, None] + torch.arange(count, device=first.device))
         return Noise.of(keys, hashes, dtype)
 
     def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:

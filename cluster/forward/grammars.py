@@ -65,14 +65,10 @@ class Make(Protocol):
 
 
 class Place:
-    """Where a request in a row of the tables is in its grammar: without a matcher if that has failed.
-
-    Masks after paths that were asked about are kept until tokens come: draft and verify ask for the same ones.
-    """
+    """Where a request in a row of the tables is in its grammar: without a matcher if that has failed."""
 
     def __init__(self, constraint: Constraint, make: Make) -> None:
         self._matcher: Matcher | None = None
-        self._masks: dict[tuple[int, ...], Mask] = {}
         self._spent = self._longest = 0.0  # seconds of the processor beyond its share, and those of one call in them
         with self._failing():
             self._matcher = make(constraint.grammar)
@@ -91,7 +87,6 @@ class Place:
 
     def accept(self, tokens: Sequence[int]) -> None:
         """These tokens have come, in a step."""
-        self._masks.clear()
         with self._failing():
             if self._matcher is not None:
                 self._matcher.accept(tokens)
@@ -101,13 +96,8 @@ class Place:
         """Write the masks after paths, which -1 fills up, into `out` `[n, words]`."""
         with self._failing():
             for path, mask in zip(paths, out, strict=True):
-                tokens = tuple(token for token in path if token >= 0)
-                known = self._masks.get(tokens)
-                if known is not None:
-                    mask[:] = known
-                elif self._matcher is not None:
-                    self._matcher.fill(tokens, mask)
-                    self._masks[tokens] = mask
+                if self._matcher is not None:
+                    self._matcher.fill([token for token in path if token >= 0], mask)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """As that of the matcher; nothing if it has failed."""

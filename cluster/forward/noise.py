@@ -5,7 +5,7 @@ whichever way a token is reached. Legend: B requests, n positions, V token ids.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ def gumbel_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
+@cache
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The dtype of everything that is compared, summed or drawn over a vocabulary."""
     return torch.promote_types(dtype, torch.float32)

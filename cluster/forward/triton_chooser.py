@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster.forward.chooser import FAR, first_of_nan, least_of
 from cluster.forward.draw import Draw
-from cluster.forward.noise import Noise, at_least_float32
+from cluster.forward.noise import Noise, at_least_float32, noise_keys
 from cluster.kernels.choice import gpu
 from cluster.kernels.launch import WIDE, launch, whole
 
@@ -20,8 +20,9 @@ COLUMNS = 4096  # of a row, for one program
 class TritonChooser:
     """`Chooser` by Triton."""
 
-    def noise(self, keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Noise:
+    def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """See `Chooser.noise`; none of it is made beforehand."""
+        keys = noise_keys(seeds, first[:, None] + torch.arange(count, device=first.device))
         return Noise(keys, hashes, dtype)
 
     def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:

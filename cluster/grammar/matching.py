@@ -88,7 +88,8 @@ class TextMatcher:
 
     `after`: the grammar begins after these tokens, such as the one that ends the reasoning; until they have come, in
     this order, everything is allowed. Paths are tokens that may follow the committed ones; asking about one changes
-    nothing, and is cheapest if it shares its beginning with the path before. For one thread at a time.
+    nothing, and is cheapest if it shares its beginning with the path before. Masks after paths that were asked about
+    are kept until tokens come: draft, forced text and verify ask for the same ones. For one thread at a time.
     """
 
     def __init__(self, compiled: Readable, vocabulary: Vocabulary, spell: Spell, after: Sequence[int]) -> None:
@@ -101,6 +102,7 @@ class TextMatcher:
         self._recent: tuple[int, ...] = ()  # committed tokens that may begin `after`
         self._free = bool(after)
         self._ended = False
+        self._masks: dict[tuple[int, ...], Row] = {}
         self._walked: list[int] = []  # tokens that xgrammar's matcher has taken beyond the committed ones
         self._row: Row = np.zeros(vocabulary.words, np.int32)
 
@@ -120,6 +122,7 @@ class TextMatcher:
         Raises:
             GrammarError: one of them is not allowed where it stands; those before it are committed.
         """
+        self._masks.clear()
         for token in tokens:
             if self._ended or token in self._stops:
                 if not (self._free or self.finished) or token not in self._stops:
@@ -142,6 +145,14 @@ class TextMatcher:
         so never comes, they are all that is in it. It is empty where the grammar goes on with text that no token of
         this vocabulary begins.
         """
+        known = self._masks.get(tuple(path))
+        if known is None:
+            self._make(path, out)
+            self._masks[tuple(path)] = out.copy()
+        else:
+            out[:] = known
+
+    def _make(self, path: Sequence[int], out: Row) -> None:
         rest = self._constrained(path)
         if rest is None:
             out.fill(-1)

@@ -26,6 +26,8 @@ SIGNATURES = {
     "rotary": "pppppiiiiiiiidi",
     "attend": "p",
     "choice": "p",
+    "keys": "pppiii",
+    "accept": "p",
 }
 Function = Callable[..., None]
 

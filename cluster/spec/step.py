@@ -26,7 +26,7 @@ from cluster.spec.forced import forced_into
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Phases, StepOutput, Trees
 from cluster.spec.tree import DraftTree
-from cluster.spec.verify import Accepted, accept
+from cluster.spec.verify import Accept, Accepted
 from cluster.timing import timer_of
 
 
@@ -42,9 +42,11 @@ class Step:
         adjusting: AdjustTables,
         enter: Callable[[str], None],
         chooser: Chooser,
+        accept: Accept,
     ) -> None:
         """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
         self._target, self._draft, self.carried, self._chooser = target, draft, carried, chooser
+        self._accept = accept
         self._table, self.adjusting = table, adjusting
         self.enter = enter
         self._ids, self._timer = target.model.token_ids, timer_of(carried.bonus.device)
@@ -69,7 +71,7 @@ class Step:
         draws = own.along(n, s + 1, which, paths), final.at(0)
         chosen, won = choose(columns, draws, self._chooser)
         first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
-        accepted = accept(tree, chosen[: r * n].view(r, n), first, s)
+        accepted = self._accept(tree, chosen[: r * n].view(r, n), first, s)
         won = won[: r * n].view(r, n).gather(1, accepted.path)
         if not line:
             compact(self._target.pool, batch.window, accepted.path)
@@ -103,14 +105,13 @@ class Step:
 
     def _noise(self, batch: Batch, num_steps: int) -> Noise:
         first = torch.cat([batch.seq_lens + 1, batch.prompt.final_lens])
-        ahead = torch.arange(num_steps + 1 + self._drafts, device=first.device)
-        keys = noise_keys(batch.sampling.seeds, first[:, None] + ahead)
+        seeds, count = batch.sampling.seeds, num_steps + 1 + self._drafts
         vocab, dtype = self._target.model.arch.vocab_size, self.carried.hidden.dtype
         ids = range(vocab) if batch.mode.adjusts else self._ids  # what is adjusted is all columns
         hashes = vocabulary_hashes(len(ids), first.device, ids.start)
         if len(ids) < vocab:  # a draft's shard may have other tokens
-            return Noise(keys, hashes, dtype)
-        return self._chooser.noise(keys, hashes, dtype)
+            return Noise(noise_keys(seeds, first[:, None] + torch.arange(count, device=first.device)), hashes, dtype)
+        return self._chooser.noise(seeds, first, count, hashes, dtype)
 
     def _scores(self, prompt: PromptRows, scored: Tensor, hidden: Tensor) -> Scores:
         """Those of the tokens after the prompt rows `scored` `[q]`, of `hidden` `[c, H]`."""

@@ -4,6 +4,7 @@ A child is accepted when it is the token that the target chose at its parent, so
 of plain decoding whatever the draft proposed (law 1).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,10 @@ class Accepted:
     tokens: Tensor
     accept_len: Tensor
     bonus: Tensor
+
+
+Accept = Callable[[DraftTree, Tensor, Tensor, int], Accepted]
+"""What `accept` does, or equals it."""
 
 
 def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:

@@ -2,7 +2,7 @@
 
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from cluster.grammar import matching
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import TextMatcher
-from cluster.grammar.vocabulary import Vocabulary
+from cluster.grammar.vocabulary import Row, Vocabulary
 from cluster.grammar.worker import address_space
 from tests.grammar.schema.samples import CALL, PERSON, TREE
 from tests.grammar.walks import STOPS, allowed, bytewise, demo, grammars_of, mask
@@ -66,6 +66,30 @@ def test_a_mask_after_a_path_is_the_mask_when_it_is_committed(name: str) -> None
         fresh.accept(committed)
         assert np.array_equal(mask(matcher, grammars.vocabulary), mask(fresh, grammars.vocabulary))
         assert matcher.finished == fresh.finished
+
+
+def test_a_mask_is_made_once_until_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks: masks of a step, and the search for forced text."""
+    made, make = list[tuple[int, ...]](), TextMatcher._make
+
+    def counted(matcher: TextMatcher, path: Sequence[int], out: Row) -> None:
+        made.append(tuple(path))
+        make(matcher, path, out)
+
+    monkeypatch.setattr(TextMatcher, "_make", counted)
+    grammars = demo()
+    matcher = grammars.matcher(GRAMMARS["person"])
+    forced = matcher.forced((), 4)
+    before = mask(matcher, grammars.vocabulary)
+    assert made and len(made) == len(set(made))
+    first = len(made)
+    assert matcher.forced((), 4) == forced and np.array_equal(mask(matcher, grammars.vocabulary), before)
+    assert len(made) == first, "asked again, nothing is made"
+    before[:] = 0
+    assert mask(matcher, grammars.vocabulary).any(), "what is kept is nobody else's"
+    matcher.accept(forced[:1])
+    mask(matcher, grammars.vocabulary)
+    assert len(made) == first + 1
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

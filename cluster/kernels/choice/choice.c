@@ -25,10 +25,18 @@ INLINE void take(struct best *b, real score, int64_t column)
     b->score[at] = score, b->column[at] = column;
 }
 
+/* Whether some score, or number that it does not exceed, could be among the best. */
+INLINE int matters(const struct best *b, vec x)
+{
+    return b->held < b->count || some(~(x <= b->score[b->count - 1]));
+}
+
 /* Take what is best of EACH columns; 0 where one of them is no number. */
 INLINE int take_each(const struct row *row, int noisy, int64_t at, struct best *b)
 {
+    if (!matters(b, bounds_at(row, noisy, at))) return 1;
     vec exact = scores_at(row, noisy, at);
+    if (!matters(b, exact)) return 1;
     int64_t count = row->size - at < EACH ? row->size - at : EACH;
     for (int64_t i = 0; i < count; i++) {
         if (exact[i] != exact[i]) {

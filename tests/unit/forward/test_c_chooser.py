@@ -208,6 +208,16 @@ def test_noise_of_all_sizes_is_right_to_the_last_digits(dtype: torch.dtype) -> N
     assert np.abs(ours - twin).max() <= 40 * torch.finfo(dtype).eps
 
 
+def test_keys_of_noise_are_the_same_numbers() -> None:
+    generator = torch.Generator().manual_seed(6)
+    both = torch.randint(-(1 << 63), (1 << 63) - 1, (9, 3), generator=generator)
+    for seeds, first in ((both[:, 1], both[:, 0]), (torch.tensor([0]), torch.tensor([0])), (both[:0, 1], both[:0, 0])):
+        hashes = vocabulary_hashes(4, CPU)
+        ours, twin = (each.noise(seeds, first, 5, hashes, torch.float32) for each in (c_chooser(), TORCH))
+        assert torch.equal(ours.keys, twin.keys) and torch.equal(ours.values(), twin.values())
+        assert ours.kept is None
+
+
 def test_what_does_not_fit_is_refused() -> None:
     """C would read whatever lies behind it."""
     logits, draw = torch.zeros(2, 8), draw_of(unfiltered(2, torch.float32), 1, 8, torch.float32)

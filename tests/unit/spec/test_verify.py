@@ -4,8 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.tree import DraftTree, ancestors_of
-from cluster.spec.verify import accept
+from cluster.spec.c_verify import CAccept, accept_of
+from cluster.spec.tree import DraftTree, ancestors_of, chain
+from cluster.spec.verify import Accept, accept
+from tests.unit.kernels.library import c_library
+
+
+@pytest.fixture(params=["torch", "c"])
+def accepting(request: pytest.FixtureRequest) -> Accept:
+    """Each way to accept."""
+    return accept if request.param == "torch" else CAccept(c_library())
 
 
 def random_tree(requests: int, nodes: int, steps: int, vocab: int, seed: int) -> DraftTree:
@@ -44,12 +52,12 @@ def walk(tree: DraftTree, chosen: Tensor, request: int) -> tuple[list[int], list
 @pytest.mark.parametrize(
     ("nodes", "steps", "vocab"), [(1, 0, 3), (2, 1, 2), (6, 3, 2), (12, 5, 3), (24, 5, 4), (30, 16, 3)]
 )
-def test_the_accepted_path_is_the_walk(nodes: int, steps: int, vocab: int) -> None:
+def test_the_accepted_path_is_the_walk(nodes: int, steps: int, vocab: int, accepting: Accept) -> None:
     lengths = set()
     for seed in range(4):
         tree = random_tree(32, nodes, steps, vocab, seed)
         chosen = torch.randint(vocab, (32, nodes), generator=torch.Generator().manual_seed(seed + 100))
-        accepted = accept(tree, chosen, torch.tensor([41, 42]), steps)
+        accepted = accepting(tree, chosen, torch.tensor([41, 42]), steps)
         for i in range(32):
             path, tokens = walk(tree, chosen, i)
             count = int(accepted.accept_len[i])
@@ -63,10 +71,39 @@ def test_the_accepted_path_is_the_walk(nodes: int, steps: int, vocab: int) -> No
     assert lengths >= set(range(1, min(steps, 3) + 2))
 
 
-def test_a_right_token_under_a_wrong_parent_does_not_count() -> None:
+def test_a_right_token_under_a_wrong_parent_does_not_count(accepting: Accept) -> None:
     parents = torch.tensor([[0, 0, 1, 0]])
     tree = DraftTree(torch.tensor([[9, 5, 6, 7]]), parents, torch.tensor([[0, 1, 2, 1]]), ancestors_of(parents, 2))
-    accepted = accept(tree, torch.tensor([[7, 6, 1, 6]]), torch.zeros(0, dtype=torch.int64), 2)
+    accepted = accepting(tree, torch.tensor([[7, 6, 1, 6]]), torch.zeros(0, dtype=torch.int64), 2)
     assert accepted.path.tolist() == [[0, 3, 0]]
     assert accepted.accept_len.tolist() == [2]
     assert accepted.tokens[0, :2].tolist() == [7, 6]
+
+
+def same(tree: DraftTree, chosen: Tensor, first: Tensor, steps: int) -> None:
+    ours, twin = CAccept(c_library())(tree, chosen, first, steps), accept(tree, chosen, first, steps)
+    for name in ("path", "tokens", "accept_len", "bonus"):
+        mine, other = getattr(ours, name), getattr(twin, name)
+        assert mine.dtype == other.dtype and torch.equal(mine, other), name
+
+
+def test_c_accepts_what_torch_accepts() -> None:
+    """Beyond the accepted path too; in chains, whose requests share their numbers, with nodes that only fill
+    a tree, and for no requests at all."""
+    none = torch.zeros(0, dtype=torch.int64)
+    for requests, nodes in ((0, 1), (1, 1), (5, 4), (32, 9)):
+        tokens = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes))
+        chosen = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes + 1))
+        same(chain(tokens), chosen, none, nodes - 1)
+        same(chain(tokens), chosen.t().contiguous().t(), torch.tensor([7]), nodes + 2)
+    for seed in range(4):
+        tree, padding = random_tree(20, 11, 4, 3, seed), torch.arange(11, 15).expand(20, 4)
+        parents = torch.cat([tree.parents, padding], 1)
+        tokens, depths = (torch.cat([each, torch.zeros_like(padding)], 1) for each in (tree.tokens, tree.depths))
+        chosen = torch.randint(3, (20, 15), generator=torch.Generator().manual_seed(seed))
+        same(DraftTree(tokens, parents, depths, ancestors_of(parents, 4), padded=True), chosen, none, 4)
+
+
+def test_paths_are_accepted_by_the_same_kernels() -> None:
+    assert accept_of(None) is accept
+    assert isinstance(accept_of(c_library()), CAccept)

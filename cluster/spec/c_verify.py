@@ -1,0 +1,48 @@
+"""The accepted path in C, for a CPU: one call in place of twenty operators on a few numbers each."""
+
+from ctypes import Structure, byref, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from cluster.kernels.library import Library
+from cluster.spec.tree import DraftTree
+from cluster.spec.verify import Accept, Accepted, accept
+from cluster.tape import native
+
+POINTERS = ("tokens", "parents", "depths", "chosen", "path", "taken", "lens", "bonus", "on")
+NUMBERS = ("trees", "nodes", "wide", "tokens_stride", "parents_stride", "depths_stride")
+
+
+class Arguments(Structure):
+    """`struct aerie_accept`; `held` are the tensors that it points to."""
+
+    _fields_ = (*((name, c_void_p) for name in POINTERS), *((name, c_int64) for name in NUMBERS))
+    held: tuple[Tensor, ...]
+
+
+def accept_of(library: Library | None) -> Accept:
+    """How paths are accepted beside kernels of a `library`, or beside torch's."""
+    return accept if library is None else CAccept(library)
+
+
+class CAccept:
+    """Must equal `accept`."""
+
+    def __init__(self, library: Library) -> None:
+        self._run = library.functions["accept", torch.float32]  # whole numbers alone: any will do
+
+    def __call__(self, tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
+        """See `accept`."""
+        (trees, nodes), wide = chosen.shape, num_steps + 1
+        chosen = chosen.contiguous()
+        rows = [each if each.stride(1) == 1 else each.contiguous() for each in (tree.tokens, tree.parents, tree.depths)]
+        path, taken = chosen.new_empty(trees, wide), chosen.new_empty(trees, wide)
+        lens, bonus = chosen.new_empty(trees), chosen.new_empty(trees)
+        given = Arguments(trees=trees, nodes=nodes, wide=wide)
+        given.tokens_stride, given.parents_stride, given.depths_stride = (each.stride(0) for each in rows)
+        given.held = (*rows, chosen, path, taken, lens, bonus, chosen.new_empty(nodes, dtype=torch.int8))
+        for name, tensor in zip(POINTERS, given.held, strict=True):
+            setattr(given, name, tensor.data_ptr())
+        native(self._run, byref(given))
+        return Accepted(path, taken, lens, torch.cat([bonus, first]) if first.shape[0] else bonus)
