@@ -51,7 +51,7 @@ def dequantised(raw: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in raw.items():
         scale = name.removesuffix(".weight") + ".qscale_weight"
         if tensor.dtype == torch.float8_e4m3fn:
-            made[name] = (tensor.float() * raw[scale].float()).double()
+            made[name] = tensor.double() * raw[scale].double()
         elif "qscale_" not in name:
             made[name] = tensor
     return made

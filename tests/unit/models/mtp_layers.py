@@ -61,12 +61,12 @@ class LayerOfTransformers(Mtp):
 
 
 def dequantised(held: Tensors) -> Tensors:
-    """Weights of one block times its scale, a product of float32; scales left out."""
+    """Weights of one block times its scale; scales left out."""
     scales = {name: tensor for name, tensor in held.items() if name.endswith("_scale_inv")}
     made = {name: tensor for name, tensor in held.items() if name not in scales}
     for name, scale in scales.items():
         weight = name.removesuffix("_scale_inv")
-        made[weight] = (made[weight].float() * scale.float()).double()
+        made[weight] = made[weight].double() * scale.double()
     return made
 
 
