@@ -15,14 +15,14 @@ from cluster.kernels.quantised import Quantised
 from cluster.tape import native
 
 KINDS = ("int4", "int8", "int8 with zeros", "fp8", "fp4")  # the numbers of codes/unpack.h
-TWO_TO_A_BYTE = ("int4", "fp4")
 FACTORS = {"fp8": 256.0, "fp4": 0.5}  # what C's numbers have to be multiplied by; the scales are, exactly
 SMALLEST_GROUP = 16
 NAN = 0x7F  # of FP8, without its sign; C takes it for a number
 
 
 class Codes(NamedTuple):
-    """Panels of c columns: `codes` `[E, O / c, I, c]` (two inputs to a byte: I / 2), `scales` and `zeros`
+    """Panels of c columns: `codes` `[E, O / c, I, c]` (fp4, two to a byte: I / 2; int4, eight to an int32:
+    I / 8), `scales` and `zeros`
     `[E, O / c, G, c]`, O and I rounded up.
     """
 
@@ -43,7 +43,7 @@ class Codes(NamedTuple):
 
 def knows(matrix: Quantised) -> bool:
     """Whether C has a product for such a matrix, and each of its numbers is one in C too."""
-    whole = matrix.groups == 1 or (matrix.group % 2 == 0 and matrix.group >= SMALLEST_GROUP)
+    whole = matrix.groups == 1 or (matrix.group % 8 == 0 and matrix.group >= SMALLEST_GROUP)
     if matrix.kind not in KINDS or not whole or matrix.codes.is_meta:
         return matrix.kind in KINDS and whole
     return matrix.kind != "fp8" or not bool(((matrix.codes & NAN) == NAN).any())
@@ -57,13 +57,20 @@ def in_panels(matrix: Quantised, dtype: torch.dtype) -> Codes:
     if kind == "int8":
         codes, zeros = codes ^ 128, None if zeros is None else zeros ^ 128
         kind = kind if zeros is None else "int8 with zeros"
-    if kind in TWO_TO_A_BYTE:
-        codes = F.pad(codes, (0, inputs % 2))
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    if kind == "fp4":
+        codes = _pairs(codes)
+    if kind == "int4":
+        codes = _pairs(F.pad(codes, (0, -inputs % 8))).view(torch.int32)
     scales = matrix.scales * FACTORS.get(kind, 1.0)
     group = inputs if matrix.groups == 1 else matrix.group
     parts = (_columns(codes, each), _columns(scales, each), None if zeros is None else _columns(zeros, each))
     return Codes(*parts, KINDS.index(kind), group, inputs, outputs, dtype)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Codes of four bits `[O, I]`, two to a byte, the first in the low half."""
+    codes = F.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def stacked(matrices: Iterable[Quantised], dtype: torch.dtype) -> Codes:

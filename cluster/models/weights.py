@@ -24,17 +24,17 @@ class WeightLoader:
     def __init__(self, checkpoint: Checkpoint, context: ModelContext) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, context.dtype, context.device
         self.sharding, self.kernels = context.sharding, context.kernels
+        self._widest = torch.promote_types(self.dtype, torch.float32)
 
     def take(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
     ) -> Tensor:
         """One tensor, shape-checked; `rows`, `columns` and `expert` as in `Checkpoint.take`."""
-        return placed(self.checkpoint.take(name, shape, rows, columns, expert), self.dtype, self.device)
+        return self._dense(self.matrix(name, *shape, rows=rows, columns=columns, expert=expert))
 
     def wide(self, name: str, *shape: int) -> Tensor:
         """One tensor in at least float32, for what half precision would spoil."""
-        wide = self.dtype if self.dtype == torch.float64 else torch.float32
-        return placed(self.checkpoint.take(name, shape), wide, self.device)
+        return self._dense(self.checkpoint.matrix(name, shape), self._widest)
 
     def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
         """A norm's weight; with `unit_offset` 1 + weight in at least float32, as half precision would round it away."""
@@ -48,7 +48,7 @@ class WeightLoader:
     ) -> Matrix:
         """As `take`, but what is quantised on disk stays so."""
         held = self.checkpoint.matrix(name, shape, rows, columns, expert)
-        return held if isinstance(held, Quantised) else placed(held, self.dtype, self.device)
+        return held if isinstance(held, Quantised) else self._dense(held)
 
     def weight(self, matrix: Matrix) -> Weight:
         """A weight from `matrix` `[outputs, inputs]`, the layout of checkpoints."""
@@ -56,7 +56,8 @@ class WeightLoader:
             made = self.kernels.quantised(matrix, self.dtype)
             self.checkpoint.tally.keep(matrix, made)
             return made
-        return self.kernels.weight(self._dense(matrix).t().contiguous())
+        dense = self._dense(matrix) if isinstance(matrix, Quantised) else matrix
+        return self.kernels.weight(dense.t().contiguous())
 
     def stack(self, count: int, matrix_of: Callable[[int], Matrix]) -> Stack:
         """The weights of `count` experts, each from its matrix `[outputs, inputs]`, read one after the other."""
@@ -88,12 +89,12 @@ class WeightLoader:
                 )
             yield matrix
 
-    def _dense(self, matrix: Matrix) -> Tensor:
-        """The matrix in the compute dtype on the device."""
-        if not isinstance(matrix, Quantised):
-            return matrix
-        self.checkpoint.tally.dequantised[matrix.about] += 1
-        return placed(matrix.numbers(torch.promote_types(self.dtype, torch.float32)), self.dtype, self.device)
+    def _dense(self, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
+        """The matrix in `dtype`, or that of the model, on the device."""
+        if isinstance(matrix, Quantised):
+            self.checkpoint.tally.dequantised[matrix.about] += 1
+            matrix = matrix.numbers(self._widest)
+        return placed(matrix, self.dtype if dtype is None else dtype, self.device)
 
     def beneath(self, parts: list[Matrix]) -> Matrix:
         """Matrices of the same inputs, one's outputs after the other's; quantised if all are, and alike."""

@@ -6,14 +6,13 @@ One matrix that fits no cache, so that few rows wait for memory. Every format ta
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cluster.bench.report import Say, machine, table
+from cluster.bench.report import Say, machine, median, table
 from cluster.kernels.choose import choose_kernels
 from cluster.kernels.interface import Kernels, Weight
 from cluster.kernels.quantised import Kind, Quantised
@@ -76,25 +75,26 @@ def _beside(kernels: Kernels, dense: Weight, matrix: Quantised, dtype: torch.dty
                 "dtype": str(dtype).removeprefix("torch."),
                 "kept": kernels.keeps(matrix, dtype),
                 "rows": count,
-                "ms": round(1000 * ours, 3),
-                "dequantised_ms": round(1000 * theirs, 3),
-                "times": round(theirs / ours, 2),
-                "mb": round(packed.nbytes / 1e6, 1),
-                "dequantised_mb": round(dense.nbytes / 1e6, 1),
+                "ms": round(1000 * median(ours), 3),
+                "dequantised_ms": round(1000 * median(theirs), 3),
+                "times": round(median([b / a for a, b in zip(ours, theirs, strict=True)]), 2),
+                "bytes": packed.nbytes,
+                "dequantised_bytes": dense.nbytes,
             }
         )
     return found
 
 
-def turns(contenders: list[Callable[[], Tensor]], repeats: int) -> list[float]:
-    """The median seconds of each, one after the other in every turn; the first turn does not count."""
+def turns(contenders: list[Callable[[], Tensor]], repeats: int) -> list[list[float]]:
+    """Seconds of each in every turn, every other turn in opposite order; the first turn does not count."""
     seconds: list[list[float]] = [[] for _ in contenders]
-    for _ in range(repeats + 1):
-        for contender, times in zip(contenders, seconds, strict=True):
+    for turn in range(repeats + 1):
+        both = list(zip(contenders, seconds, strict=True))
+        for contender, times in both if turn % 2 else reversed(both):
             start = perf_counter()
             contender()
             times.append(perf_counter() - start)
-    return [median(times[1:]) for times in seconds]
+    return [times[1:] for times in seconds]
 
 
 def show(result: dict[str, Any]) -> str:
@@ -109,6 +109,8 @@ def show(result: dict[str, Any]) -> str:
         "packed MB",
         "dequantised MB",
     )
-    keys = ("dtype", "format", "rows", "ms", "dequantised_ms", "times", "mb", "dequantised_mb")
-    rows = [[figure[key] for key in keys] for figure in result["figures"]]
+    rows = []
+    for figure in result["figures"]:
+        taken = [round(figure[key] / 1e6, 1) for key in ("bytes", "dequantised_bytes")]
+        rows.append([*(figure[key] for key in ("dtype", "format", "rows", "ms", "dequantised_ms", "times")), *taken])
     return f"a matrix of {result['inputs']} x {result['outputs']}\n" + table(headers, rows)

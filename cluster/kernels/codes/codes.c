@@ -2,7 +2,7 @@
  * + bias[n]. Both sums are chains in ascending order, whatever is computed beside them.
  *
  * Codes, scales and zeros lie in panels of LANES columns: scales[panel][group][LANES], zeros likewise, codes
- * [panel][k][LANES], or [panel][k / 2][LANES] where two inputs share a byte.
+ * [panel][k][LANES], or [panel][k / 2][LANES] where two inputs share a byte, or words [panel][k / 8][LANES].
  */
 #include "../c/scratch.h"
 #include "../c/threads.h"
@@ -33,7 +33,9 @@ struct tile {
     int64_t columns; /* from the first panel's to the last of the matrix */
 };
 
-INLINE int halves_of(int kind) { return kind == INT4 || kind == FP4 ? 2 : 1; }
+/* Inputs of a step, and bytes that it takes of a column. */
+INLINE int inputs_of(int kind) { return kind == INT4 ? 8 : kind == FP4 ? 2 : 1; }
+INLINE int bytes_of(int kind) { return kind == INT4 ? 4 : 1; }
 
 INLINE void finish(const struct job *j, const struct tile *t, int row, int64_t column, vec x)
 {
@@ -46,47 +48,70 @@ INLINE void finish(const struct job *j, const struct tile *t, int row, int64_t c
         put(out + i, t->bias ? x[i] + get(t->bias + column + i) : x[i]);
 }
 
-/* The products of one input, whose numbers of the tile's rows are at `x`. */
-#define ADDED(x, which)                                                                                   \
-    for (int p = 0; p < np; p++) {                                                                        \
-        numbers weight = unpacked(kind, bytes[p], which, zero[p], &wide_zero[p]);                         \
-        for (int m = 0; m < mr; m++)                                                                      \
-            for (int f = 0; f < FOLDS; f++) sum[m][p * FOLDS + f] += all((x)[m]) * weight.part[f];        \
+/* The group's products of one input: of the tile's rows, at `x`, and the panels' numbers. */
+#define ADDED(x, numbers_of_panel)                                                                 \
+    for (int p = 0; p < np; p++) {                                                                 \
+        numbers weight = numbers_of_panel;                                                         \
+        for (int m = 0; m < mr; m++)                                                               \
+            for (int f = 0; f < FOLDS; f++) sum[m][p * FOLDS + f] += all((x)[m]) * weight.part[f]; \
     }
+
+/* The sums of one group of `inputs`, whose steps are at `codes`, `panel` bytes from one panel to the next. */
+INLINE void group_of(const real *x, const uint8_t *codes, int64_t panel, const uint8_t *zeros, int64_t zeros_panel,
+                     int64_t inputs, int kind, int mr, int np, vec sum[MOST][4 * FOLDS])
+{
+    const int each = inputs_of(kind);
+    integers zero[4];
+    for (int p = 0; p < np; p++) zero[p] = widened(zeros ? octets_at(zeros + p * zeros_panel) : same(8));
+    if (kind == INT4) {
+        numbers less[4][PLACES];
+        integers words[4];
+        for (int p = 0; p < np; p++)
+            for (int i = 0; i < PLACES; i++)
+                for (int f = 0; f < FOLDS; f++) less[p][i].part[f] = place_of(i) + real_of(zero[p]).part[f];
+        for (; inputs >= 8; inputs -= 8, codes += 4 * LANES, x += 8 * mr) {
+            for (int p = 0; p < np; p++) words[p] = words_at(codes + p * panel);
+            for (int i = 0; i < PLACES; i++) ADDED(x + i * mr, at_place(words[p], i, &less[p][i]))
+            for (int p = 0; p < np; p++)
+                for (int f = 0; f < FOLDS; f++) words[p].part[f] >>= 16;
+            for (int i = 0; i < PLACES; i++) ADDED(x + (PLACES + i) * mr, at_place(words[p], i, &less[p][i]))
+        }
+        for (int p = 0; p < np && inputs; p++) words[p] = words_at(codes + p * panel);
+        for (; inputs; inputs--, x += mr) {
+            ADDED(x, at_place(words[p], 0, &less[p][0]))
+            for (int p = 0; p < np; p++)
+                for (int f = 0; f < FOLDS; f++) words[p].part[f] >>= 4;
+        }
+        return;
+    }
+    octets bytes[4];
+    for (; inputs >= each; inputs -= each, codes += LANES, x += each * mr) {
+        for (int p = 0; p < np; p++) bytes[p] = octets_at(codes + p * panel);
+        for (int which = 0; which < each; which++) ADDED(x + which * mr, unpacked(kind, bytes[p], which, &zero[p]))
+    }
+    if (inputs) {
+        for (int p = 0; p < np; p++) bytes[p] = octets_at(codes + p * panel);
+        ADDED(x, unpacked(kind, bytes[p], 0, &zero[p]))
+    }
+}
 
 INLINE void tile_of(const struct job *j, const struct tile *t, int kind, int mr, int np)
 {
-    const int two = halves_of(kind);
+    const int64_t panel = j->steps * bytes_of(kind) * LANES;
+    const uint8_t *codes = j->codes + t->panel * panel;
     vec total[MOST][4 * FOLDS];
     for (int m = 0; m < mr; m++)
         for (int i = 0; i < np * FOLDS; i++) total[m][i] = (vec){0};
     for (int64_t g = 0; g < j->groups; g++) {
         vec sum[MOST][4 * FOLDS];
-        octets zero[4] = {same(0)};
-        integers wide_zero[4];
-        octets bytes[4];
-        const uint8_t *codes[4];
-        int64_t begin = g * j->group, end = begin + j->group < j->k ? begin + j->group : j->k;
+        int64_t begin = g * j->group, inputs = begin + j->group < j->k ? j->group : j->k - begin;
+        int64_t at = (t->panel * j->groups + g) * LANES;
         for (int m = 0; m < mr; m++)
             for (int i = 0; i < np * FOLDS; i++) sum[m][i] = (vec){0};
+        group_of(t->rows + begin * mr, codes + begin / inputs_of(kind) * bytes_of(kind) * LANES, panel,
+                 j->zeros ? j->zeros + at : NULL, j->groups * LANES, inputs, kind, mr, np, sum);
         for (int p = 0; p < np; p++) {
-            codes[p] = j->codes + ((t->panel + p) * j->steps + begin / two) * LANES;
-            octets given = j->zeros ? octets_at(j->zeros + ((t->panel + p) * j->groups + g) * LANES) : same(8);
-            if (kind == INT4) zero[p] = given;
-            if (kind == ZEROED8) wide_zero[p] = widened(given);
-        }
-        const real *rows = t->rows + begin * mr;
-        int64_t steps = (end - begin) / two;
-        for (int64_t step = 0; step < steps; step++, rows += two * mr) {
-            for (int p = 0; p < np; p++) bytes[p] = octets_at(codes[p] + step * LANES);
-            for (int which = 0; which < two; which++) ADDED(rows + which * mr, which)
-        }
-        if (two == 2 && (end - begin) % 2) {
-            for (int p = 0; p < np; p++) bytes[p] = octets_at(codes[p] + steps * LANES);
-            ADDED(rows, 0)
-        }
-        for (int p = 0; p < np; p++) {
-            numbers scale = scales_at(j->scales, ((t->panel + p) * j->groups + g) * LANES, j->wide);
+            numbers scale = scales_at(j->scales, at + p * j->groups * LANES, j->wide);
             for (int m = 0; m < mr; m++)
                 for (int f = 0; f < FOLDS; f++) total[m][p * FOLDS + f] += sum[m][p * FOLDS + f] * scale.part[f];
         }
@@ -107,13 +132,15 @@ INLINE void sized(const struct job *j, const struct tile *t, int kind, int mr, i
     }
 }
 
-/* Panels of a tile of `mr` rows: few rows need several, as each sum waits for its last product. */
-INLINE int panels_of(int mr)
+/* Panels of a tile of `mr` rows: few rows need several, as each sum waits for its last product, and INT4 fewer, as its
+ * words take registers as well. */
+INLINE int panels_of(int kind, int mr)
 {
 #if BYTES == 64
     return mr == 1 ? 4 : 2;
 #else
-    return mr == 1 ? 4 : mr <= 3 ? 2 : 1;
+    int most = mr == 1 ? 4 : mr <= 3 ? 2 : 1;
+    return kind == INT4 && most > 1 ? most / 2 : most;
 #endif
 }
 
@@ -146,7 +173,7 @@ static void some(const struct job *j, int64_t expert, const stored *rows, stored
         int64_t each = (tall + tiles - 1) / tiles;
         real *left = aerie_scratch(0, sizeof(real) * tall * j->k + 64);
         side_by_side(j, rows + top * j->k, tall, each, left);
-        int most = panels_of((int)each), np;
+        int most = panels_of(j->kind, (int)each), np;
         for (int64_t p = first; p < last; p += np) {
             for (np = most; np > last - p;) np /= 2;
             for (int64_t row = 0; row < tall; row += each) {
@@ -173,14 +200,15 @@ static void part(const void *data, int64_t part, int64_t parts)
 }
 
 /* rows [m, k]; codes, scales and zeros (or NULL) in panels, of one expert after the other; bias [experts, n] or NULL,
- * ends [experts] or NULL. `group` inputs share a scale; it is even, or there is one group. `wide`: scales are float32. */
+ * ends [experts] or NULL. `group` inputs share a scale; it is a multiple
+ * of 8, or there is one group. `wide`: scales are float32. */
 void NAMED(aerie_codes)(const stored *rows, const uint8_t *codes, const void *scales, const uint8_t *zeros,
                         const stored *bias, stored *out, int64_t m, int64_t k, int64_t n, int64_t group, int64_t kind,
                         int64_t wide, const int32_t *ends, int64_t experts, int64_t threads)
 {
-    int64_t halves = halves_of((int)kind);
+    int64_t each = inputs_of((int)kind);
     struct job j = {rows, codes, scales, zeros, bias, out, m, k, n, group, (int)kind, (int)wide, ends, experts,
-                    (k + halves - 1) / halves, (k + group - 1) / group, (n + LANES - 1) / LANES};
+                    (k + each - 1) / each, (k + group - 1) / group, (n + LANES - 1) / LANES};
     int64_t enough = 1 + m * k * n / 65536;
     aerie_spread(part, &j, threads < enough ? threads : enough);
 }

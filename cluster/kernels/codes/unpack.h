@@ -1,5 +1,5 @@
-/* Codes of quantised weights -> numbers in registers. A step is what lies together of a panel: LANES bytes, of one input,
- * or of two, the first in the low halves of the bytes.
+/* Codes of quantised weights -> numbers in registers. What lies together of a panel: LANES bytes of one input; of FP4, of
+ * two inputs, the first in the low halves of the bytes; of INT4 LANES words of eight inputs, the first in the lowest bits.
  */
 #pragma once
 #include "../c/vector.h"
@@ -86,17 +86,42 @@ INLINE octets twice_fp4(octets code)
 }
 
 /* The numbers of one input: the first (`which` 0) or second of a step, less their `zero`. */
-INLINE numbers unpacked(int kind, octets step, int which, octets zero, const integers *wide_zero)
+INLINE numbers unpacked(int kind, octets step, int which, const integers *zero)
 {
     if (kind == E4M3) return from_e4m3(step);
-    if (kind == INT8) return real_of(widened(step));
-    if (kind == ZEROED8) {
-        integers x = widened(step);
-        for (int f = 0; f < FOLDS; f++) x.part[f] -= wide_zero->part[f];
-        return real_of(x);
-    }
-    octets code = which ? step >> 4 : step & 15;
-    return real_of(widened(kind == FP4 ? twice_fp4(code) : code - zero));
+    if (kind == FP4) return real_of(widened(twice_fp4(which ? step >> 4 : step & 15)));
+    integers x = widened(step);
+    if (kind == ZEROED8)
+        for (int f = 0; f < FOLDS; f++) x.part[f] -= zero->part[f];
+    return real_of(x);
+}
+
+/* INT4: the four bits at place i of a word, put where a float of fit size has them as its last whole numbers, are that
+ * float plus the code. What is taken away is the float and the zero, exactly.
+ */
+#define PLACES 4
+#if KIND == 64
+#define FRACTION 52
+#else
+#define FRACTION 23
+#endif
+
+INLINE vec place_of(int i) { return all((real)((int64_t)1 << (FRACTION - 4 * i))); }
+
+INLINE integers words_at(const uint8_t *from)
+{
+    integers to;
+    typedef uint32_t some __attribute__((vector_size(4 * EACH), aligned(4), may_alias));
+    for (int f = 0; f < FOLDS; f++) to.part[f] = __builtin_convertvector(((const some *)from)[f], ints);
+    return to;
+}
+
+INLINE numbers at_place(integers words, int i, const numbers *less)
+{
+    numbers to;
+    for (int f = 0; f < FOLDS; f++)
+        to.part[f] = (vec)((words.part[f] & (whole)(15 << 4 * i)) | (ints)place_of(i)) - less->part[f];
+    return to;
 }
 
 /* LANES scales, as float32 (`wide`) or bfloat16. */

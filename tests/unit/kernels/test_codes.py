@@ -80,7 +80,9 @@ def test_what_c_cannot_keep_is_known() -> None:
     assert kernels.keeps(held, torch.float32)
     assert not kernels.keeps(held, torch.float16)
     assert not kernels.keeps(replace(held, kind="fp8_e5m2"), torch.float32)
-    assert not kernels.keeps(replace(held, scales=torch.ones(33, 96), group=1), torch.float32)
+    for group in (1, 12):
+        held_by = replace(held, scales=torch.ones(33, 96 // group), group=group)
+        assert not kernels.keeps(held_by, torch.float32)
     nan = torch.full_like(held.codes, 255)
     assert not kernels.keeps(replace(held, kind="fp8", codes=nan), torch.float32)
     assert not TorchKernels().keeps(held, torch.float32)

@@ -61,7 +61,7 @@ class LayerOfTransformers(Mtp):
 
 
 def dequantised(held: Tensors) -> Tensors:
-    """Weights of one block times its scale, exactly; scales left out."""
+    """Weights of one block times its scale; scales left out."""
     scales = {name: tensor for name, tensor in held.items() if name.endswith("_scale_inv")}
     made = {name: tensor for name, tensor in held.items() if name not in scales}
     for name, scale in scales.items():

@@ -68,8 +68,7 @@ def distance(case: Case, folder: str, **overrides: object) -> float:
 def test_first_and_recurrent_logits_equal_the_reference(name: str) -> None:
     case = CASES[name]
     folder = case.folder()
-    # What is taken apart (latents) is dequantised in float32 first.
-    assert distance(case, folder) < (1e-7 if name == "nextn-experts-fp8" else 1e-9)
+    assert distance(case, folder) < 1e-9
     spec = read_draft(folder, Checkpoint(folder).shapes, read_target(case.target()))
     assert {key: getattr(spec, key) for key in case.expect} == case.expect
 

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.cli import main
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
 from cluster.kernels.interface import Stack, Weight
 from cluster.mesh import Part
 from cluster.models.target import DecoderTarget
@@ -86,3 +88,13 @@ def test_a_draft_stays_packed_too(kind: str, tmp_path: Path) -> None:
     assert report.problems == []
     assert report.draft is not None
     assert report.draft["quantised"] == draft.quantised
+
+
+def test_the_engine_says_what_stays_packed() -> None:
+    c_kernels()
+    settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 256, "mixed_prefill_size": 8}
+    config = EngineConfig(model_path=quantised("int4")[0], **settings)
+    said = "target: 8 quantised weights {}: 8 int4 by groups of 32"
+    assert build_engine(config).info().quantised == (said.format("stay packed"),)
+    by_torch = build_engine(config.model_copy(update={"attention_backend": "torch"})).info()
+    assert by_torch.quantised == (said.format("were dequantised on load"),)

@@ -60,7 +60,7 @@ def of(kind: str) -> tuple[str, Oracle]:
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
 def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In float64: C multiplies by the numbers of the file, and they are rounded nowhere."""
+    """In float64, by the kernels in C."""
     c_kernels()
     folder, oracle = of(kind)
     tokens = text(2, 40)
@@ -71,10 +71,9 @@ def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFi
         with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
             each = run_text(folder, tokens, [30, *[1] * 10], size)
         whole = about is not None and (size == 1 or kind not in CUT)
-        limit = 1e-9 if whole else 1e-6
         for ours, boundaries in each:
-            assert relative(ours, logits) < limit
-            assert max(relative(a, b) for a, b in zip(boundaries, stream, strict=True)) < limit
+            assert relative(ours, logits) < 1e-9
+            assert max(relative(a, b) for a, b in zip(boundaries, stream, strict=True)) < 1e-9
         assert ("were dequantised" in caplog.text) == (not whole)
         assert ("stay packed" in caplog.text) == (about is not None)
         assert about is None or about in caplog.text
@@ -82,14 +81,14 @@ def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
 def test_dequantised_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By torch, to float32's rounding of each number."""
+    """By torch."""
     folder, oracle = of(kind)
     tokens = text(2, 40)
     logits, _ = oracle.forward(tokens)
     with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
         for size in (1, 2):
             for ours, _ in run_text(folder, tokens, [30, *[1] * 10], size, TorchKernels()):
-                assert relative(ours, logits) < 1e-6
+                assert relative(ours, logits) < 1e-9
     assert "were dequantised on load" in caplog.text
     assert "stay packed" not in caplog.text
 
@@ -100,8 +99,7 @@ def test_experts_stay_packed_too(kind: str) -> None:
     tokens = text(3, 40)
     logits, _ = oracle.forward(tokens)
     for size in (1, 2):
-        limit = 1e-9 if size == 1 or "row" in kind else 1e-6  # 48 inputs a rank are no whole groups
-        assert all(relative(ours, logits) < limit for ours, _ in run_text(folder, tokens, [30, *[1] * 10], size))
+        assert all(relative(ours, logits) < 1e-9 for ours, _ in run_text(folder, tokens, [30, *[1] * 10], size))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "fp8 block"])
