@@ -21,9 +21,8 @@ NAN = 0x7F  # of FP8, without its sign; C takes it for a number
 
 
 class Codes(NamedTuple):
-    """Panels of c columns: `codes` `[E, O / c, I, c]` (fp4, two to a byte: I / 2; int4, eight to an int32:
-    I / 8), `scales` and `zeros`
-    `[E, O / c, G, c]`, O and I rounded up.
+    """Panels of c columns: `codes` `[E, O / c, n, c]`, n steps of one input, of fp4 two to a byte, of int4 eight to an
+    int32; `scales` and `zeros` `[E, O / c, G, c]`. O is rounded up.
     """
 
     codes: Tensor

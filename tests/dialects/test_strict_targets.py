@@ -16,7 +16,7 @@ from cluster.arch import TARGET_FAMILIES, read_target
 from cluster.arch.safetensors.stored import normal_name
 from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
-from cluster.models.checkpoint import Checkpoint
+from cluster.models.checkpoint import Checkpoint, Matrix
 from tests.families import FAMILIES, all_cases, made
 from tests.loading import check_target
 from tests.unit.models.checkpoints import Tensors, copy_of
@@ -42,13 +42,13 @@ def from_headers(folder: str) -> None:
 @pytest.mark.parametrize(("family", "case"), all_cases())
 def test_the_list_of_tensors_is_what_the_loader_takes(family: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: dict[str, tuple[int, ...] | None] = {}
-    take = Checkpoint.take
+    matrix = Checkpoint.matrix
 
-    def note(self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *cut: Any) -> torch.Tensor:
+    def note(self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *cut: Any, **more: Any) -> Matrix:
         taken[name] = shape
-        return take(self, name, shape, *cut)
+        return matrix(self, name, shape, *cut, **more)
 
-    monkeypatch.setattr(Checkpoint, "take", note)
+    monkeypatch.setattr(Checkpoint, "matrix", note)
     arch = check_target(made(family, case).folder)
     assert dict(target_tensors(arch)) == taken
     check_tensors(made(family, case).folder, arch)
