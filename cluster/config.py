@@ -183,8 +183,8 @@ class EngineConfig(Settings):
     )
     capture: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="replay captured programs in place of running steps of the same shape anew; auto: where it pays, "
-        "which is nowhere yet",
+        description="replay captured programs in place of running steps of the same shape anew; auto: of steps without "
+        "prompts on a CPU, where the kernels are in C",
     )
     capture_sizes: tuple[int, ...] | None = Field(
         default=None,

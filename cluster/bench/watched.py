@@ -115,7 +115,7 @@ class WatchedDraft:
 
 def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, WatchedDraft]:
     """An engine of `config` with a recording draft, and that draft."""
-    prepared = prepare_alone(config)
+    prepared = prepare_alone(config.model_copy(update={"capture": "off"}))  # what is recorded is no part of a program
     assert prepared.resolved.shape.topk == 1, "only a chain has one context per depth"
     (runner,) = prepared.memory.draft_runner_list
     draft = WatchedDraft(runner, alone, prepared.chooser)

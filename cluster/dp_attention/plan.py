@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from cluster.batch import Mode
 from cluster.config import TreeShape
-from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, most
+from cluster.dp_attention.sizes import Buckets, Sizes, most
 from cluster.forward.choose import TOP_LOGPROBS
 from cluster.forward.sharded import CHOSEN, ShardedHead, proposed
 
@@ -176,7 +176,7 @@ class PlanRule:
         if self.buckets is not None and mode.repeatable:
             fit = self.buckets.fitted
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
-            within = tuple(own for own in fitted if own is not None and own.rows(nodes) <= MOST_ROWS)
+            within = tuple(own for own in fitted if own is not None and self.buckets.hold(own, nodes))
             if len(within) == len(real):
                 return within, True
         if padded:

@@ -34,9 +34,18 @@ def most(groups: Sequence[Sizes]) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes that captured programs have, ascending; none: exactly those that occur."""
+    """The sizes that captured programs have, ascending; none: exactly those that occur.
+
+    None has more than `rows` rows of the target, and one with rows of prompts only if they have `prompts`.
+    """
 
     sizes: tuple[int, ...] = ()
+    rows: int = MOST_ROWS
+    prompts: bool = True
+
+    def hold(self, own: Sizes, nodes: int) -> bool:
+        """Whether a group that runs `own`, with trees of so many nodes, may run a captured program."""
+        return own.rows(nodes) <= self.rows and (self.prompts or not own.prompt_rows)
 
     def fitted(self, groups: Sequence[Sizes]) -> Sizes | None:
         """The least sizes of a program that each of `groups` fits into; None if they are too large for all.

@@ -10,11 +10,13 @@ from cluster.batch import Mode, Order
 from cluster.config import ConfigError, EngineConfig, TreeShape
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, sizes_up_to
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.programs import Capture
+from cluster.engine.models import RankModels
+from cluster.engine.programs import KEPT, Capture
 from cluster.status import CaptureInfo
 from cluster.tape import Tape
 
 MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED)
+AUTO_BYTES = 1 << 28  # that programs may take where no setting asks for them
 LARGEST = 512  # rows of decoding requests, or of prompts, that a GPU's steps are padded to unless settings say more
 
 
@@ -26,18 +28,31 @@ class Captures:
     buckets: Buckets
 
 
-def captures_of(config: EngineConfig, device: torch.device) -> Captures | None:
-    """How programs are captured, None: not at all. That is the default: a tape of operators is no faster than running
-    them, and attention by torch reads as far as the host's bound, which a graph would fix for good.
+def captures_of(config: EngineConfig, device: torch.device, models: RankModels) -> Captures | None:
+    """How programs are captured, None: not at all.
+
+    By default only on a CPU with the kernels in C, whose calls are replayed faster than torch makes them anew, and of
+    steps without prompts, which recur; and as many rows as keep all programs within `AUTO_BYTES`. Attention by torch
+    reads as far as the host's bound, which a graph would fix for good.
 
     Raises:
         ConfigError: the device has no attention that can be captured.
     """
-    if config.capture != "on":
+    if device.type == "cuda" and config.capture == "on":
+        raise ConfigError("capture on runs on a CPU so far, and device is cuda; set capture to auto")
+    if config.capture == "on":
+        return Captures(Tape, buckets_of(config, device))
+    rows = AUTO_BYTES // (KEPT * row_bytes(models))
+    if config.capture == "off" or models.kernels.library is None or not rows:
         return None
-    if device.type == "cuda":
-        raise ConfigError("capture on needs an attention backend that a graph can hold, and torch's is none; set auto")
-    return Captures(Tape, buckets_of(config, device))
+    return Captures(Tape, Buckets((), min(MOST_ROWS, rows), prompts=False))
+
+
+def row_bytes(models: RankModels) -> int:
+    """About what the buffers of a program take for one row of the target, on every rank alike."""
+    arch = models.resolved.target
+    numbers = sum(8 * one.hidden + 3 * one.mlp_columns + 2 * one.heads * one.head_dim for one in arch.layers)
+    return (numbers + 2 * arch.vocab_size) * models.dtype.itemsize
 
 
 def buckets_of(config: EngineConfig, device: torch.device) -> Buckets:

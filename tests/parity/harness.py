@@ -67,6 +67,7 @@ def config_of(
         "page_size": 4,
         "mixed_prefill_size": 24,
         "speculative_forced_rows": 16,
+        "capture": "off",  # drafts of tests look at what they draft
     }
     if draft is not None:
         given |= {

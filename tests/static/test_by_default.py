@@ -1,0 +1,40 @@
+"""On a CPU with the kernels in C steps without prompts are captured by default, and give the same tokens."""
+
+import pytest
+
+from cluster.config import EngineConfig
+from cluster.engine import Engine, StepResult, build_engine
+from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
+from tests.unit.kernels.library import c_library
+
+TEXTS = [request(f"r{at}", [3 + at, 5, 2, *range(at)], SAMPLING["0.8"], max_tokens=14, seed=at) for at in range(4)]
+
+
+def config(**settings: object) -> EngineConfig:
+    return config_of(*tiny_pair(), **settings)
+
+
+def replayed(of: EngineConfig) -> tuple[dict[str, list[int]], int, bool]:
+    """Tokens, how many steps were replayed, and whether one of them had rows of prompts."""
+    steps: list[StepResult] = []
+
+    def note(_: Engine, step: StepResult) -> None:
+        steps.append(step)
+
+    tokens = run(build_engine(of), TEXTS[:2], note, later=()).tokens
+    again = [step.stats for step in steps if "replay" in step.stats.phase_seconds]
+    return tokens, len(again), any(stats.prompt_rows for stats in again)
+
+
+def test_steps_without_prompts_are_replayed() -> None:
+    c_library()
+    expected, none, _ = replayed(config(capture="off"))
+    tokens, count, with_prompts = replayed(config(capture="auto"))
+    assert tokens == expected
+    assert not none and count >= 3 and not with_prompts
+
+
+def test_not_by_torch_nor_where_programs_would_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not replayed(config(capture="auto", attention_backend="torch"))[1]
+    monkeypatch.setattr("cluster.engine.captures.AUTO_BYTES", 1000)
+    assert not replayed(config(capture="auto"))[1]
