@@ -29,12 +29,13 @@ def bind_attention(
     other `kernels` are.
     """
     g = layers[0]
-    pool = KVPool(len(layers), slots, g.cell, dtype, gather.device)
-    windows = tuple(layer.sliding_window for layer in layers)
-    how = g.heads, windows, g.scale, g.value_dim
+    room = len(layers), slots, g.cell, dtype, gather.device
+    how = g.heads, tuple(layer.sliding_window for layer in layers), g.scale, g.value_dim
+    if kernels.name == "triton":  # takes a second to load
+        made: KVPool = importlib.import_module("cluster.kv.triton_pool").TritonPool(*room)
+        attention = importlib.import_module("cluster.attention.triton_backend").TritonAttention
+        return made, attention(made, gather.table, *how)
+    pool = KVPool(*room)
     if kernels.library is not None:
         return pool, CAttention(pool, gather.table, *how, kernels.library)
-    if kernels.name == "triton":
-        loaded = importlib.import_module("cluster.attention.triton_backend")  # takes a second
-        return pool, loaded.TritonAttention(pool, gather.table, *how)
     return pool, TorchAttention(pool, gather, *how)

@@ -15,7 +15,10 @@ class SlotMemory(Protocol):
     """Any memory that is indexed by slot."""
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
-        """Copy slot `source[i]` onto `destination[i]`; all sources are read before any is written."""
+        """Copy slot `source[i]` onto `destination[i]`; all sources are read before any is written.
+
+        Of slots `[R, n]` each row has its own.
+        """
         ...
 
 
@@ -34,8 +37,8 @@ class KVPool:
         self.kv = zeros((layers, slots, *cell), dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
-        """Copy slot `source[i]` onto `destination[i]` in every layer; all sources are read before any is written."""
-        self.kv.index_copy_(1, destination, self.kv.index_select(1, source))
+        """See `SlotMemory.move_kv_cache`; in every layer."""
+        self.kv.index_copy_(1, destination.reshape(-1), self.kv.index_select(1, source.reshape(-1)))
 
 
 def cells_of(copies: Sequence[PageCopy], page_size: int) -> list[int]:

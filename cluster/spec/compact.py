@@ -15,4 +15,4 @@ def compact(pool: KVPool, window: Tensor, path: Tensor) -> None:
     width = path.shape[1]
     own = torch.arange(width, device=path.device)
     source = window.gather(1, torch.where(path > 0, path, own))
-    pool.move_kv_cache(window[:, :width].reshape(-1), source.reshape(-1))
+    pool.move_kv_cache(window[:, :width], source)

@@ -8,7 +8,9 @@ import sys
 import torch
 
 from tests.triton.compiling import SHARED_MEMORY, compiled
-from tests.triton.configurations import SHAPES, started
+from tests.triton.configurations import SHAPES, chosen, started
+
+VOCABULARY = "any vocabulary"
 
 
 def main(names: list[str]) -> int:
@@ -16,8 +18,8 @@ def main(names: list[str]) -> int:
     known: dict[object, bool] = {}
     bad = 0
     print(f"{'shape':24} {'program':24} {'sm':>4} {'shared':>8} {'registers':>9} {'spilled':>8}")
-    for name in names or list(SHAPES):
-        for what, one in started(SHAPES[name], torch.bfloat16):
+    for name in names or [*SHAPES, VOCABULARY]:
+        for what, one in chosen() if name == VOCABULARY else started(SHAPES[name], torch.bfloat16):
             kinds = tuple(str(getattr(value, "dtype", type(value))) for value in one.given)
             key = one.program.__name__, kinds, tuple(one.constants.items())
             if key in known:

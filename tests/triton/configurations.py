@@ -8,11 +8,15 @@ from torch import Tensor
 
 from cluster.attention.bits import line_bits
 from cluster.attention.triton_backend import TritonAttention
-from cluster.batch import Seen, Text, Tree
+from cluster.batch import SamplingBatch, Seen, Text, Tree
+from cluster.forward.draw import Draw
+from cluster.forward.noise import Noise
+from cluster.forward.triton_chooser import TritonChooser
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.kv.triton_pool import TritonPool
 from tests.triton.compiling import Started, watching
 
 CPU = torch.device("cpu")
@@ -66,6 +70,25 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
     with watching() as seen:
         _attend(shape, dtype, 512, None, text)
     yield from ((f"{one.program.__name__}, prompts", one) for one in seen)
+
+
+def chosen() -> Iterator[tuple[str, Started]]:
+    """The programs that choose tokens of a vocabulary, and that which compacts windows."""
+    rows, vocab = 32, 128256
+    noise = Noise(torch.zeros(rows, 1, dtype=torch.int64), torch.zeros(vocab, dtype=torch.int32), torch.bfloat16)
+    numbers = [torch.ones(rows) for _ in range(2)]
+    whole = torch.zeros(rows, dtype=torch.int64)
+    sampling = SamplingBatch(*numbers, whole, *numbers, whole, noisy=True, filtered=False)
+    logits = torch.zeros(rows, vocab, dtype=torch.bfloat16)
+    for name, draw in (("greedy", Draw(1, sampling, None)), ("sampled", Draw(1, sampling, noise))):
+        with watching() as seen:
+            TritonChooser().best(logits, [draw], torch.zeros(rows, 1) if draw.noise else None)
+            TritonChooser().likeliest(logits, [draw], None, 8)
+        yield from ((f"{one.program.__name__}, {name}", one) for one in seen)
+    pool = TritonPool(2, 64, (2, 8, 128), torch.bfloat16, CPU)
+    with watching() as seen:
+        pool.move_kv_cache(torch.zeros(8, 6, dtype=torch.int64), torch.zeros(8, 6, dtype=torch.int64))
+    yield from (("move", one) for one in seen)
 
 
 def _attend(shape: Shape, dtype: torch.dtype, rows: int, tree: Tree | None, text: Text | None) -> None:

@@ -1,0 +1,18 @@
+"""Every program compiles for GPUs that are not here: within shared memory, and with no register spilled."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.triton.compile_all import VOCABULARY
+from tests.triton.configurations import SHAPES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SHAPES, VOCABULARY])
+def test_it_fits(name: str) -> None:
+    command = [sys.executable, "-m", "tests.triton.compile_all", name]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
