@@ -44,7 +44,7 @@ class Run:
 
     @property
     def outside_share(self) -> float:
-        """Share of the time spent outside model forwards."""
+        """Share of the time spent outside model forwards and replayed steps."""
         return 1.0 - self.forward_seconds / self.seconds if self.seconds else 0.0
 
     def add(self, other: "Run") -> None:
@@ -71,7 +71,7 @@ def run_together(engine: Engine, prompts: Texts, params: Sequence[SamplingParams
         engine.submit(request)
     while engine.has_work:
         step = engine.step()
-        result.forward_seconds += step.stats.forward_seconds
+        result.forward_seconds += step.stats.forward_seconds + step.stats.phase_seconds.get("replay", 0.0)
         for output in step.outputs:
             result.tokens[int(output.request_id)] += output.token_ids
             if output.speculation is not None:
