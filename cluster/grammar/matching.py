@@ -22,10 +22,11 @@ CACHED_BYTES = 512 << 20  # of compiled grammars that are kept as xgrammar reads
 
 
 class Readable(NamedTuple):
-    """A compiled grammar as xgrammar reads it; `usable` are the tokens that it may allow at all."""
+    """A compiled grammar as xgrammar reads it, of so many `bytes`; `usable` are the tokens that it may allow at all."""
 
     grammar: "CompiledGrammar"
     usable: Row
+    bytes: int
 
 
 class Matchers:
@@ -63,15 +64,16 @@ class Matchers:
             head, bracket, text = compiled.partition("]") if compiled.startswith("[") else ("", "", compiled)
             usable = self._vocabulary.usable_with(json.loads(head + bracket)) if head else self._vocabulary.usable_row
             try:
-                found = Readable(CompiledGrammar.deserialize_json(text, self._vocabulary.info), usable)
+                grammar = CompiledGrammar.deserialize_json(text, self._vocabulary.info)
             except RuntimeError as error:
                 raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
+            found = Readable(grammar, usable, grammar.memory_size_bytes)
         with self._lock:
             self._kept[key] = found
             self._kept.move_to_end(key)
-            held = sum(each.grammar.memory_size_bytes for each in self._kept.values())
+            held = sum(each.bytes for each in self._kept.values())
             while held > CACHED_BYTES and len(self._kept) > 1:
-                held -= self._kept.popitem(last=False)[1].grammar.memory_size_bytes
+                held -= self._kept.popitem(last=False)[1].bytes
         return found
 
     def _spelled(self, raw: bytes) -> list[int]:

@@ -31,7 +31,6 @@ SHOWN = 300  # characters of xgrammar's reason
 WALKS = 3
 WALK_TOKENS = 48
 SLOW_TOKEN_S = 0.005  # processor time of a token, on average over a walk
-NICENESS = 10  # a tenth of a core where what computes and what answers wants it, a whole one where it does not
 WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: |^Check failed: \(.*?\) is false: ")
 
 
@@ -135,7 +134,6 @@ def frame(content: bytes) -> bytes:
 
 def main() -> None:
     """Answer frames until the parent closes the pipe."""
-    os.nice(NICENESS)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends by it, and this process with the parent
     replies = os.fdopen(os.dup(1), "wb", 0)

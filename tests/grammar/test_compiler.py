@@ -16,7 +16,7 @@ import pytest
 from cluster.bench.hostile_grammars import HOSTILE
 from cluster.grammar import compiler
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.compiler import Compiler, CompilerError, Process
+from cluster.grammar.compiler import NICENESS, Compiler, CompilerError, Process
 from tests.grammar.walks import demo, walk
 
 GOOD = Grammar("choice", '["yes", "no"]')
@@ -82,6 +82,8 @@ def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None
         assert all(await asyncio.gather(*map(compile_in_two.compile, again)))
         after = [process.pid for process in compile_in_two._processes]
         assert None not in after and not set(before) & set(after)
+        polite = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        assert {os.getpriority(os.PRIO_PROCESS, pid or 0) for pid in after} == {polite}
 
     asyncio.run(killed())
 

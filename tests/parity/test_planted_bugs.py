@@ -8,9 +8,11 @@ import torch
 
 import cluster.arch.draft.eagle3
 import cluster.engine.engine
+import cluster.forward.chooser
 import cluster.kernels.choose
 import cluster.kv.radix
 import cluster.models.draft
+import cluster.spec.c_verify
 import cluster.spec.draft
 import cluster.spec.step
 from cluster.attention.cells import Cells
@@ -232,7 +234,7 @@ def _(patch: Patch) -> None:
 
 @bug("noise is keyed to the position before")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.spec.step, "noise_keys", lambda true: lambda seeds, at: true(seeds, at - 1))
+    changed(patch, cluster.forward.chooser, "noise_keys", lambda true: lambda seeds, at: true(seeds, at - 1))
 
 
 @bug("the draft ranks without the target's noise")
@@ -254,7 +256,7 @@ def _(patch: Patch) -> None:
 
         return wrong
 
-    changed(patch, cluster.spec.step, "accept", make)
+    changed(patch, cluster.spec.c_verify, "accept", make)
 
 
 @bug("the draft vocabulary map is read as target ids, not as offsets")

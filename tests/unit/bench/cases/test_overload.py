@@ -93,9 +93,9 @@ def test_the_longest_pause_is_between_events_of_one_stream(monkeypatch: pytest.M
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     listener = Listener(1, "m", Prompt("x"), 8)
     stream = Stream(Prompt("x"), heard=listener.heard)
-    for at in (1.0, 1.5, 3.5, 3.6):
+    for at in (1.0, 1.5, 3.5, 3.55):
         now[0] = at
         stream.take({"choices": [{"token_ids": [1]}]})
-    assert listener.take_pause() == pytest.approx(2.0)
-    now[0] = 4.6
-    assert listener.take_pause() == pytest.approx(1.0)  # it still goes on
+    assert listener.take_pauses() == (pytest.approx(2.0), 2)
+    now[0] = 4.55
+    assert listener.take_pauses()[0] == pytest.approx(1.0)  # it still goes on
