@@ -15,7 +15,7 @@ MESH = (
     *("tp_size", "attn_dp_size", "dp_padding", "vocab_parallel", "speculative_draft_parallel", "debug_lockstep"),
     *("capture", "capture_sizes"),
 )
-AMPLE = {"max_total_tokens": 16384, "max_running_requests": 32}
+AMPLE = {"max_total_tokens": 16384, "max_running_requests": 32, "capture": "off"}
 
 
 @dataclass

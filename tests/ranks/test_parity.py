@@ -46,7 +46,7 @@ def config(target: str, draft: str | None, topk: int = 2, num_steps: int = 3, **
         "page_size": 4,
         "mixed_prefill_size": 24,
         "speculative_forced_rows": 512,
-        "capture": "off",
+        "capture": "off",  # trees are compared, which replays do not show
     }
     if draft is not None:
         given |= {
