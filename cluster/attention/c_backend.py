@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.attention.whole import with_rows_whole
+from cluster.attention.whole import fitting, with_rows_whole
 from cluster.batch import HostBounds, Seen
 from cluster.kernels.library import Library
 from cluster.kv.page_table import PageTable
@@ -92,11 +92,7 @@ class CAttention:
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
-        if q.dtype != self._kv.dtype or kv.dtype != q.dtype or kv.shape[1:] != self._kv.shape[2:]:
-            raise ValueError(
-                f"cells {list(kv.shape)} of {kv.dtype} for a pool {list(self._kv.shape)} of {self._kv.dtype}"
-            )
-        q, kv = with_rows_whole(q), with_rows_whole(kv)
+        q, kv = fitting(q, kv, self._kv)
         out = q.new_empty(q.shape[0], self._heads * self._value_dim)
         given = Arguments.from_buffer_copy(self._bound)
         given.memory, given.q, given.kv = self._kv[layer].data_ptr(), q.data_ptr(), kv.data_ptr()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.attention.whole import with_rows_whole
+from cluster.attention.whole import fitting, with_rows_whole
 from cluster.batch import HostBounds, Seen, Text, Tree
 from cluster.kernels.attend import gpu
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole
@@ -69,11 +69,7 @@ class TritonAttention:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
         seen, count = self._seen, q.shape[0]
         assert seen is not None, "bound before it is called"
-        if q.dtype != self._kv.dtype or kv.dtype != q.dtype or kv.shape[1:] != self._kv.shape[2:]:
-            raise ValueError(
-                f"cells {list(kv.shape)} of {kv.dtype} for a pool {list(self._kv.shape)} of {self._kv.dtype}"
-            )
-        q, kv, memory = with_rows_whole(q), with_rows_whole(kv), self._kv[layer]
+        (q, kv), memory = fitting(q, kv, self._kv), self._kv[layer]
         bad = torch.empty(count, dtype=torch.int32, device=q.device)
         cell = self._constants["CELL"]
         launch(gpu.store, (count,), kv, seen.write, memory, bad, kv.stride(0), CELL=cell, BLOCK=whole(cell))

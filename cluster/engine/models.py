@@ -99,7 +99,8 @@ def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
 
 def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:
     config, target = resolved.config, resolved.target
-    narrow = device.type == "cpu" and parameters(target) >= MANY
+    narrow = config.dtype == "auto" and device.type == "cpu" and target.dtype == "bfloat16"
+    narrow = narrow and parameters(target) >= MANY
     narrow = narrow and choose_kernels(config.attention_backend, device, torch.bfloat16).library is not None
     return DTYPES[computed_in(target.dtype, config.dtype, device.type, narrow)]
 

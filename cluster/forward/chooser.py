@@ -15,7 +15,7 @@ from cluster.batch import SamplingBatch
 from cluster.forward.blocks import blocks
 from cluster.forward.draw import Draw
 from cluster.forward.filters import AT_ONCE, least_kept
-from cluster.forward.noise import Noise, at_least_float32, noise_keys
+from cluster.forward.noise import Noise, at_least_float32, keys_along
 
 FAR = 64.0
 """How far a token that a filter rules out falls: below all that stay, whose noise differs by 26 at most, and below any
@@ -63,7 +63,7 @@ class TorchChooser:
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """See `Chooser.noise`; kept where there is little of it."""
-        keys = noise_keys(seeds, first[:, None] + torch.arange(count, device=first.device))
+        keys = keys_along(seeds, first, count)
         return Noise.of(keys, hashes, dtype)
 
     def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:

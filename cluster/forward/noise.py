@@ -48,6 +48,11 @@ def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     return _mix_64(_mix_64(seeds + GOLDEN_64)[:, None] + positions * GOLDEN_64)
 
 
+def keys_along(seeds: Tensor, first: Tensor, count: int) -> Tensor:
+    """The keys `[B, count]` of positions `first` `[B]` and the next ones, for each of `seeds` `[B]`."""
+    return noise_keys(seeds, first[:, None] + torch.arange(count, device=first.device))
+
+
 def token_hashes(ids: Tensor) -> Tensor:
     """What noise takes from token `ids` `[V]`: int32 `[V]`."""
     return _mix_(ids.to(torch.int32) * GOLDEN_32)

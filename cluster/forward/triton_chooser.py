@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster.forward.chooser import FAR, first_of_nan, least_of
 from cluster.forward.draw import Draw
-from cluster.forward.noise import Noise, at_least_float32, noise_keys
+from cluster.forward.noise import Noise, at_least_float32, keys_along
 from cluster.kernels.choice import gpu
 from cluster.kernels.launch import WIDE, launch, whole
 
@@ -22,8 +22,7 @@ class TritonChooser:
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """See `Chooser.noise`; none of it is made beforehand."""
-        keys = noise_keys(seeds, first[:, None] + torch.arange(count, device=first.device))
-        return Noise(keys, hashes, dtype)
+        return Noise(keys_along(seeds, first, count), hashes, dtype)
 
     def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Chooser.best`."""
@@ -49,6 +48,8 @@ class TritonChooser:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores and columns `[T, count]`, and the log of the sum `[T, 1]`, which is made if it is `summed`."""
         rows, size = values.shape
+        if not 1 <= count <= size:
+            raise ValueError(f"{count} of {size} columns")
         values, wide = values if values.stride(1) == 1 else values.contiguous(), at_least_float32(values.dtype)
         drawn: tuple[Tensor | None, ...] = (None,) * 5
         noisy, filtered = draws[0].noise is not None, False
@@ -79,9 +80,15 @@ class TritonChooser:
 
 
 def _drawn(values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of each row: inverse temperature, noise scale, key; the tokens' hashes; and what filters keep of it."""
+    """Of each row: inverse temperature, noise scale, key; the tokens' hashes; and what filters keep of it.
+
+    Raises:
+        ValueError: noise for other tokens, or draws of other rows, than there are, which a program would not notice.
+    """
     noise, start = draws[0].noise, 0
     assert noise is not None, "all requests share a mode"
+    if noise.hashes.shape[0] != values.shape[1]:
+        raise ValueError(f"noise of {noise.hashes.shape[0]} tokens for {values.shape[1]} columns")
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     kept: list[Tensor] = []
     for draw in draws:
@@ -90,6 +97,8 @@ def _drawn(values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple
         if least is None and stop > start and (found := least_of(values[start:stop], draw)) is not None:
             kept.append(found)
         start = stop
+    if start != values.shape[0]:
+        raise ValueError(f"{values.shape[0]} rows of logits, and draws of {start}")
     inverse, scale, keys = (torch.cat(column) for column in zip(*parts, strict=True))
     least = torch.cat(kept) if kept else least
     return inverse, scale, keys, noise.hashes.contiguous(), None if least is None else least.contiguous()

@@ -16,7 +16,7 @@ from cluster.forward.adjust import AdjustTables
 from cluster.forward.choose import Scores, choose, logprobs, scores
 from cluster.forward.chooser import Chooser
 from cluster.forward.draw import Draw, Drawing, checksum
-from cluster.forward.noise import Noise, noise_keys, vocabulary_hashes
+from cluster.forward.noise import Noise, keys_along, vocabulary_hashes
 from cluster.forward.runner import TargetRunner
 from cluster.kv.page_table import PageTable
 from cluster.models.vocab import Columns
@@ -110,7 +110,7 @@ class Step:
         ids = range(vocab) if batch.mode.adjusts else self._ids  # what is adjusted is all columns
         hashes = vocabulary_hashes(len(ids), first.device, ids.start)
         if len(ids) < vocab:  # a draft's shard may have other tokens
-            return Noise(noise_keys(seeds, first[:, None] + torch.arange(count, device=first.device)), hashes, dtype)
+            return Noise(keys_along(seeds, first, count), hashes, dtype)
         return self._chooser.noise(seeds, first, count, hashes, dtype)
 
     def _scores(self, prompt: PromptRows, scored: Tensor, hidden: Tensor) -> Scores:

@@ -8,7 +8,7 @@ import torch
 
 import cluster.arch.draft.eagle3
 import cluster.engine.engine
-import cluster.forward.chooser
+import cluster.forward.noise
 import cluster.kernels.choose
 import cluster.kv.radix
 import cluster.models.draft
@@ -234,17 +234,15 @@ def _(patch: Patch) -> None:
 
 @bug("noise is keyed to the position before")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.forward.chooser, "noise_keys", lambda true: lambda seeds, at: true(seeds, at - 1))
+    changed(patch, cluster.forward.noise, "noise_keys", lambda true: lambda seeds, at: true(seeds, at - 1))
 
 
 @bug("the draft ranks without the target's noise")
 def _(patch: Patch) -> None:
-    changed(
-        patch,
-        CoupledRanking,
-        "propose",
-        lambda true: lambda self, columns, draw: true(self, columns, replace(draw, noise=None)),
-    )
+    def make(true):  # type: ignore[no-untyped-def]
+        return lambda self, columns, draw: true(self, columns, replace(draw, noise=None))
+
+    changed(patch, CoupledRanking, "propose", make)
 
 
 @bug("a right token under a rejected parent is accepted")

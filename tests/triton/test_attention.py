@@ -11,7 +11,7 @@ from cluster.batch import Seen, Text, Tree
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_c_attention import ERROR
+from tests.unit.attention.test_c_attention import ERROR, check_not_finite
 from tests.unit.attention.test_twins import KINDS, SHAPES, TREE, case
 
 CPU = torch.device("cpu")
@@ -67,13 +67,7 @@ def one_head() -> tuple[PageTable, TritonAttention]:
 
 def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:
     table, attention = one_head()
-    q, kv = torch.ones(3, 4, 24), torch.ones(3, 2, 2, 24)
-    kv[1, 0, 0, 5] = float("inf")
-    row, lens = torch.tensor([0]), torch.tensor([0])
-    attention.bind(Seen(table.slots(row, torch.arange(3)), Tree(row, lens, line_bits(3, 3, CPU), 3)))
-    out = attention(0, q, kv)
-    assert out[1].isnan().all()
-    assert out[[0, 2]].isfinite().all()
+    check_not_finite(table, attention)
     assert attention._kv.isfinite().all()
 
 

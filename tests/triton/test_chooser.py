@@ -77,3 +77,12 @@ def test_ties_and_numbers_that_are_not_finite(dtype: torch.dtype) -> None:
     likely, columns = OWN.likeliest(rows, draws, None, 3)
     assert likely[3:].isnan().all() and columns[3:].tolist() == [[0, 1, 2]] * 2
     assert columns[:3].tolist() == [[1, 2, 3], [0, 1, 2], [2, 0, 1]]
+
+
+def test_noise_for_other_columns_or_rows_is_refused() -> None:
+    """A program would read whatever lies behind it."""
+    draw = draw_of(unfiltered(2, torch.float32), 3, 50, torch.float32)
+    with pytest.raises(ValueError, match="noise of 50 tokens for 60 columns"):
+        OWN.best(logits_of(6, 60, torch.float32), [draw], None)
+    with pytest.raises(ValueError, match="7 rows of logits, and draws of 6"):
+        OWN.best(logits_of(7, 50, torch.float32), [draw], None)

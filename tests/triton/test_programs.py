@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.interface import Activation
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kernels.triton_kernels import TritonKernels
 from tests.unit.kernels.test_product import DTYPES, close, made
-from tests.unit.kernels.test_rows import wide
+from tests.unit.kernels.test_rows import check_rotations, wide
 
 TWIN, OWN = TorchKernels(), TritonKernels()
 ROWS = (0, 1, 3)
@@ -35,16 +35,7 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("size", "turned"), [(4, 4), (10, 6), (64, 64), (192, 64)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotations(size: int, turned: int, normed: bool, dtype: torch.dtype) -> None:
-    for count in ROWS:
-        packed = made(count, 7, size + 3, dtype=dtype)
-        angles = [made(count, 1, turned, dtype=dtype, seed=seed) for seed in (1, 2)]
-        q, k = (made(size, dtype=dtype, seed=seed) for seed in (3, 4))
-        twin = packed.double()
-        norms = HeadNorms(3, q.double(), k.double(), 1e-6) if normed else None
-        TWIN.rotate(twin[:, 1:6, 3:], Angles(*(one.double() for one in angles)), norms)
-        norms = HeadNorms(3, q, k, 1e-6) if normed else None
-        OWN.rotate(packed[:, 1:6, 3:], Angles(*angles), norms)
-        close(packed, twin, dtype)
+    check_rotations(OWN, ROWS, size, turned, normed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

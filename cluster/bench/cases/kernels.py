@@ -7,6 +7,7 @@ machine's rates, which are measured in the same run. What fits a cache can be re
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -93,8 +94,14 @@ def turns(own: Work, twin: Work, repeats: int) -> tuple[float, float]:
     for turn in range(repeats):
         for which in (0, 1) if turn % 2 else (1, 0):
             run = (own, twin)[which].run
-            seconds[which].append(timed(lambda run=run: [run() for _ in range(calls)]) / calls)  # type: ignore[misc]
+            seconds[which].append(timed(partial(repeated, run, calls)) / calls)
     return median(seconds[0]), median(seconds[1])
+
+
+def repeated(run: Callable[[], object], calls: int) -> None:
+    """Call it so often."""
+    for _ in range(calls):
+        run()
 
 
 def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[Work]:
@@ -113,7 +120,7 @@ def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[Work]:
         for rows in size.rows:
             given = made(rows, inputs)
             read, computed = inputs * outputs * each, 2 * rows * inputs * outputs
-            yield Work(name, f"{rows} rows", lambda w=weight, x=given: w(x), read, computed)  # type: ignore[misc]
+            yield Work(name, f"{rows} rows", partial(weight, given), read, computed)
     for rows in size.rows[:: len(size.rows) - 1]:
         yield from _row_works(g, rows, kernels, made, each)
     yield from _attention_works(size, kernels, dtype, made)

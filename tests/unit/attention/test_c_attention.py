@@ -10,6 +10,7 @@ import torch
 from cluster.attention.bits import line_bits, packed
 from cluster.attention.c_backend import CAttention
 from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.forward.runner import AttentionBackend
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from tests.unit.attention.dense import Case
@@ -114,6 +115,11 @@ def test_a_row_has_the_same_bits_as_a_text_in_a_tree_and_alone(
 
 def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:
     table, pool, attention = one_head(64, torch.float32, None)
+    check_not_finite(table, attention)
+    assert pool.kv.isfinite().all()
+
+
+def check_not_finite(table: PageTable, attention: AttentionBackend) -> None:
     q, kv = torch.ones(3, 4, 24), torch.ones(3, 2, 2, 24)
     kv[1, 0, 0, 5] = float("inf")
     row, lens = torch.tensor([0]), torch.tensor([0])
@@ -121,7 +127,6 @@ def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:
     out = attention(0, q, kv)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
-    assert pool.kv.isfinite().all()
 
 
 def test_what_it_is_told_need_not_lie_together() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.interface import Activation, Angles, HeadNorms, Kernels
 from cluster.kernels.torch_kernels import TorchKernels
 from tests.unit.kernels.library import c_kernels
 from tests.unit.kernels.test_product import DTYPES, close, made
@@ -38,7 +38,13 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("size", "turned"), [(4, 4), (10, 6), (64, 64), (96, 32), (192, 64)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotations(size: int, turned: int, normed: bool, dtype: torch.dtype) -> None:
-    for count in ROWS:
+    check_rotations(c_kernels(), ROWS, size, turned, normed, dtype)
+
+
+def check_rotations(
+    kernels: Kernels, counts: tuple[int, ...], size: int, turned: int, normed: bool, dtype: torch.dtype
+) -> None:
+    for count in counts:
         packed = made(count, 7, size + 3, dtype=dtype)
         angles = [made(count, 1, turned, dtype=dtype, seed=seed) for seed in (1, 2)]
         q, k = (made(size, dtype=dtype, seed=seed) for seed in (3, 4))
@@ -46,7 +52,7 @@ def test_rotations(size: int, turned: int, normed: bool, dtype: torch.dtype) -> 
         norms = HeadNorms(3, q.double(), k.double(), 1e-6) if normed else None
         TWIN.rotate(twin[:, 1:6, 3:], Angles(*(one.double() for one in angles)), norms)
         norms = HeadNorms(3, q, k, 1e-6) if normed else None
-        c_kernels().rotate(packed[:, 1:6, 3:], Angles(*angles), norms)
+        kernels.rotate(packed[:, 1:6, 3:], Angles(*angles), norms)
         close(packed, twin, dtype)
 
 
