@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from cluster.arch import LayerGeometry
-from cluster.arch.dtypes import MANY, computed_in
+from cluster.arch.dtypes import compute_dtype
 from cluster.arch.resolve import ResolvedModels
-from cluster.arch.safetensors.tensors import parameters
 from cluster.attention.bind import pool_bytes
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Ops
@@ -98,11 +97,9 @@ def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
 
 
 def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:
-    config, target = resolved.config, resolved.target
-    narrow = config.dtype == "auto" and device.type == "cpu" and target.dtype == "bfloat16"
-    narrow = narrow and parameters(target) >= MANY
-    narrow = narrow and choose_kernels(config.attention_backend, device, torch.bfloat16).library is not None
-    return DTYPES[computed_in(target.dtype, config.dtype, device.type, narrow)]
+    config = resolved.config
+    in_c = device.type == "cpu" and choose_kernels(config.attention_backend, device, torch.bfloat16).library is not None
+    return DTYPES[compute_dtype(resolved.target, config.dtype, device.type, in_c)]
 
 
 def load_models(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from cluster.arch.dtypes import BYTES, PLAIN, computed_in
+from cluster.arch.dtypes import BYTES, PLAIN, compute_dtype
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_tensors
 from cluster.arch.safetensors.tensors import check_tensors, target_tensors
@@ -63,7 +63,7 @@ def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE) -> R
         return None
     if any(stored.dtype not in PLAIN for _, _, stored in held.values()):
         return None
-    compute = computed_in(arch.dtype, dtype, device)
+    compute = compute_dtype(arch, dtype, device)
     parts, kv_heads, head_dim = arch.layer.cell
     target = described(folder, arch)
     memory = {

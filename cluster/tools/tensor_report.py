@@ -13,7 +13,7 @@ import torch
 
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
-from cluster.arch.dtypes import computed_in
+from cluster.arch.dtypes import compute_dtype
 from cluster.attention.bind import pool_bytes
 from cluster.config import DEFAULT_NUM_STEPS, ConfigError
 from cluster.engine.models import DTYPES
@@ -176,7 +176,7 @@ def inspect(
 
 
 def _place(arch: TargetArch, dtype: str, device: str, sharding: Sharding) -> Place:
-    return Place(DTYPES[computed_in(arch.dtype, dtype, device)], device, sharding)
+    return Place(DTYPES[compute_dtype(arch, dtype, device)], device, sharding)
 
 
 def _alone(
