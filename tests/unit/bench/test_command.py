@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.bench import command
-from cluster.bench.cases import acceptance, demo, offline, serving
+from cluster.bench.cases import acceptance, demo, offline, peers, serving
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -67,6 +67,15 @@ def test_a_part_gets_its_size_and_who_to_tell(part: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "show", lambda result: "")
     assert command.run(parsed(part, "--quick")) == 0
     assert given["size"] == module.QUICK and given["say"] is command._progress
+
+
+def test_a_target_without_a_draft_is_compared_at_the_batches_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(peers, "measure", lambda pair, size, say: given.extend([pair, size]) or {})
+    monkeypatch.setattr(peers, "show", lambda result: "")
+    assert command.run(parsed("peers", "--model", "/a/model", "--batches", "1", "8")) == 0
+    pair, size = given
+    assert (pair.target, pair.draft, size.batches) == ("/a/model", "", (1, 8))
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
