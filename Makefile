@@ -60,18 +60,17 @@ bench: $(VENV)/.stamp
 	$(BIN)/aerie bench
 
 # What depends on floating point runs once more, first, without this CPU's vector instructions: no test may hold only
-# on the machine it was written on; test_probe, which takes long, runs only then. What starts processes of its own (Ray,
-# ranks) runs last and one at a time.
+# on the machine it was written on; test_probe, which takes long, runs only then. What starts a Ray cluster runs last and
+# one at a time.
 FLOATING := tests/unit/attention tests/unit/forward tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
     tests/dialects/test_probe.py tests/dialects/test_strict_drafts.py tests/dialects/test_strict_targets.py \
     tests/dialects/test_widths.py
-PROCESSES := tests/actors tests/api tests/ranks
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow"
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test: $(VENV)/.stamp-dev
-	ATEN_CPU_CAPABILITY=default $(SIDE_BY_SIDE) $(FLOATING)
-	$(SIDE_BY_SIDE) $(addprefix --ignore=,$(PROCESSES) tests/dialects/test_probe.py) tests
-	$(BIN)/python -m pytest -m "not slow" $(PROCESSES)
+	ATEN_CPU_CAPABILITY=default $(SIDE_BY_SIDE) -m "not slow" $(FLOATING)
+	$(SIDE_BY_SIDE) -m "not slow and not ray" --ignore=tests/dialects/test_probe.py tests
+	$(BIN)/python -m pytest -m "ray and not slow" tests
 
 test-all: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest
@@ -79,12 +78,12 @@ test-all: $(VENV)/.stamp-dev
 OVERLAP ?= 0
 
 parity: $(VENV)/.stamp-dev
-	OVERLAP=$(OVERLAP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/parity
+	OVERLAP=$(OVERLAP) $(SIDE_BY_SIDE) tests/parity
 	OVERLAP=$(OVERLAP) $(BIN)/python -m pytest tests/ranks
 
 # Triton's programs without a GPU: all that they compute, in its interpreter; and what they take of one when compiled.
 kernels: $(VENV)/.stamp-dev
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/triton
+	TRITON_INTERPRET=1 $(SIDE_BY_SIDE) tests/triton
 
 kernels-compile: $(VENV)/.stamp-dev
 	TRITON_INTERPRET=0 $(BIN)/python -m tests.triton.compile_all
@@ -92,7 +91,7 @@ kernels-compile: $(VENV)/.stamp-dev
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & types=$$!; $(SIDE_BY_SIDE) tests/test_layers.py tests/unit; wait $$types
+	$(BIN)/mypy & types=$$!; $(SIDE_BY_SIDE) -m "not slow" tests/test_layers.py tests/unit; wait $$types
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
