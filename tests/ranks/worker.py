@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-import cluster.kernels.choose
 from cluster.batch import Batch
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, Rank, build_rank
@@ -23,6 +22,7 @@ from cluster.engine.scheduler import Schedule
 from cluster.mesh import Axis, GangError, Rendezvous, Store, open_store
 from cluster.request import Adjustments, Request, SamplingParams
 from cluster.spec.tree import DraftTree
+from tests.backend import force
 from tests.parity.automata import walked
 from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
@@ -109,8 +109,7 @@ def say(what: dict[str, Any]) -> None:
 
 def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None) -> Life:
     """Build the rank, do what the case says step by step, and leave together with the peers."""
-    if os.environ.get("BACKEND") == "torch":
-        cluster.kernels.choose.library = lambda: None
+    force()
     config = EngineConfig.from_kwargs(case["config"] | case["own"].get(str(rank), {}))
     engine = walked(build_rank(config, rank, rendezvous, store if rank == 0 else None))
     if os.environ.get("OVERLAP") == "1":
