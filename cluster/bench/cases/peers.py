@@ -81,7 +81,7 @@ class Peer:
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # it has processes of its own
 
     def run(self, prompts: Texts, new_tokens: int, temperature: float) -> Run:
         """Generate after all prompts at the same time."""
