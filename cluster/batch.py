@@ -14,7 +14,7 @@ class Mode(IntFlag):
     """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
     filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans,
     `CONSTRAINED` one has a grammar, `PROMPT_LOGPROBS` a prompt's log-probabilities are asked for, `TREES` one is
-    shown its trees.
+    shown its trees, `WORDS` one that is adjusted has bad words.
     """
 
     NOISY = 1
@@ -24,6 +24,7 @@ class Mode(IntFlag):
     CONSTRAINED = 16
     PROMPT_LOGPROBS = 32
     TREES = 64
+    WORDS = 128
 
     @property
     def adjusts(self) -> bool:
@@ -32,11 +33,10 @@ class Mode(IntFlag):
 
     @property
     def repeatable(self) -> bool:
-        """Whether its steps may be captured: not where logits are adjusted, since those tables grow and grammars are
-        the host's, nor where rows of prompts are scored, as their number is no part of a program's key, nor where trees
-        are shown, which few ask for.
+        """Whether its steps may be captured: not with bad words, since their table grows, nor where rows of prompts are
+        scored, as their number is no part of a program's key, nor where trees are shown, which few ask for.
         """
-        return not (self.adjusts or self & (Mode.PROMPT_LOGPROBS | Mode.TREES))
+        return not self & (Mode.WORDS | Mode.PROMPT_LOGPROBS | Mode.TREES)
 
 
 class PromptChunk(NamedTuple):

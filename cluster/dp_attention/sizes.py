@@ -36,12 +36,14 @@ def most(groups: Sequence[Sizes]) -> Sizes:
 class Buckets:
     """The sizes that captured programs have, ascending; none: exactly those that occur.
 
-    None has more than `rows` rows of the target, and one with rows of prompts only if they have `prompts`.
+    None has more than `rows` rows of the target, and one with rows of prompts only if they have `prompts`; one that
+    calls the host, for grammars, only if they are `hosted`: a tape calls it, a graph cannot.
     """
 
     sizes: tuple[int, ...] = ()
     rows: int = MOST_ROWS
     prompts: bool = True
+    hosted: bool = True
 
     def hold(self, own: Sizes, nodes: int) -> bool:
         """Whether a group that runs `own`, with trees of so many nodes, may run a captured program."""

@@ -58,8 +58,10 @@ def row_bytes(models: RankModels) -> int:
 def buckets_of(config: EngineConfig, device: torch.device) -> Buckets:
     """Those of the settings; else few sizes on a GPU, which pads, and exact ones on a CPU, which pays for each row."""
     if config.capture_sizes is not None:
-        return Buckets(config.capture_sizes)
-    return Buckets(sizes_up_to(max(LARGEST, config.max_running_requests)) if device.type == "cuda" else ())
+        return Buckets(config.capture_sizes, hosted=device.type == "cpu")
+    if device.type == "cuda":
+        return Buckets(sizes_up_to(max(LARGEST, config.max_running_requests)), hosted=False)
+    return Buckets()
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,6 +342,8 @@ def mode_of(drawing: Iterable[SamplingParams]) -> Mode:
             mode |= Mode.LOGPROBS.value
         if params.adjustments is not None:
             mode |= Mode.ADJUSTED.value
+            if params.adjustments.bad_words_token_ids:
+                mode |= Mode.WORDS.value
         if params.grammar is not None:
             mode |= Mode.CONSTRAINED.value
         if params.return_tree:

@@ -38,18 +38,20 @@ class AdjustTables:
         """What requests in `rows` `[R]` change in a step of this mode; None if nobody changes anything."""
         adjustments = self.adjustments if Mode.ADJUSTED in mode else None
         grammars = self.grammars if Mode.CONSTRAINED in mode else None
-        return Adjust(rows, adjustments, grammars) if mode.adjusts else None
+        return Adjust(rows, adjustments, grammars, Mode.WORDS in mode) if mode.adjusts else None
 
 
 @dataclass(frozen=True, slots=True)
 class Adjust:
-    """What R requests in `rows` change: what the tables say that some request of the step needs. `path` `[R, n, D]` are
-    the tokens of each row's path after those that the tables have counted, -1 beyond them; None where there are none.
+    """What R requests in `rows` change: what the tables say that some request of the step needs, with bad words if some
+    request has `words`. `path` `[R, n, D]` are the tokens of each row's path after those that the tables have counted,
+    -1 beyond them; None where there are none.
     """
 
     rows: Tensor
     adjustments: AdjustmentTable | None
     grammars: GrammarTable | None
+    words: bool = False
     path: Tensor | None = None
 
     def after(self, path: Tensor) -> "Adjust":
@@ -62,9 +64,10 @@ class Adjust:
 
     def commit(self, tokens: Tensor, lens: Tensor) -> None:
         """The first `lens` `[R]` of `tokens` `[R, n]` were generated for these requests."""
-        for table in (self.adjustments, self.grammars):
-            if table is not None:
-                table.commit(self.rows, tokens, lens)
+        if self.adjustments is not None:
+            self.adjustments.commit(self.rows, tokens, lens, self.words)
+        if self.grammars is not None:
+            self.grammars.commit(self.rows, tokens, lens)
 
     def apply(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits `[R, n, V]` -> the adjusted ones, in float32 at least. Where the columns are not all tokens in their
@@ -80,5 +83,5 @@ class Adjust:
 
     def _block(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         if self.adjustments is not None:
-            logits = self.adjustments.apply(logits, rows, path, ids)
+            logits = self.adjustments.apply(logits, rows, path, ids, self.words)
         return logits if self.grammars is None else self.grammars.apply(logits, rows, path, ids)

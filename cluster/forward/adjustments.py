@@ -117,28 +117,33 @@ class AdjustmentTable:
         if kept := min(longest - 1, len(tokens)):
             self.tails[each.row, -kept:] = tokens[-kept:]
 
-    def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
-        """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`."""
+    def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor, words: bool) -> None:
+        """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`, some of which may have bad
+        `words`.
+        """
         counts = torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]
         self.marks.index_put_((rows[:, None], tokens), (counts * ONCE).to(self.marks.dtype), accumulate=True)
         self.missing.index_put_((rows,), -lens, accumulate=True)
+        if not words:
+            return
         kept = self.tails.shape[1]
         recent = torch.cat([self.tails.index_select(0, rows), tokens], 1)
         ahead = lens[:, None] + torch.arange(kept, device=tokens.device)
         self.tails.index_copy_(0, rows, recent.gather(1, ahead))
 
-    def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
+    def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None, words: bool) -> Tensor:
         """Logits `[R, n, V]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not counted yet (-1
-        beyond them), adjusted, in float32 at least. `ids` as in `Adjust.apply`.
+        beyond them), adjusted, in float32 at least. `ids` as in `Adjust.apply`; some may have bad `words`.
         """
         there = path >= 0
         depth = there.sum(2, keepdim=True)
         bias = self.bias.index_select(0, rows)[:, None]
         marks = self.marks.index_select(0, rows)[:, None].expand(-1, path.shape[1], -1).clone()
         marks.scatter_add_(2, path.clamp(min=0), (there * ONCE).to(marks.dtype))
-        banned = self._finished_words(rows, path, depth, marks)
+        banned = self._finished_words(rows, path, depth, marks) if words else None
         if ids is not None:
-            bias, marks, banned = (each.index_select(2, ids) for each in (bias, marks, banned))
+            bias, marks = bias.index_select(2, ids), marks.index_select(2, ids)
+            banned = None if banned is None else banned.index_select(2, ids)
         numbers = self.numbers.index_select(0, rows)[:, None, :, None]
         presence, frequency, repetition, adjusted = numbers.unbind(2)
         made = logits.to(bias.dtype) + bias * adjusted
@@ -147,7 +152,7 @@ class AdjustmentTable:
         count = marks >> 2
         made = made - frequency * count - presence * (count > 0)
         late = (marks & LATE != 0) & (depth < self.missing.index_select(0, rows)[:, None, None])
-        return made.add_((late | banned) * adjusted, alpha=BANNED)
+        return made.add_((late if banned is None else late | banned) * adjusted, alpha=BANNED)
 
     def _finished_words(self, rows: Tensor, path: Tensor, depth: Tensor, like: Tensor) -> Tensor:
         """Which tokens would end a bad word after each path, `[r, n, V]`."""

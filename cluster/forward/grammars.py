@@ -20,6 +20,7 @@ from cluster.batch import Constraint, Order
 from cluster.forward.adjustments import BANNED
 from cluster.forward.noise import at_least_float32
 from cluster.grammar.asked import GrammarError
+from cluster.tape import opaque
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,9 @@ class GrammarTable:
 
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`."""
+        opaque(self._commit, rows, tokens, lens)
+
+    def _commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         for row, run, count in zip(rows.tolist(), tokens.tolist(), lens.tolist(), strict=True):
             if row in self._places:
                 self._places[row].accept(run[:count])
@@ -169,6 +173,9 @@ class GrammarTable:
         """Logits `[R, n, V]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not accepted yet (-1
         beyond them), with what may not come barred, in float32 at least. `ids` as in `Adjust.apply`.
         """
+        return opaque(self._apply, logits, rows, path, ids)
+
+    def _apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         wide, own = logits.to(at_least_float32(logits.dtype)), rows.tolist()
         which = {i: self._places[row] for i, row in enumerate(own) if row in self._places}
         if not which:

@@ -3,10 +3,14 @@
 Legend: R requests, N nodes of the drafted trees, F forced ones.
 """
 
+import torch
+from torch import Tensor
+
 from cluster.config import TreeShape
 from cluster.forward.adjust import Adjust
 from cluster.forward.grammars import GrammarTable
 from cluster.spec.tree import DraftTree, ancestors_of
+from cluster.tape import opaque
 
 
 def forced_into(tree: DraftTree, shape: TreeShape, adjust: Adjust) -> DraftTree:
@@ -16,17 +20,23 @@ def forced_into(tree: DraftTree, shape: TreeShape, adjust: Adjust) -> DraftTree:
     """
     if adjust.grammars is None:
         return tree
-    rows, tokens, parents, depths = (each.tolist() for each in (adjust.rows, tree.tokens, tree.parents, tree.depths))
-    for row, own, above, depth in zip(rows, tokens, parents, depths, strict=True):
-        _force(adjust.grammars, row, own, above, depth, shape.forced)
+    grown = opaque(_grown, adjust.grammars, adjust.rows, tree.tokens, tree.parents, tree.depths, shape)
+    tokens, parents, depths = grown.unbind()
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, shape.num_steps), padded=True)
+
+
+def _grown(
+    grammars: GrammarTable, rows: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, shape: TreeShape
+) -> Tensor:
+    """Tokens, parents and depths of the trees with what is forced, `[3, R, N + F]`."""
+    trees = torch.stack([tokens, parents, depths], 1).tolist()
+    for row, (own, above, deep) in zip(rows.tolist(), trees, strict=True):
+        _force(grammars, row, own, above, deep, shape.forced)
         empty = shape.num_draft_tokens - len(own)
         above += range(len(own), shape.num_draft_tokens)
         own += [0] * empty
-        depth += [0] * empty
-    grown, above, deep = (
-        tree.tokens.new_tensor(each).view(-1, shape.num_draft_tokens) for each in (tokens, parents, depths)
-    )
-    return DraftTree(grown, above, deep, ancestors_of(above, shape.num_steps), padded=True)
+        deep += [0] * empty
+    return tokens.new_tensor(trees).view(-1, 3, shape.num_draft_tokens).transpose(0, 1)
 
 
 def _force(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster.batch import Mode
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.grammar.asked import GrammarError
@@ -69,6 +70,24 @@ def test_trees_give_what_plain_decoding_gives(topk: int, num_steps: int, samplin
     result = run(engine, asked(sampling))
     assert result.ended == plain(sampling).ended
     assert result.accept_length > 1.3
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "0.8"])
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])
+def test_captured_steps_call_the_host(topk: int, num_steps: int, sampling: str) -> None:
+    """Grammars are matched anew in each replay, beside penalties and free requests."""
+    penalties = replace(BANS, bad_words_token_ids=())
+    requests = [
+        replace(one, params=replace(one.params, adjustments=one.params.adjustments and penalties))
+        for one in asked(sampling)
+    ]
+    alone = {one.request_id: run(walked(build_engine(config(0, 0))), [one]).ended for one in requests}
+    engine = walked(build_engine(config(topk, num_steps, capture="on")))
+    for _ in range(2):
+        ended = run(engine, requests).ended
+        assert all(ended[name] == each[name] for name, each in alone.items())
+    keys = engine._p.lockstep.programs.captured
+    assert any(Mode.CONSTRAINED in Mode(key.mode) for key in keys), "some steps were replayed"
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])

@@ -14,7 +14,7 @@ from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.assembler import Inputs
 from cluster.engine.programs import KEPT, Program
-from cluster.request import Request, SamplingParams, TokenLogprob
+from cluster.request import Adjustments, Request, SamplingParams, TokenLogprob
 from cluster.spec.result import StepOutput
 from cluster.tape import Tape
 from tests.parity.harness import SAMPLING, VOCAB, config_of, tiny_pair
@@ -23,7 +23,12 @@ from tests.parity.poison import memory_of
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.draft_cases import LISTS
 
-PARAMS = {**SAMPLING, "log-probabilities": SamplingParams(temperature=0.8, logprobs=3)}
+ADJUSTED = Adjustments(0.4, 0.3, 1.2, ((3, 1.0), (1, -100.0)), min_tokens=9)
+PARAMS = {
+    **SAMPLING,
+    "log-probabilities": SamplingParams(temperature=0.8, logprobs=3),
+    "adjusted": SamplingParams(temperature=0.8, adjustments=ADJUSTED),
+}
 POISONS = (math.nan, math.inf)
 SIZES = (1, 2, 4, 8, 16)
 
@@ -44,6 +49,9 @@ class Compared:
         self.replays = Counter[int]()
         self._state = [*memory_of(engine), engine._p.cache.table.lens]
         self._state += [carried.topk_logprobs, carried.topk_index, carried.hidden, carried.bonus]
+        adjustments = programs.step.adjusting.adjustments
+        adjustments.make()
+        self._state += [adjustments.marks, adjustments.missing]
         self._places: dict[int, list[int]] = {}
         self._replayed, self._programs = programs._replayed, programs
         self._shapes = {shape.num_steps: shape for shape in engine._p.lockstep.shapes}

@@ -27,7 +27,7 @@ MODES = (
     Mode.NOISY | Mode.LOGPROBS | Mode.TREES,
     Mode.PROMPT_LOGPROBS,
     Mode.ADJUSTED,
-    Mode.NOISY | Mode.FILTERED | Mode.ADJUSTED,
+    Mode.NOISY | Mode.FILTERED | Mode.ADJUSTED | Mode.WORDS,
 )
 PROMPTS = (PromptChunk(3, 0, 2, True, (5, 6)), PromptChunk(4, 4, 11, False, tuple(range(2, 10))))
 CHANGES = {

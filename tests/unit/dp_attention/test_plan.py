@@ -79,12 +79,22 @@ def test_steps_are_run_at_the_sizes_of_programs() -> None:
         assert rule(buckets=()).plan([facts(count)], SHAPE).captured is within
 
 
-def test_adjusted_steps_are_not_captured_but_padded_as_any() -> None:
+def test_steps_with_bad_words_are_not_captured_but_padded_as_any() -> None:
     for padding in ("exact", "padded"):
-        table = [facts(3, 7, 3)._replace(mode=int(Mode.ADJUSTED)), facts(1)]
+        table = [facts(3, 7, 3)._replace(mode=int(Mode.ADJUSTED | Mode.WORDS)), facts(1)]
         plan = rule(padding, buckets=(1, 2, 4, 8)).plan(table, SHAPE)
-        assert not plan.captured and plan.mode == Mode.ADJUSTED
+        assert not plan.captured and plan.mode == Mode.ADJUSTED | Mode.WORDS
         assert plan.sizes == rule(padding).plan(table, SHAPE).sizes
+
+
+def test_steps_with_a_grammar_are_captured_where_programs_may_call_the_host() -> None:
+    for mode, hosted, captured in (
+        (Mode.ADJUSTED, False, True),
+        (Mode.CONSTRAINED, True, True),
+        (Mode.CONSTRAINED, False, False),
+    ):
+        of = replace(rule("exact"), buckets=Buckets(hosted=hosted))
+        assert of.plan([facts(3)._replace(mode=int(mode))], SHAPE).captured is captured
 
 
 def test_steps_that_show_trees_are_not_captured() -> None:
