@@ -199,6 +199,10 @@ def _replayed(function: OpOverload, args: Any, kwargs: Any, outputs: list[Tensor
         given = {key: value for key, value in kwargs.items() if key in allowed}
         return lambda: variant(*args, **given, **dict(zip(names, outputs, strict=True)))
 
+    if len(function._schema.returns) == 1 and len(outputs) == 1:
+        only = outputs[0]
+        return lambda: only.copy_(function(*args, **kwargs))
+
     def copied() -> None:
         for output, again in zip(outputs, tree_leaves(function(*args, **kwargs)), strict=True):
             output.copy_(again)
@@ -213,15 +217,15 @@ def _into(function: OpOverload) -> tuple[OpOverload, list[str]] | None:
     """The variant of an operator that writes into given outputs, and what it calls these; None if there is none."""
     space, _, name = function._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, space), name)
-    overload = "out" if function._overloadname == "default" else f"{function._overloadname}_out"
-    if overload not in packet.overloads():
-        return None
-    variant = getattr(packet, overload)
-    written = [argument.name for argument in variant._schema.arguments if argument.is_out]
 
     def taken(of: OpOverload, but: set[str]) -> list[tuple[str, str]]:
         return [(one.name, str(one.type)) for one in of._schema.arguments if one.name not in but]
 
-    if taken(variant, set(written)) != taken(function, OF_A_FACTORY) or len(written) != len(function._schema.returns):
-        return None
-    return variant, written
+    for overload in packet.overloads():
+        variant = getattr(packet, overload)
+        written = [argument.name for argument in variant._schema.arguments if argument.is_out]
+        if len(written) != len(function._schema.returns):
+            continue
+        if taken(variant, set(written)) == taken(function, OF_A_FACTORY):
+            return variant, written
+    return None

@@ -27,6 +27,7 @@ from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.adjustments import AdjustmentTable
+from cluster.forward.bars import bars_of
 from cluster.forward.chooser import Chooser
 from cluster.forward.choosers import chooser_of
 from cluster.forward.grammars import GrammarTable
@@ -201,7 +202,8 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     table, target = memory.cache.table, prepared.resolved.target
     vocab = target.vocab_size
     matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
-    adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), GrammarTable(vocab, matchers))
+    grammars = GrammarTable(vocab, matchers, bars_of(models.kernels.library))
+    adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), grammars)
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
     accepting = accept_of(models.kernels.library)

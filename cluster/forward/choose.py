@@ -27,7 +27,7 @@ def adjusted(columns: Columns, draws: Sequence[Draw], ids: Tensor | None = None)
     if draws[0].adjust is None:
         return columns
     columns, parts, start = whole(columns), [], 0
-    for draw in draws:
+    for draw in [draw for draw in draws if draw.requests] or draws[:1]:
         assert draw.adjust is not None, "all requests share a mode"
         stop = start + draw.requests * draw.each
         rows = columns.values[start:stop].view(draw.requests, draw.each, columns.values.shape[1])

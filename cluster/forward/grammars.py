@@ -7,9 +7,8 @@ Legend: R requests, n rows of each, V token ids, D tokens of a path.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,18 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.batch import Constraint, Order
-from cluster.forward.adjustments import BANNED
-from cluster.forward.noise import at_least_float32
+from cluster.forward.bars import WORD, Bars
 from cluster.grammar.asked import GrammarError
 from cluster.tape import opaque
 
 logger = logging.getLogger(__name__)
 
 Mask = NDArray[np.int32]
+T = TypeVar("T")
 
-BARRED = 2 * BANNED
-"""Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""
-WORD = 32  # tokens in a word of a mask
 BURST_S, SHARE_S = 0.1, 0.01
 """A request may take so much of the processor for its grammar at once, and so much in each step. The longest call is
 not counted, because a pause of the process or of its machine is charged to whoever runs.
@@ -71,8 +67,7 @@ class Place:
     def __init__(self, constraint: Constraint, make: Make) -> None:
         self._matcher: Matcher | None = None
         self._spent = self._longest = 0.0  # seconds of the processor beyond its share, and those of one call in them
-        with self._failing():
-            self._matcher = make(constraint.grammar)
+        self._matcher = self._tried(make, constraint.grammar)
         self.accept(constraint.tokens)
         self._spent = self._longest = 0.0
 
@@ -88,32 +83,31 @@ class Place:
 
     def accept(self, tokens: Sequence[int]) -> None:
         """These tokens have come, in a step."""
-        with self._failing():
-            if self._matcher is not None:
-                self._matcher.accept(tokens)
+        if self._matcher is not None:
+            self._tried(self._matcher.accept, tokens)
         self._spent, self._longest = max(0.0, self._spent - SHARE_S), max(0.0, self._longest - SHARE_S)
 
     def fill(self, paths: Sequence[Sequence[int]], out: Mask) -> None:
-        """Write the masks after paths, which -1 fills up, into `out` `[n, words]`."""
-        with self._failing():
-            for path, mask in zip(paths, out, strict=True):
-                if self._matcher is not None:
-                    self._matcher.fill([token for token in path if token >= 0], mask)
+        """Write the masks after paths, which -1 fills up, into `out` `[n, words]`; empty ones if it has failed."""
+        if self._matcher is not None:
+            self._tried(self._fill, self._matcher, paths, out)
+        if self._matcher is None:
+            out.fill(0)
+
+    @staticmethod
+    def _fill(matcher: Matcher, paths: Sequence[Sequence[int]], out: Mask) -> None:
+        for path, mask in zip(paths, out, strict=True):
+            matcher.fill([token for token in path if token >= 0], mask)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """As that of the matcher; nothing if it has failed."""
-        run: list[int] = []
-        with self._failing():
-            if self._matcher is not None:
-                run = self._matcher.forced(path, most)
-        return run
+        return (None if self._matcher is None else self._tried(self._matcher.forced, path, most)) or []
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Note it if the grammar fails, and what it takes."""
-        began = time.thread_time()
+    def _tried(self, run: Callable[..., T], *given: Any) -> T | None:
+        """`run(*given)`; None if the grammar fails. What it takes is noted."""
+        began, found = time.thread_time(), None
         try:
-            yield
+            found = run(*given)
         except GrammarError as error:
             self._matcher = None
             logger.warning("a request ends because of its grammar: %s", error)
@@ -122,6 +116,7 @@ class Place:
             logger.exception("a request ends because its grammar cannot be matched")
         took = time.thread_time() - began
         self._spent, self._longest = self._spent + took, max(self._longest, took)
+        return found
 
 
 class GrammarTable:
@@ -130,10 +125,9 @@ class GrammarTable:
     ought to be ended by the leader of its group, since the ranks of a group do not measure the same.
     """
 
-    def __init__(self, vocab: int, make: Make) -> None:
-        self._vocab, self._make = vocab, make
+    def __init__(self, vocab: int, make: Make, bars: Bars) -> None:
+        self._vocab, self._make, self._bars = vocab, make, bars
         self._places: dict[int, Place] = {}
-        self._bars: Tensor | None = None  # of each byte of a mask, what it adds to the logits of its eight tokens
 
     def read(self, grammar: str) -> None:
         """Do beforehand, in any thread, what takes long when a request with this grammar is admitted.
@@ -170,35 +164,18 @@ class GrammarTable:
         return [] if place is None else place.forced(path, most)
 
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
-        """Logits `[R, n, V]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not accepted yet (-1
-        beyond them), with what may not come barred, in float32 at least. `ids` as in `Adjust.apply`.
+        """Logits `[R, n, v]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not accepted yet (-1
+        beyond them), with what may not come barred, in float32 at least; NaN where the grammar has failed. `ids` as in
+        `Adjust.apply`.
         """
-        return opaque(self._apply, logits, rows, path, ids)
+        masks = opaque(self._masks, rows, path)
+        return self._bars(logits.flatten(0, 1), masks.flatten(0, 1), ids).view(logits.shape)
 
-    def _apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
-        wide, own = logits.to(at_least_float32(logits.dtype)), rows.tolist()
-        which = {i: self._places[row] for i, row in enumerate(own) if row in self._places}
-        if not which:
-            return wide
-        lines = path.tolist()
-        masks = np.zeros((len(which), path.shape[1], -(-self._vocab // WORD)), np.int32)
-        for (i, place), mask in zip(which.items(), masks, strict=True):
-            place.fill(lines[i], mask)
-        bars = self._bars_of(masks, wide)
-        if ids is not None:
-            bars = bars.index_select(2, ids)
-        for at, place in enumerate(which.values()):
-            if place.failed:
-                bars[at] = float("nan")
-        if len(which) == len(own):
-            return wide + bars
-        return wide.index_add(0, torch.tensor(list(which), device=logits.device), bars)
-
-    def _bars_of(self, masks: Mask, like: Tensor) -> Tensor:
-        """What masks `[r, n, words]` add to logits, `[r, n, V]`."""
-        if self._bars is None or self._bars.dtype != like.dtype:
-            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-            self._bars = torch.from_numpy(bits == 0).to(like) * BARRED
-        octets = torch.from_numpy(masks.view(np.uint8)).to(like.device)
-        bars = self._bars.index_select(0, octets.flatten().int())
-        return bars.view(*masks.shape[:2], -1)[..., : self._vocab]
+    def _masks(self, rows: Tensor, path: Tensor) -> Tensor:
+        """The masks after paths, `[R, n, words]`; everything may come in a request without a grammar."""
+        masks = np.full((*path.shape[:2], -(-self._vocab // WORD)), -1, np.int32)
+        for row, paths, own in zip(rows.tolist(), path.tolist(), masks, strict=True):
+            place = self._places.get(row)
+            if place is not None:
+                place.fill(paths, own)
+        return torch.from_numpy(masks).to(rows.device)

@@ -28,6 +28,7 @@ SIGNATURES = {
     "choice": "p",
     "keys": "pppiii",
     "accept": "p",
+    "bar": "ppppiiiidi",
 }
 Function = Callable[..., None]
 

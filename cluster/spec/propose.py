@@ -6,6 +6,7 @@ Legend: B requests, n rows of each, K topk, V vocabulary, Vd draft vocabulary, H
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cluster.forward.choose import adjusted, likeliest
@@ -40,12 +41,14 @@ class CoupledRanking:
         if it has not all.
         """
         self._target_ids, self._topk, self._chooser = target_ids, topk, chooser
+        in_order = torch.equal(target_ids, torch.arange(target_ids.shape[0], device=target_ids.device))
+        self._ids = None if in_order else target_ids
         self._hashes = token_hashes(target_ids)
         self._own = (target_ids, self._hashes) if own_ids is None else (own_ids, token_hashes(own_ids))
 
     def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        columns = adjusted(columns, [draw], self._target_ids)
+        columns = adjusted(columns, [draw], self._ids)
         if draw.noise is not None:
             own = self._own if draw.adjust is None else (self._target_ids, self._hashes)
             draw = replace(draw, noise=draw.noise.over(*own))

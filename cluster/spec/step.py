@@ -80,7 +80,8 @@ class Step:
         self.enter("extend")
         if own.adjust is not None and final.adjust is not None:
             own.adjust.commit(accepted.tokens, accepted.accept_len)
-            final.adjust.commit(first[:, None], torch.ones_like(first))
+            if first.shape[0]:
+                final.adjust.commit(first[:, None], torch.ones_like(first))
         carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(drawing, accepted), shape)
         self.carried.put(batch.rows, carried)
         self._table.commit(batch.rows, torch.cat([batch.seq_lens + accepted.accept_len, batch.prompt.final_lens]))

@@ -1,0 +1,65 @@
+/* Logits with what a grammar does not have barred, of masks with a bit for each token. */
+#include "../c/threads.h"
+#include "../c/vector.h"
+
+enum { WORD = 32 };
+static const whole PLACES[16] __attribute__((aligned(64))) = {
+    1, 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 6, 1 << 7,
+    1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+
+struct job {
+    const stored *logits;
+    const int32_t *masks;
+    const int64_t *ids;
+    real *out;
+    int64_t count, size, stride, words;
+    real barred;
+};
+
+INLINE int is_empty(const int32_t *mask, int64_t words)
+{
+    int32_t any = 0;
+    for (int64_t w = 0; w < words; w++) any |= mask[w];
+    return !any;
+}
+
+/* Of at most WORD tokens, of which `left` are there. */
+INLINE void of_word(const stored *from, real *out, uint32_t bits, int64_t left, const real *more)
+{
+    if (left < WORD) {
+        for (int64_t i = 0; i < left; i++) out[i] = get(from + i) + more[bits >> i & 1];
+        return;
+    }
+    for (int i = 0; i < WORD; i += EACH) {
+        ints has = ((whole)(bits >> i) - (ints){0}) & *(const ints *)PLACES;
+        *(loose *)(out + i) = load(from + i) + (vec)(((has == 0) & (ints)all(more[0])) | ((has != 0) & (ints)all(more[1])));
+    }
+}
+
+static void part(const void *data, int64_t part, int64_t parts)
+{
+    const struct job *j = data;
+    for (int64_t row = j->count * part / parts; row < j->count * (part + 1) / parts; row++) {
+        const stored *from = j->logits + row * j->stride;
+        const int32_t *mask = j->masks + row * j->words;
+        real *out = j->out + row * j->size, more[2] = {j->barred, 0};
+        if (is_empty(mask, j->words)) more[0] = more[1] = (real)NAN;
+        if (j->ids)
+            for (int64_t i = 0; i < j->size; i++)
+                out[i] = get(from + i) + more[(uint32_t)mask[j->ids[i] / WORD] >> j->ids[i] % WORD & 1];
+        else
+            for (int64_t begin = 0; begin < j->size; begin += WORD)
+                of_word(from + begin, out + begin, (uint32_t)mask[begin / WORD], j->size - begin, more);
+    }
+}
+
+/* logits [count, size] at `stride`, masks [count, words] -> out [count, size], as wide as registers. Column i is token
+ * ids[i], or token i where ids is NULL. `barred` is added to what a mask does not have; an empty mask makes its row NaN.
+ */
+void NAMED(aerie_bar)(const stored *logits, const int32_t *masks, const int64_t *ids, void *out, int64_t count, int64_t size,
+                      int64_t stride, int64_t words, double barred, int64_t threads)
+{
+    struct job j = {logits, masks, ids, out, count, size, stride, words, (real)barred};
+    int64_t enough = 1 + count * size / 32768;
+    aerie_spread(part, &j, threads < enough ? threads : enough);
+}
