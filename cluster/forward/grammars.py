@@ -173,9 +173,12 @@ class GrammarTable:
 
     def _masks(self, rows: Tensor, path: Tensor) -> Tensor:
         """The masks after paths, `[R, n, words]`; everything may come in a request without a grammar."""
-        masks = np.full((*path.shape[:2], -(-self._vocab // WORD)), -1, np.int32)
+        masks = np.empty((*path.shape[:2], -(-self._vocab // WORD)), np.int32)
         for row, paths, own in zip(rows.tolist(), path.tolist(), masks, strict=True):
             place = self._places.get(row)
-            if place is not None:
+            if place is None:
+                own.fill(-1)
+            else:
                 place.fill(paths, own)
-        return torch.from_numpy(masks).to(rows.device)
+        made = torch.from_numpy(masks)
+        return made if rows.is_cpu else made.to(rows.device)
