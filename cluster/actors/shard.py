@@ -7,7 +7,6 @@ a step: commands wait in the loop's inbox, and one streaming generator carries t
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import ray
 
 from cluster.actors.cpu_progress import Effort, Pulse, reads
+from cluster.actors.interpreter import settle
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address
@@ -32,7 +32,6 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1, "grammars": 1},
 }
 LOAD_THREADS = "aerie-load"
-SWITCH_INTERVAL_S = 0.001  # how long a thread that sends items waits until the step thread has to release the GIL
 
 
 class ShardActor:
@@ -82,7 +81,6 @@ class ShardActor:
             ConfigError: the config or a checkpoint cannot be served; the message names the setting.
             LoadError: anything else that went wrong.
         """
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._loading.begin()
         threads = config.num_threads or max(
             1, (len(os.sched_getaffinity(0)) - 1) // self._neighbours
@@ -100,6 +98,7 @@ class ShardActor:
             logger.exception("rank %d could not load", self._rank)
             raise LoadError(f"{type(error).__name__}: {error}", kind_of(error)) from None
         info = replace(engine.info(), world=self._world, pid=os.getpid(), interface=interface)
+        settle()
         self._loop = EngineLoop(engine, self._rank, self._world)
         self._loop.start()
         return info

@@ -19,6 +19,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.context import _get_global_client
 
+from cluster.actors.interpreter import settle
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
 from cluster.actors.shared_answer import Shared
@@ -111,6 +112,7 @@ class Replica(GangOwner):
         self._drain = Drain()
         self._replicas = settings.llm.fixed_replicas
         when_leaving(self._host.leave)
+        settle()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
@@ -141,6 +143,7 @@ class EngineReplica(GangOwner):
         self._sign = Sign(f"{config.model_path} ({info.dtype})", info.speculative_num_draft_tokens - 1)
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
         when_leaving(self._host.leave)
+        settle()
 
     async def generate(self, request: Request) -> AsyncGenerator[Item, None]:
         """The items of `feed` for a request; Serve closes this when the ingress cancels its call."""
@@ -212,6 +215,7 @@ class IngressReplica:
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
         self._service = ResilientService(self._client, model, loaded, self._metrics, peers)
         self._drain = Drain()
+        settle()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
