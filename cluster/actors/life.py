@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.actors.kept_grammars import name_of
 from cluster.actors.messages import Failure, Heartbeat, LoadError
 from cluster.actors.placement import Layout, Placement
 from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
@@ -153,23 +154,29 @@ class Life:
         outputs = self.shards[rank].outputs
         return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
 
-    def read_grammar(self, leader: int, grammar: str) -> asyncio.Task[str]:
-        """Have the ranks of a leader's group read a compiled grammar; the result says why one cannot, or is empty."""
+    def read_grammar(self, leader: int, grammar: str) -> asyncio.Task[tuple[str, str]]:
+        """Have the ranks of a leader's group read a compiled grammar; the result is the name under which they know it,
+        and why one cannot read it, or nothing.
+        """
         group = range(leader, leader + self.spec.world // len(self.spec.leaders))
         # in the owner's context, as with heartbeats
         return asyncio.create_task(self._read_grammar(group, grammar), context=self._context)
 
-    async def _read_grammar(self, group: Sequence[int], grammar: str) -> str:
-        asked = [self.shards[rank].read_grammar.remote(grammar) for rank in group]
+    async def _read_grammar(self, group: Sequence[int], grammar: str) -> tuple[str, str]:
+        try:  # streams go on meanwhile
+            name, put = await asyncio.to_thread(lambda: (name_of(grammar), ray.put(grammar)))
+        except Exception as error:
+            return "", f"a grammar of {len(grammar)} characters cannot be sent: {first_line(error)}"
+        asked = [self.shards[rank].read_grammar.remote(name, put) for rank in group]
         for rank, ref in zip(group, asked, strict=True):
             try:
                 if reason := await ref:
-                    return f"rank {rank}: {reason}"
+                    return name, f"rank {rank}: {reason}"
             except RayActorError as error:
                 self.mark_dead(rank, error)
             except Exception as error:
                 self.mark_failed(rank, f"reading a grammar failed: {first_line(error)}")
-        return ""
+        return name, ""
 
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Ask every rank for its heartbeat, and wait for the answers for at most `timeout_s`."""

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError
 from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer
 from cluster.actors.gang import Gang
+from cluster.actors.kept_grammars import named
 from cluster.actors.life import Life
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.peers import deployment_samples
@@ -76,7 +77,7 @@ class Router:
         self._recovery = Recovery()
         self._reading: list[asyncio.Task[None]] = []
         self._sending: list[asyncio.Task[None]] = []
-        self._grammars: set[asyncio.Task[str]] = set()
+        self._grammars: set[asyncio.Task[tuple[str, str]]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._down = ""
 
@@ -211,16 +212,17 @@ class Router:
         self._grammars.add(read)
         read.add_done_callback(lambda task: self._grammar_read(task, stream, request, epoch))
 
-    def _grammar_read(self, task: asyncio.Task[str], stream: Stream, request: Request, epoch: int) -> None:
+    def _grammar_read(self, task: asyncio.Task[tuple[str, str]], stream: Stream, request: Request, epoch: int) -> None:
         """The grammar of a stream was read by the ranks that need it, which takes long beside a step's time."""
         self._grammars.discard(task)
         if stream.ended or task.cancelled() or self._life is None or self._life.epoch != epoch:
             return  # the next life reads it anew
-        if reason := task.result():
+        name, reason = task.result()
+        if reason:
             stream.refuse(reason)
             self._settle(stream)
         else:
-            self._send_on(stream, request)
+            self._send_on(stream, named(request, name))
 
     def _send_on(self, stream: Stream, request: Request) -> None:
         """Have a stream's request submitted with the next call to its leader."""

@@ -15,6 +15,7 @@ import ray
 
 from cluster.actors.cpu_progress import Effort, Pulse, reads
 from cluster.actors.interpreter import settle
+from cluster.actors.kept_grammars import KeptGrammars
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address
@@ -32,6 +33,7 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1, "grammars": 1},
 }
 LOAD_THREADS = "aerie-load"
+READING_NICENESS = 10  # of the thread that reads grammars, which may take it tenths of a second each
 
 
 class ShardActor:
@@ -62,6 +64,7 @@ class ShardActor:
         self._loading = Effort(LOAD_THREADS)
         self._pulse = Pulse(self._loading)
         self._serving: bytes | None = None
+        self._grammars = KeptGrammars()
 
     @ray.method(concurrency_group="control")
     def open_store(self) -> tuple[str, int]:
@@ -106,13 +109,15 @@ class ShardActor:
     @ray.method(concurrency_group="commands")
     def put(self, commands: Commands) -> None:
         """Pass submits and aborts to the loop, in the order of the calls."""
-        self._running.put(commands)
+        self._running.put(self._grammars.whole(commands))
 
     @ray.method(concurrency_group="grammars")
-    def read_grammar(self, grammar: str) -> str:
-        """Read a compiled grammar beside the steps, before a request that has it is submitted to the leader of this
-        rank's group; returns why it is of no use here, empty if it is.
+    def read_grammar(self, name: str, grammar: str) -> str:
+        """Read a compiled grammar beside the steps, before a request that has its `name` is submitted to the leader of
+        this rank's group; returns why it is of no use here, empty if it is.
         """
+        os.setpriority(os.PRIO_PROCESS, 0, READING_NICENESS)  # of this thread, which does nothing else
+        self._grammars.keep(name, grammar)
         try:
             self._running.engine.read_grammar(grammar)
         except ValueError as error:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 Spell = Callable[[bytes], list[int]]
+CACHED_KEYS = 32  # of texts
 CACHED_BYTES = 512 << 20  # of compiled grammars that are kept as xgrammar reads them
 
 
@@ -38,6 +39,7 @@ class Matchers:
         """
         self._vocabulary, self._encode = vocabulary, encode
         self._kept: OrderedDict[bytes, Readable] = OrderedDict()
+        self._keys: OrderedDict[int, tuple[str, bytes]] = OrderedDict()  # by the id of a text that is held
         self._lock = Lock()
 
     def matcher(self, compiled: str, after: Sequence[int] = ()) -> "TextMatcher":
@@ -57,7 +59,7 @@ class Matchers:
         """
         from xgrammar import CompiledGrammar
 
-        key = hashlib.blake2b(compiled.encode()).digest()  # the text itself may have megabytes
+        key = self._key_of(compiled)
         with self._lock:
             found = self._kept.get(key)
         if found is None:
@@ -75,6 +77,19 @@ class Matchers:
             while held > CACHED_BYTES and len(self._kept) > 1:
                 held -= self._kept.popitem(last=False)[1].bytes
         return found
+
+    def _key_of(self, compiled: str) -> bytes:
+        """A checksum of a text, which may have megabytes; that of the same object is taken once."""
+        with self._lock:
+            known = self._keys.get(id(compiled))
+        if known is not None and known[0] is compiled:
+            return known[1]
+        key = hashlib.blake2b(compiled.encode()).digest()
+        with self._lock:
+            self._keys[id(compiled)] = compiled, key
+            while len(self._keys) > CACHED_KEYS:
+                self._keys.popitem(last=False)
+        return key
 
     def _spelled(self, raw: bytes) -> list[int]:
         """How the tokenizer writes these bytes, which may begin or end within a character."""
