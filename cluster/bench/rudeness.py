@@ -101,6 +101,11 @@ async def _grammar(tally: Tally, port: int, model: str, number: int, rng: random
     tally.note(await post(port, "/v1/completions", body))
 
 
+async def _ordinary(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+    body = {"model": model, "prompt": "def", "max_tokens": 24, "temperature": 1, "seed": number}
+    tally.note(await post(port, "/v1/completions", body))
+
+
 async def _slow(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
         answer = asyncio.ensure_future(read_reply(reader, reply))
@@ -123,5 +128,6 @@ ACTS: dict[str, tuple[Once, int]] = {  # the coroutine that does one, and how ma
     "bodies of 50,000 keys": (_keys, 8),
     "slow bodies": (_slow, 0),
     "disconnects": (_disconnect, 16),
+    "ordinary requests": (_ordinary, 8),  # the load that grammars bring, without what is hostile in them
     "hostile grammars": (_grammar, 8),
 }

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.sources import MAX_CHARACTERS
 from cluster.grammar.vocabulary import Vocabulary
-from cluster.grammar.worker import BROKEN, COMPILED, READY, TOO_LARGE, frame
+from cluster.grammar.worker import BROKEN, COMPILED, GONE, READY, TOO_LARGE, frame
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ SECONDS = 10.0
 START_S = 120.0  # to import xgrammar and what it imports
 GRACE_S = 5.0  # for a process to end itself when its time is over
 NICENESS = 10  # a tenth of a core where what computes and what answers wants it, a whole one where it does not
-TRIES = 2  # where the process has made room for another, or was killed by somebody else
+TRIES = 2  # where the process was killed by somebody else
 NOT_ITS_FAULT = (0, -signal.SIGKILL, -signal.SIGTERM)
 CACHED = 64
 CACHED_CHARACTERS = 128 << 20
@@ -119,10 +119,10 @@ class Process:
             except TimeoutError:
                 self.end()
                 return self._too_slow()
-            if reply is not None:
+            if reply is not None and reply[:1] != GONE:
                 text = reply[1:].decode()
                 return text if reply[:1] == COMPILED else GrammarError(text)
-            code = self.end()
+            code = self.end() if reply is None else int(reply[1:])
             logger.warning("the compiler of a grammar (%s) ended with %s", grammar.kind, code)
             if code == -signal.SIGALRM:
                 return self._too_slow()

@@ -1,9 +1,12 @@
-"""The process that compiles grammars: what a client sent may take it all its time and memory, or its life.
+"""The process that compiles grammars: what a client sent may take a compiler all its time and memory, or its life.
 
-Run by `compiler.py` as `python -m cluster.grammar.worker`. Frames on both pipes are eight bytes of length and as many
-bytes; the first one in is the vocabulary, then each is a grammar and is answered.
+So each grammar is compiled by a child of its own, which starts in milliseconds, as its parent has imported and read
+all that a compiler needs. Run by `compiler.py` as `python -m cluster.grammar.worker`. Frames on both pipes are eight
+bytes of length and as many bytes; the first one in is the vocabulary, then each is a grammar and is answered.
 """
 
+import ctypes
+import gc
 import json
 import os
 import re
@@ -12,7 +15,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -21,11 +24,11 @@ from cluster.grammar.matching import Matchers, TextMatcher
 from cluster.grammar.sources import source, tokens_of
 from cluster.grammar.vocabulary import Vocabulary
 
-READY, COMPILED, REFUSED, BROKEN = b"=", b"+", b"-", b"!"
+READY, COMPILED, REFUSED, BROKEN, GONE = b"=", b"+", b"-", b"!", b"x"
 MEMORY = 1 << 30  # bytes of address space that one grammar may take
 TOO_LARGE = "it is nested too deeply, or takes more than 1 GiB of memory to compile; make it shorter or simpler"
-LEFT_BEHIND = 256 << 20  # bytes that grammars may leave taken before the process makes room for another
 MAX_COMPILED = 64 << 20  # characters; it is read again where it is used
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 SHOWN = 300  # characters of xgrammar's reason
 WALKS = 3
@@ -38,11 +41,8 @@ class Worker:
     """Compiles grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        from xgrammar import GrammarCompiler
-
-        self._vocabulary = vocabulary
+        self._vocabulary, self._info = vocabulary, vocabulary.info
         self._matchers = Matchers(vocabulary)
-        self._compiler = GrammarCompiler(vocabulary.info, max_threads=THREADS, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> str:
         """The compiled grammar as text, after it was tried out.
@@ -50,12 +50,15 @@ class Worker:
         Raises:
             GrammarError: it is refused; the message says why.
         """
+        from xgrammar import GrammarCompiler
+
         text = source(grammar)
         try:
+            compiler = GrammarCompiler(self._info, max_threads=THREADS, cache_enabled=False)  # threads do not fork
             if grammar.kind in ("structural_tag", "chat"):
-                compiled = self._compiler.compile_structural_tag(text)
+                compiled = compiler.compile_structural_tag(text)
             else:
-                compiled = self._compiler.compile_grammar(text)
+                compiled = compiler.compile_grammar(text)
             found = str(compiled.serialize_json())
             if grammar.kind == "chat":
                 found = json.dumps(tokens_of(json.loads(text))) + found
@@ -132,6 +135,41 @@ def frame(content: bytes) -> bytes:
     return len(content).to_bytes(8, "big") + content
 
 
+def compiled_apart(worker: Worker, asked: bytes) -> bytes:
+    """The reply to a grammar, from a child: `COMPILED` or `REFUSED` and a text, or `GONE` and how the child ended."""
+    reply = os.memfd_create("reply")
+    with os.fdopen(reply, "w+b") as file:
+        parent, child = os.getpid(), os.fork()
+        if not child:
+            code = 1
+            try:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() == parent:
+                    file.write(replied(worker, json.loads(asked)))
+                    file.flush()
+                    code = 0
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            return GONE + str(code).encode()
+        file.seek(0)
+        return file.read()
+
+
+def replied(worker: Worker, request: dict[str, Any]) -> bytes:
+    """The reply to a grammar, within the limits of time and memory."""
+    limit(request["seconds"])
+    try:
+        reply = COMPILED + worker.compile(Grammar(request["kind"], request["text"], request["compact"])).encode()
+    except GrammarError as error:
+        reply = REFUSED + str(error).encode("utf-8", "backslashreplace")
+    except MemoryError:
+        reply = REFUSED + TOO_LARGE.encode()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return reply
+
+
 def main() -> None:
     """Answer frames until the parent closes the pipe."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -147,20 +185,9 @@ def main() -> None:
     except Exception as error:
         replies.write(frame(BROKEN + repr(error).encode()))
         raise
-    at_start = address_space()
+    gc.freeze()  # children share its pages as long as nobody writes to them
     while (asked := read_frame(requests)) is not None:
-        request = json.loads(asked)
-        limit(request["seconds"])
-        try:
-            reply = COMPILED + worker.compile(Grammar(request["kind"], request["text"], request["compact"])).encode()
-        except GrammarError as error:
-            reply = REFUSED + str(error).encode("utf-8", "backslashreplace")
-        except MemoryError:
-            reply = REFUSED + TOO_LARGE.encode()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(frame(reply))
-        if address_space() > at_start + LEFT_BEHIND:
-            return
+        replies.write(frame(compiled_apart(worker, asked)))
 
 
 if __name__ == "__main__":
