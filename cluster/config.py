@@ -36,6 +36,8 @@ SPECULATIVE_CONFIG: dict[str, str] = {
     "draft_overrides": "speculative_draft_overrides",
     "token_map": "speculative_token_map",
 }
+EXPERT_PARALLEL = "enable_expert_parallel"
+"""vLLM's switch: whole experts, spread over all ranks, so as many parts as ranks; off is one part."""
 NEED_A_DRAFT = (
     "speculative_num_steps",
     "speculative_eagle_topk",
@@ -175,6 +177,12 @@ class EngineConfig(Settings):
     )
     tp_size: int = Field(default=1, ge=1, le=1024)
     attn_dp_size: int = Field(default=1, ge=1)
+    ep_size: int = Field(
+        default=1,
+        ge=1,
+        description="parts that whole experts are divided into, each for tp_size / ep_size ranks; 1: every expert is cut "
+        "by columns over all ranks",
+    )
     vocab_parallel: Literal["attention", "world"] = "attention"
     dp_padding: Literal["auto", "padded", "exact"] = "auto"
     overlap: bool = Field(
@@ -229,9 +237,15 @@ class EngineConfig(Settings):
                         raise ConfigError(f"unknown setting 'speculative_config.{sub}'{hint}")
                     put(f"speculative_config.{sub}", SPECULATIVE_CONFIG[sub], spelled(sub, sub_value))
                 continue
+            if key == EXPERT_PARALLEL:
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{key} must be true or false, got {value!r}")
+                put(key, "ep_size", kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if value else 1)
+                continue
             name = ALIASES.get(key, key)
             if name not in cls.model_fields:
-                raise ConfigError(f"unknown setting {key!r}{nearest(key, [*cls.model_fields, *ALIASES])}")
+                known = [*cls.model_fields, *ALIASES, EXPERT_PARALLEL]
+                raise ConfigError(f"unknown setting {key!r}{nearest(key, known)}")
             put(key, name, value)
         try:
             return cls.model_validate(flat)
@@ -280,6 +294,11 @@ class EngineConfig(Settings):
             raise ConfigError("chunked_prefill_size must be positive, or -1 for no limit")
         if self.tp_size % self.attn_dp_size:
             raise ConfigError(f"attn_dp_size {self.attn_dp_size} must divide tp_size {self.tp_size}")
+        if self.tp_size % self.ep_size:
+            raise ConfigError(
+                f"ep_size {self.ep_size} must divide tp_size {self.tp_size}; set it to tp_size, or to 1 to cut each "
+                "expert over all ranks"
+            )
         return self
 
 
