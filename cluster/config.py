@@ -180,8 +180,8 @@ class EngineConfig(Settings):
     ep_size: int = Field(
         default=1,
         ge=1,
-        description="parts that whole experts are divided into, each for tp_size / ep_size ranks; 1: every expert is cut "
-        "by columns over all ranks",
+        description="parts that whole experts are divided into, each held by tp_size / ep_size ranks; 1: every expert "
+        "is cut by columns over all ranks",
     )
     vocab_parallel: Literal["attention", "world"] = "attention"
     dp_padding: Literal["auto", "padded", "exact"] = "auto"

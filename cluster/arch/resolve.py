@@ -84,10 +84,7 @@ def check_models(config: EngineConfig) -> ResolvedModels:
     models = resolve_models(config)
     check_tensors(config.model_path, models.target)
     of_target, of_draft = models.experts
-    if config.ep_size > 1 and of_target is None and (of_draft is None or not models.draft_is_sharded):
-        raise ConfigError(
-            f"ep_size {config.ep_size} is for experts, and no model that is sharded here has any; set ep_size to 1"
-        )
+    check_parts(config.ep_size, of_target, of_draft if models.draft_is_sharded else None)
     _check_split(config, "the target", models.target.layers)
     if models.draft is not None and models.draft_is_sharded:
         hint = ", or set speculative_draft_parallel to replicated"
@@ -107,6 +104,19 @@ def check_heads(geometry: LayerGeometry, ranks: int) -> None:
             f"{heads} attention heads and {kv_heads} KV heads cannot be split over {ranks} ranks of an "
             "attention group (tp_size / attn_dp_size); lower tp_size or raise attn_dp_size"
         )
+
+
+def check_parts(ep_size: int, *models: Moe | None) -> None:
+    """Refuse `ep_size` parts of the experts of these models, None for one without, where some part has nothing.
+
+    Raises:
+        ConfigError: saying which `ep_size` would do.
+    """
+    fewest = min((moe.experts for moe in models if moe is not None), default=1)
+    if fewest == 1 < ep_size:
+        raise ConfigError(f"ep_size {ep_size} is for experts, and no model that is sharded has several; set it to 1")
+    if fewest < ep_size:
+        raise ConfigError(f"ep_size {ep_size} leaves ranks without any of {fewest} experts; lower it")
 
 
 def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
@@ -135,8 +145,6 @@ def _check_split(config: EngineConfig, name: str, layers: Sequence[LayerGeometry
     for layer in layers:
         cut = [("an MLP", layer.intermediate, tp, f"tp_size {tp}")]
         if (moe := layer.moe) is not None:
-            if moe.experts < ep:
-                raise ConfigError(f"{name}: with {moe.experts} experts some ranks of ep_size {ep} have none; lower it")
             cut = [("an expert", moe.intermediate, tp // ep, of_expert)]
             if moe.shared:
                 cut.append(("a shared expert", moe.shared, group if ep > 1 else tp, of_shared))

@@ -118,7 +118,7 @@ class Exchange:
         weights, chosen, parts = experts.choose(mine)
         journey = Journey(parts, self._parts, self._mesh.world.size)
         table = self.counts(journey)
-        came = self.dispatch(packed(mine, weights, chosen)[journey.rows], table)
+        came = self.dispatch(packed(mine, weights, chosen)[journey.rows], table, journey)
         made = experts.run(*unpacked(came, chosen.shape[1]))
         return self.combine(made, table, journey, common)
 
@@ -140,10 +140,16 @@ class Exchange:
             raise self._off(f"tells {what}", odd)
         return table
 
-    def dispatch(self, rows: Tensor, table: Table) -> Tensor:
-        """Rows that go to experts, in order of the rank that they go to -> those that come to the experts here."""
+    def dispatch(self, rows: Tensor, table: Table, journey: Journey) -> Tensor:
+        """Rows that go to experts, in order of the rank that they go to -> those that come to the experts here.
+
+        Raises:
+            OutOfStepError: they are not those that the ranks told each other, in the `table`.
+        """
         call, world = self._next("dispatch"), self._mesh.world
         sent, taken = flows(table, world.rank)
+        if journey.counts != table[world.rank]:
+            raise self._off(f"is about to dispatch {list(journey.counts)} rows and told {list(table[world.rank])}")
         self._check(rows, sum(sent), call.width)
         return self._run(world, lambda: world.all_to_all(rows, sent, taken))
 

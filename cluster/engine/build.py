@@ -310,6 +310,7 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         attention_backend=prepared.models.kernels.name,
         kernels=prepared.models.kernels.about,
         quantised=prepared.models.quantised,
+        experts=prepared.models.experts,
         steps_ahead=_lag(config, prepared.device),
         captured=captured,
         num_threads=torch.get_num_threads(),

@@ -15,7 +15,7 @@ from cluster.forward.sharded import ShardedHead
 from cluster.kernels.choose import choose_kernels
 from cluster.kernels.interface import Kernels
 from cluster.mesh import Mesh
-from cluster.models.context import WHOLE, ModelContext, Sharding, part_of_experts
+from cluster.models.context import WHOLE, ModelContext, Sharding, part_of_experts, where_experts_are
 from cluster.models.draft import DraftModel
 from cluster.models.layer import NoExchange
 from cluster.models.load import local_heads
@@ -52,6 +52,18 @@ class RankModels:
         """What became of quantised weights, in words; nothing where there are none."""
         said = [f"target: {line}" for line in self.target.quantised]
         return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Where each model's experts are, in words; nothing where there are none."""
+        of_target, of_draft = self.resolved.experts
+        tp, ep = self.resolved.config.tp_size, self.resolved.config.ep_size
+        said = [] if of_target is None else [f"target: {where_experts_are(of_target, ep, tp)}"]
+        if of_draft is not None and self.resolved.draft_is_sharded:
+            said.append(f"draft: {where_experts_are(of_draft, ep, tp)}")
+        elif of_draft is not None:
+            said.append(f"draft: {where_experts_are(of_draft, 1, 1)}, all on every rank")
+        return tuple(said)
 
     @property
     def layers(self) -> list[list[LayerGeometry]]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from cluster.arch import Moe
 from cluster.kernels.interface import Kernels
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.mesh import Part
@@ -41,6 +42,19 @@ class Sharding(NamedTuple):
 def part_of_experts(ep_size: int, world: Part) -> Part:
     """The part of the experts that a rank of the world holds; ranks that follow each other share a part."""
     return Part(world.rank * ep_size // world.size, ep_size)
+
+
+def where_experts_are(moe: Moe, ep_size: int, ranks: int) -> str:
+    """In words, the same on every rank of so many."""
+    if ep_size == 1:
+        return f"{moe.experts} experts" + (f", each by columns over {ranks} ranks" if ranks > 1 else "")
+    each, held = ranks // ep_size, []
+    for part in range(ep_size):
+        start, stop = Part(part, ep_size).span(moe.experts)
+        ids = f"{start} to {stop - 1}" if stop - start > 1 else f"{start}"
+        last = (part + 1) * each - 1
+        held.append(f"{ids} on " + (f"rank {last}" if each == 1 else f"ranks {part * each} to {last} by columns"))
+    return f"{moe.experts} experts, {', '.join(held)}"
 
 
 WHOLE = Sharding()

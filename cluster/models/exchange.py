@@ -91,7 +91,7 @@ class TokenExchange(Protocol):
 
     @property
     def counted(self) -> bool:
-        """Whether rows go only to the experts that they take in this step, by `to_experts`; else to all, by `gather`."""
+        """Whether rows go only to the experts that they take, by `to_experts`; else, in this step, to all."""
         ...
 
     def to_experts(self, rows: Tensor, experts: ApartExperts, common: Tensor | None) -> Tensor:
