@@ -4,6 +4,7 @@ of one rank that holds all experts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ class Weights:
         )
 
 
-def exchanged(mesh: Mesh, weights: Weights, kernels: Kernels, rows: list[Tensor], parts: int, counted: bool) -> Tensor:
+def exchanged(weights: Weights, kernels: Kernels, rows: list[Tensor], parts: int, counted: bool, mesh: Mesh) -> Tensor:
     """This rank's output for the rows of its group, of those of all groups."""
     dtype, counts = rows[0].dtype, tuple(each.shape[0] for each in rows)
     sharding = Sharding(mesh.attn.part, mesh.world.part, Part(), part_of_experts(parts, mesh.world.part))
@@ -119,10 +120,8 @@ def test_rows_sent_by_counts_get_the_bits_of_rows_sent_everywhere(
         rows = [torch.randn(count, H, dtype=torch.float64).to(dtype) for count in counts[:groups]]
         whole = weights.held(kernels, Sharding())
         wanted = [whole(each, NoExchange()) for each in rows]
-        sent, everywhere = (
-            on_ranks(world, groups, lambda mesh, c=c: exchanged(mesh, weights, kernels, rows, parts, c))  # type: ignore[misc]
-            for c in (True, False)
-        )
+        run = partial(exchanged, weights, kernels, rows, parts)
+        sent, everywhere = (on_ranks(world, groups, partial(run, counted)) for counted in (True, False))
         for rank in range(world):
             group = rank * groups // world
             assert torch.allclose(sent[rank], wanted[group], rtol=1e-4, atol=1e-4 if exact else 1e-12)
@@ -140,7 +139,7 @@ def test_rows_sent_everywhere_get_the_numbers_of_one_rank(world: int, groups: in
     weights = Weights.random(MOES["shared, gated"], torch.float64, biases=True)
     rows = [torch.randn(4 + group, H, dtype=torch.float64) for group in range(groups)]
     whole = weights.held(TorchKernels(), Sharding())
-    found = on_ranks(world, groups, lambda mesh: exchanged(mesh, weights, TorchKernels(), rows, parts, False))
+    found = on_ranks(world, groups, partial(exchanged, weights, TorchKernels(), rows, parts, False))
     for rank, out in enumerate(found):
         wanted = whole(rows[rank * groups // world], NoExchange())
         assert torch.allclose(out, wanted, rtol=1e-12, atol=1e-12)
@@ -193,7 +192,7 @@ def test_a_rank_that_tells_the_impossible_is_named_on_every_rank() -> None:
         if mesh.rank == 1:
             mesh.facts = Liar(1, 2, mesh.world.board, mesh.world.clock)  # type: ignore[attr-defined]
         with pytest.raises(OutOfStepError) as caught:
-            exchanged(mesh, weights, TorchKernels(), rows, 2, True)
+            exchanged(weights, TorchKernels(), rows, 2, True, mesh)
         assert caught.value.rank == 1 and mesh.world.clock.calls == 1
         return str(caught.value)
 
