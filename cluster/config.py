@@ -17,6 +17,7 @@ ALIASES: dict[str, str] = {
     "tokenizer": "tokenizer_path",
     "tensor_parallel_size": "tp_size",
     "data_parallel_size": "attn_dp_size",
+    "enable_expert_parallel": "ep_size",
     "dp_size": "attn_dp_size",
     "block_size": "page_size",
     "max_model_len": "context_length",
@@ -36,8 +37,6 @@ SPECULATIVE_CONFIG: dict[str, str] = {
     "draft_overrides": "speculative_draft_overrides",
     "token_map": "speculative_token_map",
 }
-EXPERT_PARALLEL = "enable_expert_parallel"
-"""vLLM's switch: whole experts, spread over all ranks, so as many parts as ranks; off is one part."""
 NEED_A_DRAFT = (
     "speculative_num_steps",
     "speculative_eagle_topk",
@@ -237,16 +236,10 @@ class EngineConfig(Settings):
                         raise ConfigError(f"unknown setting 'speculative_config.{sub}'{hint}")
                     put(f"speculative_config.{sub}", SPECULATIVE_CONFIG[sub], spelled(sub, sub_value))
                 continue
-            if key == EXPERT_PARALLEL:
-                if not isinstance(value, bool):
-                    raise ConfigError(f"{key} must be true or false, got {value!r}")
-                put(key, "ep_size", kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if value else 1)
-                continue
             name = ALIASES.get(key, key)
             if name not in cls.model_fields:
-                known = [*cls.model_fields, *ALIASES, EXPERT_PARALLEL]
-                raise ConfigError(f"unknown setting {key!r}{nearest(key, known)}")
-            put(key, name, value)
+                raise ConfigError(f"unknown setting {key!r}{nearest(key, [*cls.model_fields, *ALIASES])}")
+            put(key, name, _parts(kwargs, value) if key == "enable_expert_parallel" else value)
         try:
             return cls.model_validate(flat)
         except ValidationError as error:
@@ -300,6 +293,13 @@ class EngineConfig(Settings):
                 "expert over all ranks"
             )
         return self
+
+
+def _parts(kwargs: Mapping[str, Any], switch: Any) -> Any:
+    """vLLM's `enable_expert_parallel` as `ep_size`: whole experts, divided among all ranks; off is one part."""
+    if not isinstance(switch, bool):
+        raise ConfigError(f"enable_expert_parallel must be true or false, got {switch!r}; ep_size takes a number")
+    return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if switch else 1
 
 
 class TreeShape(BaseModel):
