@@ -140,16 +140,16 @@ def _check_split(config: EngineConfig, name: str, layers: Sequence[LayerGeometry
         check_heads(layers[0], group)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}{hint}") from None
-    of_expert = f"tp_size / ep_size {tp // ep}" if ep > 1 else f"tp_size {tp}"
-    of_shared = f"an attention group's ranks {group}" if ep > 1 else of_expert
     for layer in layers:
-        cut = [("an MLP", layer.intermediate, tp, f"tp_size {tp}")]
+        cut = [("an MLP", layer.intermediate, tp, f"tp_size {tp}; lower tp_size")]
         if (moe := layer.moe) is not None:
-            cut = [("an expert", moe.intermediate, tp // ep, of_expert)]
-            if moe.shared:
-                cut.append(("a shared expert", moe.shared, group if ep > 1 else tp, of_shared))
-        for what, columns, ranks, setting in cut:
+            over = f"tp_size {tp}" if ep == 1 else f"tp_size / ep_size, {tp // ep}"
+            cut = [("an expert", moe.intermediate, tp // ep, f"{over}; lower tp_size or raise ep_size")]
+            if moe.shared and ep == 1:
+                cut.append(("a shared expert", moe.shared, tp, f"tp_size {tp}; lower tp_size"))
+            elif moe.shared:
+                over = f"the {group} ranks of an attention group"
+                cut.append(("a shared expert", moe.shared, group, f"{over}; lower tp_size or raise attn_dp_size"))
+        for what, columns, ranks, remedy in cut:
             if columns < ranks:
-                raise ConfigError(
-                    f"{name}: {what} of {columns} columns cannot be split over {setting}; lower tp_size{hint}"
-                )
+                raise ConfigError(f"{name}: {what} of {columns} columns cannot be split over {remedy}{hint}")

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cluster.mesh import added
+from cluster.mesh import Part, added
+from cluster.models.context import part_of_experts
 
 Table = tuple[tuple[int, ...], ...]
 """How many rows each rank sends to each part, `[n][parts]`; the same on all ranks."""
@@ -28,7 +29,7 @@ class Journey:
         self.carried = taken.shape[0]
         self.counts: tuple[int, ...] = tuple(hits.sum(0).tolist())
         each = torch.split(hits.t().nonzero()[:, 1], list(self.counts))
-        self.to = [each[part_of(rank, parts, ranks)] for rank in range(ranks)]
+        self.to = [each[part] for part in held(parts, ranks)]
 
     @property
     def rows(self) -> Tensor:
@@ -50,16 +51,15 @@ class Journey:
         return added(total.view(len(self.to), self.carried, came.shape[1]))
 
 
-def part_of(rank: int, parts: int, ranks: int) -> int:
-    """The part that a rank holds."""
-    return rank * parts // ranks
+def held(parts: int, ranks: int) -> list[int]:
+    """The part that each rank holds."""
+    return [part_of_experts(parts, Part(rank, ranks)).rank for rank in range(ranks)]
 
 
 def flows(table: Table, rank: int) -> tuple[list[int], list[int]]:
     """How many rows `rank` sends to each rank, and takes from each."""
-    ranks, parts = len(table), len(table[0])
-    own = part_of(rank, parts, ranks)
-    return [table[rank][part_of(other, parts, ranks)] for other in range(ranks)], [row[own] for row in table]
+    parts = held(len(table[0]), len(table))
+    return [table[rank][part] for part in parts], [row[parts[rank]] for row in table]
 
 
 def impossible(table: Table, carried: Sequence[int], active: int) -> int | None:

@@ -17,7 +17,6 @@ from tests.unit.models.quantised_folders import quantised
 from tests.unit.models.test_quantised import packed_experts
 
 SPARSE = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")
-CASES = [(family, case) for family in SPARSE for case in FAMILIES[family].cases]
 UNEVEN = ("mixtral", "three of five, window of 8")
 SHAPES: dict[str, dict[str, Any]] = {"chain": {"topk": 1, "num_steps": 3}, "tree": {"topk": 3, "num_steps": 3}}
 WORLD: dict[str, Any] = {"vocab_parallel": "world"}
@@ -53,20 +52,23 @@ def test_five_experts_on_two_ranks(ranks: Gangs, mesh: str, shape: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(("family", "case"), CASES)
-def test_every_family(ranks: Gangs, family: str, case: str, mesh: str, shape: str) -> None:
-    checked(ranks, made(family, case).folder, mesh, shape)
+def test_every_family(ranks: Gangs, mesh: str, shape: str, family: str) -> None:
+    """With each mesh as a chain and as a tree; its configs take turns."""
+    cases = list(FAMILIES[family].cases)
+    turn = list(MESHES).index(mesh) + list(SHAPES).index(shape)
+    checked(ranks, made(family, cases[turn % len(cases)]).folder, mesh, shape)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("dense", [True, False])
-def test_drafts_with_experts(ranks: Gangs, dense: bool, draft: str, mesh: str, shape: str) -> None:
-    """Of a target without any, or with a number of its own."""
+@pytest.mark.parametrize("mesh", MESHES)
+def test_drafts_with_experts(ranks: Gangs, mesh: str, draft: str) -> None:
+    """Of a target without any, or with a number of its own, by turns; chains and trees as well."""
+    turn = list(MESHES).index(mesh) + DRAFTS.index(draft)
+    dense, shape = turn % 2 == 0, list(SHAPES)[turn // 2 % 2]
     target, folder = target_folder(spread=0.015) if dense else made(*UNEVEN).folder, draft_of(draft)
     spec = check_draft(folder, read_target(target))
     tally = checked(ranks, target, mesh, shape, folder, speculative_algorithm=algorithm_of(spec))
