@@ -102,6 +102,22 @@ def test_a_rank_reads_its_own_experts_alone(kind: str, attention_backend: str, m
         assert held == ([{0, 1}, {2, 3, 4}] if kind == "dense" else [{0}, {1, 2}])
 
 
+@pytest.mark.parametrize(
+    ("ep", "said"),
+    [
+        (1, "target: 5 experts, each by columns over 4 ranks"),
+        (2, "target: 5 experts, 0 to 1 on ranks 0 to 1 by columns, 2 to 4 on ranks 2 to 3 by columns"),
+        (4, "target: 5 experts, 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 to 4 on rank 3"),
+    ],
+)
+def test_a_rank_says_where_all_experts_are(ep: int, said: str) -> None:
+    given = config(made(*UNEVEN).folder, None, tp_size=4, attn_dp_size=4, ep_size=ep)
+    for rank in (0, 3):
+        mesh = Mesh(rank, Axis(rank, 4), Axis())
+        made_of = prepare(resolve_models(EngineConfig.from_kwargs(given)), mesh, torch.device("cpu"))
+        assert made_of.models.experts == (said,)
+
+
 def experts_read_by(
     rank: int, folder: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, tuple[int, int]]:
