@@ -67,8 +67,7 @@ def test_memory_of_a_rank_with_as_many_experts_as_any(kind: str) -> None:
     experts, layers = (3, 2) if kind == "int4" else (5, 4)
     panels = layers * target.arch.hidden * (16 - experts) * 4  # of routers, in panels of 16
     maps = layers * experts * 8  # which part has which expert
-    if kind == "int4":
-        assert report.memory["target_bytes_per_rank"] == of_target(target) - panels - maps
+    assert report.memory["target_bytes_per_rank"] == of_target(target) - panels - maps
     assert report.problems == [] and report.memory["ep"] == 2
     first = experts // 2
     words = "0 on rank 0, 1 to 2 on rank 1" if kind == "int4" else "0 to 1 on rank 0, 2 to 4 on rank 1"
