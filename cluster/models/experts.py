@@ -85,15 +85,15 @@ class Experts:
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
-        common = None if self.held is None else self.common(rows)
-        if exchange.counted and self.held is not None:
+        if self.held is None:
+            rows = exchange.gather(rows)
+            out, common = self.run(rows, *self.gate(rows)), self.common(rows)
+            return exchange.scatter(out if common is None else out + common)
+        common = self.common(rows)
+        if exchange.counted:
             return exchange.to_experts(rows, self, common)
         rows = exchange.gather(rows)
-        out = self.run(rows, *self.gate(rows))
-        if self.held is not None:
-            return exchange.scatter(out, common)
-        more = self.common(rows)
-        return exchange.scatter(out if more is None else out + more)
+        return exchange.scatter(self.run(rows, *self.gate(rows)), common)
 
     def choose(self, rows: Tensor) -> Choice:
         """Rows `[T, H]` -> the experts that they take, here or elsewhere; only where experts are apart."""
