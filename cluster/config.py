@@ -17,6 +17,7 @@ ALIASES: dict[str, str] = {
     "tokenizer": "tokenizer_path",
     "tensor_parallel_size": "tp_size",
     "data_parallel_size": "attn_dp_size",
+    "enable_expert_parallel": "ep_size",
     "dp_size": "attn_dp_size",
     "block_size": "page_size",
     "max_model_len": "context_length",
@@ -175,6 +176,12 @@ class EngineConfig(Settings):
     )
     tp_size: int = Field(default=1, ge=1, le=1024)
     attn_dp_size: int = Field(default=1, ge=1)
+    ep_size: int = Field(
+        default=1,
+        ge=1,
+        description="parts that whole experts are divided into, each held by tp_size / ep_size ranks; 1: every expert "
+        "is cut by columns over all ranks",
+    )
     vocab_parallel: Literal["attention", "world"] = "attention"
     dp_padding: Literal["auto", "padded", "exact"] = "auto"
     overlap: bool = Field(
@@ -232,7 +239,7 @@ class EngineConfig(Settings):
             name = ALIASES.get(key, key)
             if name not in cls.model_fields:
                 raise ConfigError(f"unknown setting {key!r}{nearest(key, [*cls.model_fields, *ALIASES])}")
-            put(key, name, value)
+            put(key, name, _parts(kwargs, value) if key == "enable_expert_parallel" else value)
         try:
             return cls.model_validate(flat)
         except ValidationError as error:
@@ -280,7 +287,19 @@ class EngineConfig(Settings):
             raise ConfigError("chunked_prefill_size must be positive, or -1 for no limit")
         if self.tp_size % self.attn_dp_size:
             raise ConfigError(f"attn_dp_size {self.attn_dp_size} must divide tp_size {self.tp_size}")
+        if self.tp_size % self.ep_size:
+            raise ConfigError(
+                f"ep_size {self.ep_size} must divide tp_size {self.tp_size}; set it to tp_size, or to 1 to cut each "
+                "expert over all ranks"
+            )
         return self
+
+
+def _parts(kwargs: Mapping[str, Any], switch: Any) -> Any:
+    """vLLM's `enable_expert_parallel` as `ep_size`: whole experts, divided among all ranks; off is one part."""
+    if not isinstance(switch, bool):
+        raise ConfigError(f"enable_expert_parallel must be true or false, got {switch!r}; ep_size takes a number")
+    return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if switch else 1
 
 
 class TreeShape(BaseModel):

@@ -133,14 +133,27 @@ class Axis:
         parts = rows.new_empty(self.size * own, *rows.shape[1:])
         dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
         self.clock.end(began, self.timer)
-        return _added(parts.view(self.size, own, *rows.shape[1:]))
+        return added(parts.view(self.size, own, *rows.shape[1:]))
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """Rows in rank order of whom they go to, `sent[r]` to rank r -> those that come, `taken[r]` from rank r.
+
+        What one rank sends to another is what the other takes from it: callers agree on both before.
+        """
+        if self.size == 1:
+            return rows
+        came = rows.new_empty(sum(taken), *rows.shape[1:])
+        began = self.clock.begin(self.timer)
+        dist.all_to_all_single(came, rows.contiguous(), list(taken), list(sent), group=self.group)
+        self.clock.end(began, self.timer)
+        return came
 
     def all_reduce(self, rows: Tensor) -> Tensor:
         """Partial sums of the same rows -> their sum, with the same bits on every rank."""
         if self.size == 1:
             return rows
         if not self.direct:
-            return _added(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
+            return added(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
         began = self.clock.begin(self.timer)
         dist.all_reduce(rows, group=self.group)
         self.clock.end(began, self.timer)
@@ -159,7 +172,7 @@ class Axis:
         self.group = None
 
 
-def _added(parts: Tensor) -> Tensor:
+def added(parts: Tensor) -> Tensor:
     """The sum over the first dimension, added in order."""
     total = parts[0]
     for part in parts[1:]:

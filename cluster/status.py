@@ -62,7 +62,8 @@ class RankInfo:
     """What a rank runs with: its resolved settings, and what was chosen automatically.
 
     `config` holds the settings; `draft` is None without one; `captured` is None where steps are run as they are;
-    `quantised` says in words which weights stay packed and which were dequantised; `kv_gb` is in 10^9 bytes;
+    `quantised` says in words which weights stay packed and which were dequantised, `experts` which ranks hold which
+    experts; `kv_gb` is in 10^9 bytes;
     `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
     None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the network, between ranks) are
     those of the process that holds the rank, where one does.
@@ -79,6 +80,7 @@ class RankInfo:
     attention_backend: str
     kernels: str
     quantised: tuple[str, ...]
+    experts: tuple[str, ...]
     steps_ahead: int
     captured: CaptureInfo | None
     num_threads: int

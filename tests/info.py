@@ -20,6 +20,7 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> Rank
         "attention_backend": "torch",
         "kernels": "torch",
         "quantised": (),
+        "experts": (),
         "steps_ahead": 0,
         "captured": None,
         "num_threads": 1,

@@ -1,5 +1,6 @@
 """One decoder layer as plain values: sizes, kind of attention, norms, and the MLP, dense or of experts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -115,6 +116,11 @@ class LayerGeometry:
         if self.moe is None:
             return self.intermediate
         return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
+
+
+def experts_of(layers: Iterable[LayerGeometry]) -> Moe | None:
+    """The experts of a model's layers, alike in all that have some; None: none has."""
+    return next((layer.moe for layer in layers if layer.moe is not None), None)
 
 
 def geometry_of(

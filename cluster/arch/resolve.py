@@ -4,11 +4,12 @@ No weights are loaded. Resolving checks that the models fit each other; `check_m
 it starts any process, also checks that they can be split over the ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.arch.draft import DraftSpec, read_draft
 from cluster.arch.draft.sample import Sample, read_sample
-from cluster.arch.layer import LayerGeometry
+from cluster.arch.layer import LayerGeometry, Moe, experts_of
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_shapes
 from cluster.arch.safetensors.tensors import check_tensors
@@ -34,6 +35,12 @@ class ResolvedModels:
     def draft_is_sharded(self) -> bool:
         """Whether the ranks of a gang hold a part of the draft each, as they do of the target."""
         return self.config.speculative_draft_parallel == "sharded"
+
+    @property
+    def experts(self) -> tuple[Moe | None, Moe | None]:
+        """Those of the target's and of the draft's layers; None: there are none."""
+        of_draft = () if self.draft is None else (layer.geometry for layer in self.draft.layers)
+        return experts_of(self.target.layers), experts_of(of_draft)
 
     @property
     def runners(self) -> int:
@@ -69,17 +76,19 @@ def resolve_models(config: EngineConfig) -> ResolvedModels:
 
 
 def check_models(config: EngineConfig) -> ResolvedModels:
-    """The models that the settings name, also checked to split over the ranks: their heads and their MLP.
+    """The models that the settings name, also checked to split over the ranks: their heads, MLPs and experts.
 
     Raises:
         ConfigError: naming the setting and the remedy.
     """
     models = resolve_models(config)
     check_tensors(config.model_path, models.target)
-    _check_split(config, "the target", min(models.target.layers, key=lambda layer: layer.mlp_columns))
+    of_target, of_draft = models.experts
+    check_parts(config.ep_size, of_target, of_draft if models.draft_is_sharded else None)
+    _check_split(config, "the target", models.target.layers)
     if models.draft is not None and models.draft_is_sharded:
         hint = ", or set speculative_draft_parallel to replicated"
-        _check_split(config, "the draft", models.draft.layer, hint)
+        _check_split(config, "the draft", [layer.geometry for layer in models.draft.layers], hint)
     return models
 
 
@@ -97,6 +106,19 @@ def check_heads(geometry: LayerGeometry, ranks: int) -> None:
         )
 
 
+def check_parts(ep_size: int, *models: Moe | None) -> None:
+    """Refuse `ep_size` parts of the experts of these models, None for one without, where some part has nothing.
+
+    Raises:
+        ConfigError: saying which `ep_size` would do.
+    """
+    fewest = min((moe.experts for moe in models if moe is not None), default=1)
+    if fewest == 1 < ep_size:
+        raise ConfigError(f"ep_size {ep_size} is for experts, and no model that is sharded has several; set it to 1")
+    if fewest < ep_size:
+        raise ConfigError(f"ep_size {ep_size} leaves ranks without any of {fewest} experts; lower it")
+
+
 def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
     """The settings with the draft's algorithm, and, where no depth is set, one that its MTP layers can draft."""
     given = config.speculative_algorithm
@@ -112,13 +134,22 @@ def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
     return config.model_copy(update=found)
 
 
-def _check_split(config: EngineConfig, name: str, geometry: LayerGeometry, hint: str = "") -> None:
+def _check_split(config: EngineConfig, name: str, layers: Sequence[LayerGeometry], hint: str = "") -> None:
+    tp, ep, group = config.tp_size, config.ep_size, config.tp_size // config.attn_dp_size
     try:
-        check_heads(geometry, config.tp_size // config.attn_dp_size)
+        check_heads(layers[0], group)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}{hint}") from None
-    if geometry.mlp_columns < config.tp_size:
-        raise ConfigError(
-            f"{name}: an MLP of {geometry.mlp_columns} columns cannot be split over tp_size {config.tp_size}; "
-            f"lower tp_size{hint}"
-        )
+    for layer in layers:
+        cut = [("an MLP", layer.intermediate, tp, f"tp_size {tp}; lower tp_size")]
+        if (moe := layer.moe) is not None:
+            over = f"tp_size {tp}" if ep == 1 else f"tp_size / ep_size, {tp // ep}"
+            cut = [("an expert", moe.intermediate, tp // ep, f"{over}; lower tp_size or raise ep_size")]
+            if moe.shared and ep == 1:
+                cut.append(("a shared expert", moe.shared, tp, f"tp_size {tp}; lower tp_size"))
+            elif moe.shared:
+                over = f"the {group} ranks of an attention group"
+                cut.append(("a shared expert", moe.shared, group, f"{over}; lower tp_size or raise attn_dp_size"))
+        for what, columns, ranks, remedy in cut:
+            if columns < ranks:
+                raise ConfigError(f"{name}: {what} of {columns} columns cannot be split over {remedy}{hint}")

@@ -68,7 +68,8 @@ class Coordinator:
         """The calls that this rank has to make of its exchange in the step agreed on."""
         assert self._plan is not None, "there is no script before a plan"
         plan = self._plan
-        given = plan.key, plan.order_words, plan.scored, plan.empty or plan.leaving, self._shapes, self._rule.attn_tp
+        runs = plan.key, plan.counted, plan.order_words, plan.scored, plan.empty or plan.leaving
+        given = runs, self._shapes, self._rule.attn_tp
         if given != self._script[0]:  # it often is that of the step before
             shape = plan.tree(self._shapes)
             self._script = given, script(plan, shape, self._target, self._draft, self._rule.attn_tp > 1)

@@ -12,10 +12,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from cluster.dp_attention.journey import Journey, Table, flows, impossible, packed, unpacked
 from cluster.dp_attention.orders import shared
 from cluster.dp_attention.plan import Call
 from cluster.mesh import Axis, GangError, Mesh, OutOfStepError
-from cluster.models.exchange import Shards
+from cluster.models.exchange import ApartExperts, Shards
 from cluster.tape import opaque
 
 T = TypeVar("T")
@@ -24,13 +25,16 @@ T = TypeVar("T")
 class Exchange:
     """`TokenExchange` over a mesh, and `Shards` of its vocabulary. A group's rows are the same on each of its ranks.
 
-    `vocab_over_world`: embedding and head are sharded over all ranks; otherwise over the attention group.
+    `vocab_over_world`: embedding and head are sharded over all ranks; otherwise over the attention group. Experts are
+    in so many `parts`.
     """
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype, vocab_over_world: bool = False) -> None:
+    def __init__(self, mesh: Mesh, dtype: torch.dtype, vocab_over_world: bool = False, parts: int = 1) -> None:
         self._mesh, self._dtype, self.wide = mesh, dtype, vocab_over_world and mesh.attn_dp > 1
+        self._parts = parts
         self._vocab = mesh.world if self.wide else mesh.attn
         self.size = self._vocab.size
+        self.counted = False
         self._script: deque[Call] = deque()
         self._call = Call("before the script", "", ())
         self._step = 0
@@ -40,9 +44,9 @@ class Exchange:
         """Those of embedding and head, if there are several."""
         return None if self.size == 1 else self
 
-    def begin(self, step: int, calls: Iterable[Call]) -> None:
-        """Begin a step, with the calls of its script."""
-        self._step, self._script = step, deque(calls)
+    def begin(self, step: int, calls: Iterable[Call], counted: bool = False) -> None:
+        """Begin a step, with the calls of its script; `counted` as its plan says."""
+        self._step, self._script, self.counted = step, deque(calls), counted
 
     @property
     def rest(self) -> tuple[Call, ...]:
@@ -93,10 +97,79 @@ class Exchange:
         self._check(rows, self._own(call), call.width)
         return self._spread(rows, call)
 
-    def scatter(self, rows: Tensor) -> Tensor:
-        """Partial sums for the rows of every group -> own rows `[T, H]`, summed."""
+    def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
+        """Partial sums for the rows of every group, and further ones for own rows, to which they are added in place
+        -> own rows `[T, H]`, summed.
+        """
         call = self._next("scatter")
+        if common is not None:
+            own = self._own(call)
+            self._check(rows, sum(call.rows), call.width)
+            self._check(common, own, call.width)
+            rows.narrow(0, sum(call.rows[: self._mesh.dp_rank]), own).add_(common)
         return self._collect(rows, call)
+
+    def to_experts(self, rows: Tensor, experts: ApartExperts, common: Tensor | None) -> Tensor:
+        """Own rows `[T, H]` -> what the experts that they take make of them, with the bits that `gather` and `scatter`
+        give: each rank sends the rows that it carries to the ranks of those experts, after all have told how many.
+        """
+        start, stop = self._mesh.attn.part.span(rows.shape[0])
+        mine = rows[start:stop]
+        weights, chosen, parts = experts.choose(mine)
+        journey = Journey(parts, self._parts, self._mesh.world.size)
+        table = self.counts(journey)
+        came = self.dispatch(packed(mine, weights, chosen)[journey.rows], table, journey)
+        made = experts.run(*unpacked(came, chosen.shape[1]))
+        return self.combine(made, table, journey, common)
+
+    def counts(self, journey: Journey) -> Table:
+        """How many rows every rank sends to each part of the experts, as each tells of its own `journey`.
+
+        Raises:
+            OutOfStepError: a rank tells what cannot be true of the rows planned.
+        """
+        call, mesh = self._next("counts"), self._mesh
+        carried = self._counts(call)
+        if (journey.carried, len(journey.counts)) != (carried[mesh.rank], call.width):
+            brings = f"brings counts of {journey.carried} rows for {len(journey.counts)} parts"
+            raise self._off(f"{brings} where {carried[mesh.rank]} rows for {call.width} parts are planned")
+        table = self._run(mesh.facts, lambda: tuple(mesh.all_gather_row(journey.counts)))
+        odd = impossible(table, carried, call.columns)
+        if odd is not None:
+            what = f"counts {list(table[odd])} of {carried[odd]} rows, which cannot be"
+            raise self._off(f"tells {what}", odd)
+        return table
+
+    def dispatch(self, rows: Tensor, table: Table, journey: Journey) -> Tensor:
+        """Rows that go to experts, in order of the rank that they go to -> those that come to the experts here.
+
+        Raises:
+            OutOfStepError: they are not those that the ranks told each other, in the `table`.
+        """
+        call, world = self._next("dispatch"), self._mesh.world
+        sent, taken = flows(table, world.rank)
+        if journey.counts != table[world.rank]:
+            raise self._off(f"is about to dispatch {list(journey.counts)} rows and told {list(table[world.rank])}")
+        self._check(rows, sum(sent), call.width)
+        return self._run(world, lambda: world.all_to_all(rows, sent, taken))
+
+    def combine(self, made: Tensor, table: Table, journey: Journey, common: Tensor | None) -> Tensor:
+        """Partial sums for rows that came, in the order in which they came, and `common` as in `scatter` -> own rows,
+        summed; sums go back to whoever carries the row.
+        """
+        call, mesh = self._next("combine"), self._mesh
+        carried, (sent, taken) = self._counts(call), flows(table, mesh.rank)
+        self._check(made, sum(taken), call.width)
+        back, group = list(torch.split(made, taken)), range(0)
+        if common is not None:
+            self._check(common, self._own(call), call.width)
+            group = range(mesh.dp_rank * mesh.attn.size, (mesh.dp_rank + 1) * mesh.attn.size)
+            for rank, more in zip(group, torch.split(common, carried[group.start : group.stop]), strict=True):
+                back[rank] = torch.cat([back[rank], more])
+            sent = [count + (rank in group) * carried[mesh.rank] for rank, count in enumerate(sent)]
+        gone = [rows.shape[0] for rows in back]
+        came = self._run(mesh.world, lambda: mesh.world.all_to_all(torch.cat(back), gone, sent))
+        return self._join(journey.summed(came, group), call)
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
@@ -176,8 +249,9 @@ class Exchange:
     def _next_words(self) -> str:
         return _words(self._call)
 
-    def _off(self, what: str) -> OutOfStepError:
-        rank, phase = self._mesh.rank, self._call.phase
+    def _off(self, what: str, rank: int | None = None) -> OutOfStepError:
+        """That this rank, or another, is out of step."""
+        rank, phase = self._mesh.rank if rank is None else rank, self._call.phase
         return OutOfStepError(f"rank {rank} {what} (step {self._step}, phase {phase})", rank, self._step, phase)
 
     def _run(self, axis: Axis, collective: Callable[[], T]) -> T:

@@ -15,6 +15,7 @@ from cluster.config import TreeShape
 from cluster.dp_attention.sizes import Buckets, Sizes, most
 from cluster.forward.choose import TOP_LOGPROBS
 from cluster.forward.sharded import CHOSEN, ShardedHead, proposed
+from cluster.models.exchange import EXPERTS
 
 Padding = Literal["auto", "padded", "exact"]
 
@@ -72,7 +73,8 @@ class StepPlan(NamedTuple):
     `decodes`, `prompt_rows` and `finals` are what requests need, `sizes` what is run; `scored` are the prompt rows that
     are asked for log-probabilities. `captured`: the step runs as a program of its `key`, which is captured or about to
     be. `num_steps` is the tier, the minimum of the votes, `forced` how many nodes of each tree are left to grammars,
-    `mode` whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step.
+    `mode` whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step. `counted`:
+    where experts are apart, rows go only to those that they take, after the ranks have told how many; else to all.
     """
 
     step: int
@@ -89,6 +91,7 @@ class StepPlan(NamedTuple):
     mode: Mode = Mode(0)
     scored: tuple[int, ...] = ()
     forced: int = 0
+    counted: bool = False
 
     @property
     def empty(self) -> bool:
@@ -126,7 +129,7 @@ class PlanRule:
     `waste` is the largest share of idle rows that padding may add under `auto`: on a GPU equal parts and one program
     for all are worth up to half; a CPU gains nothing from them. `buckets` are the sizes of captured programs, None
     where nothing is captured. Of each group's rows, `forced_rows` at most are for what grammars force: a GPU hardly
-    notices some rows more, a CPU pays for each.
+    notices some rows more, a CPU pays for each. `apart`: experts are, so a step may send them rows by counts.
     """
 
     attn_tp: int
@@ -134,13 +137,14 @@ class PlanRule:
     waste: float
     buckets: Buckets | None = None
     forced_rows: int = 0
+    apart: bool = False
 
     def plan(self, table: Sequence[Facts], shape: TreeShape) -> StepPlan:
         """The plan that follows from the facts of all ranks; a group's facts are its leader's."""
         groups = table[:: self.attn_tp]
         real = tuple(Sizes(f.decodes, f.prompt_rows, f.finals) for f in groups)
         mode = Mode(reduce(or_, (f.mode for f in groups)))
-        sizes, captured = self._sizes(real, shape.num_draft_tokens, mode)
+        sizes, captured, padded = self._sizes(real, shape.num_draft_tokens, mode)
         return StepPlan(
             step=table[0].step,
             decodes=tuple(f.decodes for f in groups),
@@ -156,15 +160,16 @@ class PlanRule:
             mode=mode,
             scored=tuple(f.scored for f in groups),
             forced=self._forced(sizes, shape.room) if Mode.CONSTRAINED in mode else 0,
+            counted=self.apart and not captured and not padded and len(groups) > 1,
         )
 
     def _forced(self, sizes: tuple[Sizes, ...], room: int) -> int:
         """The nodes of each tree that are left to grammars: the same in all trees of a step, whoever has a grammar."""
         return min(room, self.forced_rows // max(1, *(own.decodes for own in sizes)))
 
-    def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: Mode) -> tuple[tuple[Sizes, ...], bool]:
-        """What each group runs, and whether as a captured program: not if some group is too large for one, or the mode
-        is not repeatable.
+    def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: Mode) -> tuple[tuple[Sizes, ...], bool, bool]:
+        """What each group runs, whether as a captured program (not if some group is too large for one, or the mode is
+        not repeatable), and whether all run the same.
 
         When padded, every group runs the rows of the largest one (equal parts in the exchange, and one program for
         many loads); otherwise each runs its own and the exchange sends exact counts.
@@ -178,17 +183,18 @@ class PlanRule:
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and self.buckets.hold(own, nodes))
             if len(within) == len(real):
-                return within, True
+                return within, True, padded
         if padded:
-            return tuple(largest._replace(finals=own.finals) for own in real), False
-        return real, False
+            return tuple(largest._replace(finals=own.finals) for own in real), False, True
+        return real, False, False
 
 
 class Call(NamedTuple):
     """One entry of a step's script: the exchange method that comes next, and the rows of each group that enter it.
 
     Rows are `width` wide; those of a head become `columns` logits on each rank. Where the head is sharded over the
-    world, every rank goes on with the rows of all groups.
+    world, every rank goes on with the rows of all groups. `counts` brings `width` numbers, of rows that each take
+    `columns` experts.
     """
 
     phase: str
@@ -198,12 +204,30 @@ class Call(NamedTuple):
     columns: int = 0
 
 
+class Apart(NamedTuple):
+    """Experts of which each rank holds one of so many `parts`; every row takes `active` of them."""
+
+    parts: int
+    active: int
+
+    def calls(self, phase: str, rows: tuple[int, ...], width: int, counted: bool) -> list[Call]:
+        """Those that bring rows to experts and back.
+
+        A row goes to a part once, however many of its experts are there, with weights and ids of all that it takes. So
+        the most that can be is that it goes to every part once, as by `gather`: a form whose sizes nobody has to tell.
+        """
+        if not counted:
+            return [Call(phase, "gather", rows, width), Call(phase, "scatter", rows, width)]
+        counts = Call(phase, "counts", rows, self.parts, self.active)
+        return [counts, Call(phase, "dispatch", rows, width + 2 * self.active), Call(phase, "combine", rows, width)]
+
+
 class Ops(NamedTuple):
     """The exchange methods that one forward of a model calls, in order, and those that its head calls.
 
     `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row. A draft
     of several layers has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all run.
-    `sharded` says what follows a head of which each rank has a shard.
+    `sharded` says what follows a head of which each rank has a shard, `apart` what stands in the place of `EXPERTS`.
     """
 
     forward: tuple[str, ...] = ()
@@ -212,6 +236,7 @@ class Ops(NamedTuple):
     columns: int = 0
     sharded: ShardedHead | None = None
     runners: int = 1
+    apart: Apart | None = None
 
 
 def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, followed: bool = False) -> list[Call]:
@@ -227,7 +252,11 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
     calls = [Call("order", "share", plan.order_words)] if followed else []
 
     def forward(phase: str, ops: Ops, rows: tuple[int, ...]) -> None:
-        calls.extend(Call(phase, op, rows, ops.width) for op in ops.forward)
+        for op in ops.forward:
+            if op == EXPERTS and ops.apart is not None:
+                calls.extend(ops.apart.calls(phase, rows, ops.width, plan.counted))
+            else:
+                calls.append(Call(phase, op, rows, ops.width))
 
     def choice(phase: str, ops: Ops, rows: tuple[int, ...], told: int) -> None:
         calls.extend(Call(phase, op, rows, ops.width, ops.columns) for op in ops.head)

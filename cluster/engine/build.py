@@ -207,7 +207,8 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
     accepting = accept_of(models.kernels.library)
-    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if gpu else 0.0, buckets, forced_rows)
+    apart = config.ep_size > 1
+    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if gpu else 0.0, buckets, forced_rows, apart)
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
@@ -311,6 +312,7 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         attention_backend=prepared.models.kernels.name,
         kernels=prepared.models.kernels.about,
         quantised=prepared.models.quantised,
+        experts=prepared.models.experts,
         steps_ahead=_lag(config, prepared.device),
         captured=captured,
         num_threads=torch.get_num_threads(),

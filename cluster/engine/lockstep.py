@@ -104,7 +104,7 @@ class Lockstep:
             agreed = time.perf_counter() - began
             self.left = plan.leaving
             shape = plan.tree(self.shapes)
-            self.exchange.begin(plan.step, self.coordinator.script())
+            self.exchange.begin(plan.step, self.coordinator.script(), plan.counted)
             real, output = (0, None) if plan.empty or plan.leaving else self._run(order, words, plan, shape)
             self.exchange.end()
             self.coordinator.taken()

@@ -4,18 +4,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cluster.arch import LayerGeometry
+from cluster.arch import LayerGeometry, Moe
 from cluster.arch.dtypes import compute_dtype
 from cluster.arch.resolve import ResolvedModels
 from cluster.attention.bind import pool_bytes
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import Ops
+from cluster.dp_attention.plan import Apart, Ops
 from cluster.forward.noise import at_least_float32
 from cluster.forward.sharded import ShardedHead
 from cluster.kernels.choose import choose_kernels
 from cluster.kernels.interface import Kernels
 from cluster.mesh import Mesh
-from cluster.models.context import WHOLE, ModelContext, Sharding
+from cluster.models.context import WHOLE, ModelContext, Sharding, part_of_experts, where_experts_are
 from cluster.models.draft import DraftModel
 from cluster.models.layer import NoExchange
 from cluster.models.load import local_heads
@@ -54,6 +54,18 @@ class RankModels:
         return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
 
     @property
+    def experts(self) -> tuple[str, ...]:
+        """Where each model's experts are, in words; nothing where there are none."""
+        of_target, of_draft = self.resolved.experts
+        tp, ep = self.resolved.config.tp_size, self.resolved.config.ep_size
+        said = [] if of_target is None else [f"target: {where_experts_are(of_target, ep, tp)}"]
+        if of_draft is not None and self.resolved.draft_is_sharded:
+            said.append(f"draft: {where_experts_are(of_draft, ep, tp)}")
+        elif of_draft is not None:
+            said.append(f"draft: {where_experts_are(of_draft, 1, 1)}, all on every rank")
+        return tuple(said)
+
+    @property
     def layers(self) -> list[list[LayerGeometry]]:
         """The layers of every runner as this rank holds them, the target's first."""
         attention = self.target_context.sharding.attention
@@ -74,17 +86,20 @@ class RankModels:
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
         """The calls of the script that one forward of the target, and one of the draft, makes; None without a draft."""
-        target = self._ops(self.target) if self.target_context.exchange is self.exchange else Ops()
+        of_target, of_draft = self.resolved.experts
+        target = self._ops(self.target, of_target) if self.target_context.exchange is self.exchange else Ops()
         if not self.drafts:
             return target, None
         held = self.draft_context.exchange is self.exchange
-        return target, self._ops(self.drafts[0])._replace(runners=len(self.drafts)) if held else Ops()
+        return target, self._ops(self.drafts[0], of_draft)._replace(runners=len(self.drafts)) if held else Ops()
 
-    def _ops(self, model: DecoderTarget | DraftModel) -> Ops:
+    def _ops(self, model: DecoderTarget | DraftModel, moe: Moe | None) -> Ops:
         forward, head, width, columns = model.ops
         bits = 8 * at_least_float32(self.dtype).itemsize
         sharded = None if self.exchange.shards is None else ShardedHead(columns, bits, self.exchange.wide)
-        return Ops(forward, head, width, columns, sharded)
+        parts = self.target_context.sharding.experts.size
+        apart = None if moe is None or parts == 1 else Apart(parts, moe.active)
+        return Ops(forward, head, width, columns, sharded, apart=apart)
 
 
 def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
@@ -113,9 +128,9 @@ def load_models(
     config = resolved.config
     dtype = _dtype(resolved, device)
     wide = config.vocab_parallel == "world"
-    exchange, alone = Exchange(mesh, dtype, wide), NoExchange(mesh.world.clock)
+    exchange, alone = Exchange(mesh, dtype, wide, config.ep_size), NoExchange(mesh.world.clock)
     vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part
-    sharding = Sharding(mesh.attn.part, mesh.world.part, vocab)
+    sharding = Sharding(mesh.attn.part, mesh.world.part, vocab, part_of_experts(config.ep_size, mesh.world.part))
     sharded = ModelContext(dtype, device, alone if mesh.world.size == 1 else exchange, sharding, max_position, kernels)
     own = sharded if resolved.draft_is_sharded else replace(sharded, exchange=alone, sharding=WHOLE)
     target = load_target(config.model_path, resolved.target, sharded)

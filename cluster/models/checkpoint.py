@@ -166,6 +166,18 @@ class Checkpoint:
             mapped.madvise(mmap.MADV_DONTNEED, first, entry.stop - first)
         return cut
 
+    def elsewhere(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check and count a tensor, and what belongs to it, as `matrix` does, but read nothing: another rank has it.
+
+        Raises:
+            ConfigError: as `matrix`.
+        """
+        dry, self._dry = self._dry, True
+        try:
+            self.matrix(name, shape)
+        finally:
+            self._dry = dry
+
     def drop(self, name: str) -> None:
         """Count `name`, if present, as accounted for without reading it."""
         self._taken.add(self._stored_name(name))

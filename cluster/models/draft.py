@@ -15,7 +15,6 @@ from cluster.kernels.interface import Kernels
 from cluster.models.checkpoint import Checkpoint, placed
 from cluster.models.context import ModelContext
 from cluster.models.layer import (
-    LAYER_OPS,
     Angles,
     Attend,
     Experts,
@@ -44,6 +43,11 @@ class Block:
     mlp: Mlp | Experts
     eps: float
     residual_normed: bool
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The exchange calls that it makes, in order."""
+        return ("reduce", *self.mlp.ops)
 
     def __call__(
         self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
@@ -126,7 +130,8 @@ class DraftModel(ABC):
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
         """The exchange calls of a forward and of the head, in order; the widths of rows and of this shard's logits."""
         assert self._head is not None
-        return ("embed", *LAYER_OPS * self.spec.num_layers), ("head",), self.spec.hidden, self._head.columns
+        forward = ("embed", *(op for layer in self._layers for op in layer.ops))
+        return forward, ("head",), self.spec.hidden, self._head.columns
 
     def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
         """Share the target's embedding and head where the checkpoint brought none."""

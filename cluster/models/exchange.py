@@ -1,7 +1,7 @@
 """The only interface between a model and the ranks that share it."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -43,6 +43,30 @@ class Shards(Protocol):
         ...
 
 
+class Choice(NamedTuple):
+    """Of T rows the k experts that each takes: their `weights`, their ids `experts`, and the `parts` that hold them,
+    `[T, k]` each.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    parts: Tensor
+
+
+class ApartExperts(Protocol):
+    """Experts of which each rank holds one of several parts, as an exchange sees them that sends rows to them."""
+
+    def choose(self, rows: Tensor) -> Choice:
+        """Rows `[T, H]` -> the experts that they take, here or elsewhere."""
+        ...
+
+    def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Rows `[T, H]`, and weights and ids of the experts that they take, `[T, k]` -> what those that are here make
+        of them, `[T, H]`.
+        """
+        ...
+
+
 class TokenExchange(Protocol):
     """How rows travel between ranks around the sharded parts of a model; with one rank it is the identity."""
 
@@ -59,8 +83,19 @@ class TokenExchange(Protocol):
         """Own rows `[T, H]` -> the rows of every rank."""
         ...
 
-    def scatter(self, rows: Tensor) -> Tensor:
-        """Partial sums for the rows of every rank -> own rows `[T, H]`, summed."""
+    def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
+        """Partial sums for the rows of every rank, and, with `common` `[T, H]`, further ones for own rows, which the
+        attention group alone has -> own rows `[T, H]`, summed.
+        """
+        ...
+
+    @property
+    def counted(self) -> bool:
+        """Whether rows go only to the experts that they take, by `to_experts`; else, in this step, to all."""
+        ...
+
+    def to_experts(self, rows: Tensor, experts: ApartExperts, common: Tensor | None) -> Tensor:
+        """Own rows `[T, H]` -> what the experts that they take make of them, summed, `common` as in `scatter`."""
         ...
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
@@ -74,8 +109,8 @@ class TokenExchange(Protocol):
         ...
 
 
-LAYER_OPS = ("reduce", "gather", "scatter")
-"""The exchange calls of a decoder layer, in order, whatever its attention and MLP are."""
+EXPERTS = "experts"
+"""Stands in a list of calls for those that bring rows to experts which are apart; which these are, a plan says."""
 
 
 class NoExchange:
@@ -97,10 +132,19 @@ class NoExchange:
         self._clock.part()
         return rows
 
-    def scatter(self, rows: Tensor) -> Tensor:
-        """Own rows, unchanged."""
+    def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
+        """Own rows, with what is common to them."""
         self._clock.part()
-        return rows
+        return rows if common is None else rows + common
+
+    @property
+    def counted(self) -> bool:
+        """All experts are here."""
+        return False
+
+    def to_experts(self, rows: Tensor, experts: ApartExperts, common: Tensor | None) -> Tensor:
+        """Not asked for, as all experts are here."""
+        raise AssertionError("a rank that holds all experts has nowhere to send rows")
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """The whole embedding's rows."""

@@ -1,6 +1,7 @@
-"""A mixture of experts: gated MLPs sharded by columns over all ranks, and the gate that chooses among them.
+"""A mixture of experts: gated MLPs, and the gate that chooses among them. Each is sharded by columns over all ranks, or
+experts are apart: each rank holds some of them.
 
-Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts, k of them active per token.
+Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts of this rank, k active per token.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from cluster.arch import Moe
 from cluster.kernels.interface import Activation, Kernels, Stack, Weight
-from cluster.models.exchange import TokenExchange
+from cluster.models.exchange import EXPERTS, Choice, TokenExchange
 from cluster.models.mlp import Mlp
 
 
@@ -48,10 +49,22 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Which of the experts are here where they are apart: those of ids `first` to `first + count - 1`. `parts` says for
+    every id which part of the experts has it.
+    """
+
+    first: int
+    count: int
+    parts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`.
 
-    `shared_gate` `[H, 1]` is replicated: it multiplies the partial sums of all ranks alike.
+    `shared_gate` `[H, 1]` is replicated: it multiplies the partial sums of all ranks alike. `held` is None where all
+    experts are here; then the `shared` MLP is sharded as they are, else as attention is.
     """
 
     kernels: Kernels
@@ -63,29 +76,59 @@ class Experts:
     shared: Mlp | None
     activation: Activation
     shared_gate: Weight | None = None
+    held: Held | None = None
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The exchange calls that it makes, in order."""
+        return ("gather", "scatter") if self.held is None else (EXPERTS,)
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
+        if self.held is None:
+            rows = exchange.gather(rows)
+            out, common = self.run(rows, *self.gate(rows)), self.common(rows)
+            return exchange.scatter(out if common is None else out + common)
+        common = self.common(rows)
+        if exchange.counted:
+            return exchange.to_experts(rows, self, common)
         rows = exchange.gather(rows)
-        weights, chosen = self.gate(rows)
-        out = self.grouped(rows, weights, chosen)
-        if self.shared is not None:
-            common = self.shared.part(rows)
-            out = out + (common if self.shared_gate is None else common * self.shared_gate(rows).sigmoid())
-        return exchange.scatter(out)
+        return exchange.scatter(self.run(rows, *self.gate(rows)), common)
 
-    def grouped(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Run each expert once, on the rows that chose it; a row's experts are summed in order of their index."""
-        experts, active = self.gate.moe.experts, chosen.shape[1]
-        chosen, rank = chosen.sort(-1)
+    def choose(self, rows: Tensor) -> Choice:
+        """Rows `[T, H]` -> the experts that they take, here or elsewhere; only where experts are apart."""
+        assert self.held is not None, "all experts are here"
+        weights, chosen = self.gate(rows)
+        return Choice(weights, chosen, self.held.parts[chosen])
+
+    def common(self, rows: Tensor) -> Tensor | None:
+        """This rank's partial sum of the MLP that every token takes, `[T, H]`."""
+        if self.shared is None:
+            return None
+        common = self.shared.part(rows)
+        return common if self.shared_gate is None else common * self.shared_gate(rows).sigmoid()
+
+    def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Run each expert that is here once, on the rows that chose it; a row's are summed in order of their index.
+
+        Rows chose by `weights` and ids `experts`, `[T, k]`. What they chose elsewhere comes last, behind the rows of
+        all experts here; nothing is computed for it, and what its memory holds is replaced by zeros.
+        """
+        held, count, active = self.held, self.gate.moe.experts, experts.shape[1]
+        if held is not None:
+            count, experts = held.count, experts - held.first
+            experts = torch.where((experts < 0) | (experts >= count), count, experts)
+        chosen, rank = experts.sort(-1)
         weights = weights.gather(1, rank)
         expert, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True, out_int32=True)
+        ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
+        expert = expert if held is None else expert.clamp(max=count - 1)
         inner = self.gate_up(rows.index_select(0, order // active), ends)
         inner = inner if self.gate_up_bias is None else inner + self.gate_up_bias[expert]
         made = self.down(self.kernels.activate(inner, self.activation), ends)
         if self.down_bias is not None:
             made = made + self.down_bias[expert]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        parts = made.index_select(0, place).view(*chosen.shape, rows.shape[1]).mul_(weights[..., None]).unbind(1)
-        return reduce(torch.add, parts)
+        parts = made.index_select(0, place).view(*chosen.shape, rows.shape[1]).mul_(weights[..., None])
+        parts = parts if held is None else parts.masked_fill_((chosen == count)[..., None], 0.0)
+        return reduce(torch.add, parts.unbind(1))

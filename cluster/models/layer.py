@@ -10,13 +10,12 @@ from torch import Tensor
 
 from cluster.kernels.interface import Angles, Kernels
 from cluster.models.attention import Attend, LatentAttention, SelfAttention
-from cluster.models.exchange import LAYER_OPS, NoExchange, TokenExchange
+from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.experts import Experts
 from cluster.models.mlp import Mlp
 from cluster.models.rotary import RotaryTable
 
 __all__ = [
-    "LAYER_OPS",
     "Angles",
     "Attend",
     "DecoderLayer",
@@ -42,6 +41,11 @@ class DecoderLayer:
     eps: float
     after_attention: Tensor | None = None
     after_mlp: Tensor | None = None
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The exchange calls that it makes, in order."""
+        return ("reduce", *self.mlp.ops)
 
     def __call__(
         self, hidden: Tensor, normed: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange

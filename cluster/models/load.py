@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
@@ -10,7 +11,7 @@ from cluster.kernels.interface import Activation, HeadNorms, Stack
 from cluster.mesh import Part
 from cluster.models.arithmetic import joined
 from cluster.models.checkpoint import Matrix
-from cluster.models.experts import Gate
+from cluster.models.experts import Gate, Held
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
 from cluster.models.rotary import half_split
 from cluster.models.weights import WeightLoader, apart, in_order
@@ -99,9 +100,9 @@ class Loader(WeightLoader):
             heads=heads,
         )
 
-    def mlp(self, prefix: str, g: LayerGeometry) -> Mlp:
-        """The gated MLP under `prefix`."""
-        part = self.sharding.mlp
+    def mlp(self, prefix: str, g: LayerGeometry, part: Part | None = None) -> Mlp:
+        """The gated MLP under `prefix`; this `part` of its columns, or the one that a rank holds of each MLP."""
+        part = self.sharding.mlp if part is None else part
         span = part.span(g.intermediate)
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         gate_up, gate_up_bias = self.outputs(names, [g.intermediate] * 2, [span] * 2, g.hidden, g.mlp_bias)
@@ -109,24 +110,31 @@ class Loader(WeightLoader):
         return Mlp(self.kernels, self.weight(gate_up), down, gate_up_bias, down_bias, Activation(g.activation))
 
     def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
-        """The experts under `prefix`, each sharded by columns, with their gate and the MLP that every token takes."""
-        part = self.sharding.mlp
-        start, stop = part.span(moe.intermediate)
+        """The experts under `prefix` that are here, or this rank's columns of them, with their gate and the MLP that
+        every token takes.
+        """
+        start, stop = self.sharding.columns.span(moe.intermediate)
+        here = range(*self.sharding.experts.span(moe.experts))
         biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if moe.stacked:
-            gates_ups, downs, *added = self._stacked(f"{prefix}.experts", g, moe)
+            gates_ups, downs, *added = self._stacked(f"{prefix}.experts", g, moe, here)
             biases = added[0], added[1]
         else:
+            inner, outer = (moe.intermediate, g.hidden), (g.hidden, moe.intermediate)
+
+            def name(e: int, part: str) -> str:
+                return f"{prefix}.experts.{e}.{part}_proj.weight"
 
             def both(e: int) -> Matrix:
-                names = [f"{prefix}.experts.{e}.{part}_proj.weight" for part in ("gate", "up")]
-                return self.beneath([self.matrix(n, moe.intermediate, g.hidden, rows=(start, stop)) for n in names])
+                return self.beneath([self.matrix(name(e, p), *inner, rows=(start, stop)) for p in ("gate", "up")])
 
             def down(e: int) -> Matrix:
-                name = f"{prefix}.experts.{e}.down_proj.weight"
-                return self.matrix(name, g.hidden, moe.intermediate, columns=(start, stop))
+                return self.matrix(name(e, "down"), *outer, columns=(start, stop))
 
-            gates_ups, downs = self.stack(moe.experts, both), self.stack(moe.experts, down)
+            gates_ups, downs = self.stack(here, both), self.stack(here, down)
+            for e in set(range(moe.experts)) - set(here):
+                for p, shape in (("gate", inner), ("up", inner), ("down", outer)):
+                    self.checkpoint.elsewhere(name(e, p), shape)
         weight = self.wide if moe.scoring == "sigmoid" else self.take
         gate = Gate(
             weight=self.weight(weight(f"{prefix}.router.weight", moe.experts, g.hidden)),
@@ -136,15 +144,24 @@ class Loader(WeightLoader):
         )
         shared = None
         if moe.shared:
-            shared = self.mlp(f"{prefix}.shared_experts", replace(g, intermediate=moe.shared, mlp_bias=False))
+            wide = replace(g, intermediate=moe.shared, mlp_bias=False)
+            shared = self.mlp(f"{prefix}.shared_experts", wide, self.sharding.shared)
         shared_gate = self.projection(f"{prefix}.shared_gate.weight", 1, g.hidden) if moe.shared_gate else None
         activation = Activation(g.activation) if moe.clamp is None else Activation("clamped", *moe.clamp)
-        return Experts(self.kernels, gate, gates_ups, downs, *biases, shared, activation, shared_gate)
+        held = self._held(moe, here) if self.sharding.apart else None
+        return Experts(self.kernels, gate, gates_ups, downs, *biases, shared, activation, shared_gate, held)
 
-    def _stacked(self, prefix: str, g: LayerGeometry, moe: Moe) -> tuple[Stack, Stack, Tensor, Tensor | None]:
+    def _held(self, moe: Moe, here: range) -> Held:
+        size = self.sharding.experts.size
+        parts = [part for part in range(size) for _ in range(*Part(part, size).span(moe.experts))]
+        return Held(here.start, len(here), torch.tensor(parts, device=self.device))
+
+    def _stacked(
+        self, prefix: str, g: LayerGeometry, moe: Moe, here: range
+    ) -> tuple[Stack, Stack, Tensor, Tensor | None]:
         """gpt-oss's experts, all in one tensor with alternating gate and up columns; only MXFP4 is output-major."""
         e, h, i = moe.experts, g.hidden, moe.intermediate
-        span = self.sharding.mlp.span(i)
+        span, own = self.sharding.columns.span(i), (here.start, here.stop)
         both = (2 * span[0], 2 * span[1])
         output_major = not self.checkpoint.holds(f"{prefix}.gate_up_proj")
 
@@ -160,11 +177,11 @@ class Loader(WeightLoader):
                 return self.matrix(name, e, h, i, columns=span, expert=expert)
             return self.take(name, e, i, h, rows=span, expert=expert).t()
 
-        gates_ups, downs = self.stack(e, gate_up), self.stack(e, down)
-        bias = self.take(f"{prefix}.gate_up_proj_bias", e, 2 * i)[:, slice(*both)]
-        added = self.take(f"{prefix}.down_proj_bias", e, h)
+        gates_ups, downs = self.stack(here, gate_up), self.stack(here, down)
+        bias = self.take(f"{prefix}.gate_up_proj_bias", e, 2 * i, rows=own, columns=both)
+        added = self.take(f"{prefix}.down_proj_bias", e, h, rows=own)
         turned = joined([bias[:, 0::2], bias[:, 1::2]], 1)
-        return gates_ups, downs, turned, added if self.sharding.mlp.rank == 0 else None
+        return gates_ups, downs, turned, added if self.sharding.columns.rank == 0 else None
 
     def layer(self, prefix: str, g: LayerGeometry) -> DecoderLayer:
         """One whole decoder layer under `prefix`."""

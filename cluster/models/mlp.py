@@ -24,6 +24,11 @@ class Mlp:
     down_bias: Tensor | None
     activation: Activation = SILU
 
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The exchange calls that it makes, in order."""
+        return "gather", "scatter"
+
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         return exchange.scatter(self.part(exchange.gather(rows)))

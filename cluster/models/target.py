@@ -9,7 +9,6 @@ from cluster.arch import TargetArch
 from cluster.models.attention import Attend
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.context import WHOLE, ModelContext
-from cluster.models.exchange import LAYER_OPS
 from cluster.models.load import Loader
 from cluster.models.rotary import RotaryTable
 from cluster.models.vocab import Columns, Embedding, Head, load_embedding, load_head, tied_head
@@ -44,7 +43,8 @@ class DecoderTarget:
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
         """The exchange calls of a forward and of the head, in order; the widths of rows and of this shard's logits."""
-        return ("embed", *LAYER_OPS * self.arch.num_layers), ("head",), self.arch.hidden, self._head.columns
+        forward = ("embed", *(op for layer in self._layers for op in layer.ops))
+        return forward, ("head",), self.arch.hidden, self._head.columns
 
     def get_embed_and_head(self) -> tuple[Embedding, Head]:
         """The embedding and the head, for a draft to share; an embedding's rows are not scaled."""

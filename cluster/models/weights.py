@@ -59,33 +59,33 @@ class WeightLoader:
         dense = self._dense(matrix) if isinstance(matrix, Quantised) else matrix
         return self.kernels.weight(dense.t().contiguous())
 
-    def stack(self, count: int, matrix_of: Callable[[int], Matrix]) -> Stack:
-        """The weights of `count` experts, each from its matrix `[outputs, inputs]`, read one after the other."""
-        first = matrix_of(0)
+    def stack(self, experts: range, matrix_of: Callable[[int], Matrix]) -> Stack:
+        """The weights of these experts, each from its matrix `[outputs, inputs]`, read one after the other."""
+        first, count = matrix_of(experts[0]), len(experts)
         if isinstance(first, Quantised) and self.kernels.keeps(first, self.dtype):
-            made = self.kernels.quantised_stack(self._like(first, count, matrix_of), self.dtype)
+            made = self.kernels.quantised_stack(self._like(first, experts, matrix_of), self.dtype)
             self.checkpoint.tally.keep(first, made, count)
             return made
         dense = self._dense(first)
         whole = torch.empty(count, *dense.t().shape, dtype=self.dtype, device=self.device)
         whole[0] = dense.t()
-        for expert in range(1, count):
-            whole[expert] = self._dense(matrix_of(expert)).t()
+        for place, expert in enumerate(experts[1:], 1):
+            whole[place] = self._dense(matrix_of(expert)).t()
         return self.kernels.stack(whole)
 
-    def _like(self, first: Quantised, count: int, matrix_of: Callable[[int], Matrix]) -> Iterator[Quantised]:
+    def _like(self, first: Quantised, experts: range, matrix_of: Callable[[int], Matrix]) -> Iterator[Quantised]:
         """The experts' matrices, all quantised as the `first`.
 
         Raises:
             ConfigError: one is not.
         """
         yield first
-        for expert in range(1, count):
+        for expert in experts[1:]:
             matrix = matrix_of(expert)
             quantised = isinstance(matrix, Quantised) and self.kernels.keeps(matrix, self.dtype)
             if not isinstance(matrix, Quantised) or not quantised or not fit([first, matrix], zeros=True):
                 raise ConfigError(
-                    f"{self.checkpoint.folder!r}: expert {expert} of a layer is not quantised as its first"
+                    f"{self.checkpoint.folder!r}: expert {expert} of a layer is not quantised as expert {experts[0]} is"
                 )
             yield matrix
 

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", metavar="DIR", help="folder of the draft")
     parser.add_argument("--tp", type=int, default=1, help="number of ranks")
     parser.add_argument("--dp", type=int, default=1, help="number of attention groups that the ranks form")
+    parser.add_argument("--ep", type=int, default=1, help="ep_size: parts that whole experts are divided into")
     parser.add_argument("--dtype", default="auto", choices=["auto", *BYTES])
     parser.add_argument(
         "--device", default=ASSUMED_DEVICE, choices=["cuda", "cpu"], help="what the memory is told for (default: cuda)"
@@ -44,12 +45,13 @@ def run(args: argparse.Namespace) -> int:
     if args.draft is None and (overrides or args.token_map):
         raise ConfigError("--draft-override and --token-map apply to a draft; give --draft DIR as well")
     report = None
-    if args.draft is None and args.tp == 1 and args.dp == 1 and not args.tensors and not args.json:
+    if args.draft is None and args.tp == args.dp == args.ep == 1 and not args.tensors and not args.json:
         report = summary(args.path, args.dtype, args.device)
     if report is None:
         inspect = importlib.import_module("cluster.tools.tensor_report").inspect
         settings = (overrides, args.token_map)
-        report = inspect(args.path, args.draft, args.tp, args.dp, args.dtype, settings, args.device)
+        mesh = args.tp, args.dp, args.ep
+        report = inspect(args.path, args.draft, *mesh, args.dtype, settings, args.device)
     if args.json:
         print(json.dumps(asdict(report)))
     else:

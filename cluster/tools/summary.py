@@ -69,6 +69,7 @@ def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE) -> R
     memory = {
         "tp": 1,
         "dp": 1,
+        "ep": 1,
         "dtype": compute,
         "device": device,
         "target_bytes_per_rank": target["parameters"] * BYTES[compute],

@@ -14,6 +14,8 @@ import torch
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
 from cluster.arch.dtypes import compute_dtype
+from cluster.arch.layer import experts_of
+from cluster.arch.resolve import check_parts
 from cluster.attention.bind import pool_bytes
 from cluster.config import DEFAULT_NUM_STEPS, ConfigError
 from cluster.engine.models import DTYPES
@@ -23,7 +25,7 @@ from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint, Matrix
-from cluster.models.context import WHOLE, ModelContext, Sharding
+from cluster.models.context import WHOLE, ModelContext, Sharding, where_experts_are
 from cluster.models.formats import Span, place_of
 from cluster.models.load import local_heads
 from cluster.models.registry import DRAFTS
@@ -81,6 +83,12 @@ class Recorder(Checkpoint):
         self.placed.append(Placed(raw, name, path.name, dtype, entry.shape, prod(cut.shape)))
         return cut
 
+    def elsewhere(self, name: str, shape: tuple[int, ...]) -> None:
+        """Record it as held by another rank."""
+        super().elsewhere(name, shape)
+        if self.placed and self.placed[-1].goes_to == name:
+            self.placed[-1] = replace(self.placed[-1], numbers=0)
+
     def bytes_in(self, dtype: torch.dtype) -> int:
         """What the tensors taken are in memory: those that stay packed as they are, the others in `dtype`."""
         numbers = sum(placed.numbers for placed in self.placed) - self.tally.numbers
@@ -135,20 +143,27 @@ def inspect(
     draft: str | None,
     tp: int = 1,
     dp: int = 1,
+    ep: int = 1,
     dtype: str = "auto",
     settings: Settings = (None, None),
     device: str = ASSUMED_DEVICE,
 ) -> Report:
-    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups.
+    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups, its
+    experts in `ep` parts. Numbers per rank are those of the first one, with as many experts as any rank has.
 
     Where the target is recognised but cannot be served, its draft is reported alone.
     """
     report = Report()
     if tp % dp:
         raise ConfigError(f"--dp {dp} must divide --tp {tp}")
-    sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp))
+    if tp % ep:
+        raise ConfigError(f"--ep {ep} must divide --tp {tp}")
+    sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp), Part(ep - 1, ep))
     try:
         arch = read_target(path)
+        moe = experts_of(arch.layers)
+        if moe is not None or draft is None:
+            check_parts(ep, moe)
         place = _place(arch, dtype, device, sharding)
         taken = _target(report, path, arch, place)
         layers = [local_heads(g, sharding.attention) for g in arch.layers]
@@ -160,6 +175,7 @@ def inspect(
     report.memory = {
         "tp": tp,
         "dp": dp,
+        "ep": ep,
         "dtype": str(place.dtype).removeprefix("torch."),
         "device": device,
         "target_bytes_per_rank": taken,
@@ -167,6 +183,8 @@ def inspect(
         "kv_bytes_per_token": pool_bytes(layers, place.dtype),
     }
     report.features = features_of(arch)
+    if moe is not None and tp > 1:
+        report.features["experts_on"] = where_experts_are(moe, ep, tp)
     if draft is not None:
         try:
             _draft(report, draft, arch, place, settings)
@@ -211,6 +229,9 @@ def _draft(report: Report, path: str, arch: TargetArch, place: Place, settings: 
     """Add the draft to the report; its memory is for the runners that the default `speculative_num_steps` loads."""
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
     compute, sharding = place.dtype, place.sharding
+    moe = experts_of(layer.geometry for layer in spec.layers)
+    if moe is not None or experts_of(arch.layers) is None:
+        check_parts(sharding.experts.size, moe)
     tensors, taken, loaded, quantised = [], 0, min(spec.runners, DEFAULT_NUM_STEPS), list[str]()
     for runner in range(spec.runners):
         recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
@@ -223,6 +244,8 @@ def _draft(report: Report, path: str, arch: TargetArch, place: Place, settings: 
     shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
     report.draft = {"folder": path, **asdict(spec.info()), "shared_with_target": shared, "tensors": tensors}
     report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
+    if moe is not None and sharding != WHOLE:
+        report.draft["experts_on"] = where_experts_are(moe, sharding.experts.size, sharding.mlp.size)
     report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
     if quantised:
         report.draft["quantised"] = quantised

@@ -13,7 +13,7 @@ from tests.ranks.worker import run
 
 MESH = (
     *("tp_size", "attn_dp_size", "dp_padding", "vocab_parallel", "speculative_draft_parallel", "debug_lockstep"),
-    *("capture", "capture_sizes"),
+    *("capture", "capture_sizes", "ep_size"),
 )
 AMPLE = {"max_total_tokens": 16384, "max_running_requests": 32, "capture": "off"}
 

@@ -9,7 +9,9 @@ import time
 from random import Random
 from typing import Any
 
+from tests.families import made
 from tests.parity.harness import VOCAB
+from tests.parity.pairs import draft_of
 from tests.ranks.compare import Tally, check, exercised
 from tests.ranks.gang import Case, Life, Ranks
 from tests.ranks.workload import workload
@@ -20,7 +22,9 @@ HORIZON = 120  # steps in which requests arrive
 
 
 def life(seed: int, tp: int, dp: int) -> Case:
-    """Random settings, and arrivals in bursts with quiet stretches between; tiers and chunk sizes change every step."""
+    """Random settings, and arrivals in bursts with quiet stretches between; tiers and chunk sizes change every step.
+    Every third life has experts that are apart.
+    """
     random = Random(f"{seed} {tp} {dp}")
     target = target_folder(vocab_size=VOCAB, layers=3)
     config: dict[str, Any] = {
@@ -46,6 +50,8 @@ def life(seed: int, tp: int, dp: int) -> Case:
             "speculative_eagle_topk": random.choice((1, 2, 3)),
             "speculative_num_steps": random.choice((1, 2, 3)),
         }
+    if seed % 3 == 2:
+        config |= experts(config, Random(f"experts {seed} {tp} {dp}"))
     idle = tuple(rank for rank in range(dp) if random.random() < 0.25)
     actions = workload(
         seed,
@@ -59,6 +65,17 @@ def life(seed: int, tp: int, dp: int) -> Case:
         skew=random.choice((1.0, 2.0, 5.0)),
     )
     return Case(config, actions, shaken=seed)
+
+
+def experts(config: dict[str, Any], random: Random) -> dict[str, Any]:
+    """Five experts in parts, and, where there is a draft, sometimes one with eight of its own."""
+    parts = [size for size in (2, 4) if config["tp_size"] % size == 0]
+    target = made("mixtral", "three of five, window of 8").folder
+    given: dict[str, Any] = {"model_path": target, "ep_size": random.choice(parts)}
+    if "speculative_draft_model_path" in config:
+        algorithm, draft = ("NEXTN", draft_of("nextn-sparse")), ("EAGLE3", draft_folder(target))
+        given["speculative_algorithm"], given["speculative_draft_model_path"] = random.choice((algorithm, draft))
+    return given
 
 
 def fuzz(ranks: Ranks, dp: int, steps: int, first_seed: int, compare_every: int = 4) -> Tally:

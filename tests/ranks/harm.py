@@ -105,5 +105,14 @@ def planned(change: Callable[[StepPlan], StepPlan]) -> Plant:
     return plant
 
 
+def instead(op: str, phase: str, wrong: Callable[..., Any]) -> Plant:
+    return lambda harm: harm.in_call(op, phase, wrong)
+
+
+def twice(true: Callable[..., Any], *args: Any) -> Any:
+    true(*args)
+    return true(*args)
+
+
 def set_before(change: Callable[[Harm], None]) -> Plant:
     return lambda harm: harm.before_agreement(lambda: change(harm))

@@ -19,8 +19,9 @@ from cluster.dp_attention.sizes import Sizes, most
 from cluster.engine import Rank, lockstep
 from cluster.mesh import Axis
 from cluster.spec.inputs import EagleDraftInput
-from tests.ranks.harm import Harm, Plant, planned, set_before
+from tests.ranks.harm import Harm, Plant, instead, planned, set_before, twice
 from tests.ranks.of_captures import OF_CAPTURES
+from tests.ranks.of_experts import OF_EXPERTS
 
 
 def plant(name: str, rank: Rank, at_step: int, struck: Callable[[int], None]) -> Callable[[], None]:
@@ -48,15 +49,6 @@ def skip(op: str, phase: str) -> Plant:
         return rows[:own] if op == "scatter" else rows
 
     return lambda harm: harm.in_call(op, phase, lambda _, *args: wrong(harm, *args))
-
-
-def instead(op: str, phase: str, wrong: Callable[..., Tensor]) -> Plant:
-    return lambda harm: harm.in_call(op, phase, wrong)
-
-
-def twice(true: Callable[..., Tensor], *args: Any) -> Tensor:
-    true(*args)
-    return true(*args)
 
 
 def swapped(harm: Harm) -> None:
@@ -363,5 +355,6 @@ PLANTS: dict[str, Plant] = {
     "other plan, tier": planned(lambda plan: plan._replace(num_steps=max(0, plan.num_steps - 1))),
     "other plan, mode": planned(other_mode),
     **OF_CAPTURES,
+    **OF_EXPERTS,
     "other results": ran(other_results),
 }

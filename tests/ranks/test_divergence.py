@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.families import made
 from tests.parity.harness import VOCAB, tiny_pair
+from tests.parity.pairs import draft_of
 from tests.ranks.gang import ROOT, Action, Case, Dead, Life, Lost, Ranks
+from tests.ranks.of_experts import OF_EXPERTS, QUICK
 from tests.ranks.plants import OF_CAPTURES, OF_SHARDS, PLANTS
+from tests.ranks.test_experts import UNEVEN
 from tests.ranks.test_parity import config
 from tests.tiny import draft_folder, target_folder
 
@@ -34,10 +38,14 @@ OF_FOUR = (
     ("other tier", 4, 2),
     ("other last plan", 4, 3),
     ("follower turns the requests", 2, 3),
+    ("skips dispatch, target", 4, 2),
+    ("tells other counts", 2, 3),
+    ("tells of more rows than there are", 4, 1),
+    ("all-to-all not entered", 2, 2),
 )
 # The plan comes from equal facts by a pure function. Where it is the function that fails, only one more all-gather
 # tells in time.
-NEEDS_DEBUG = ("other plan, padding", "other plan, tier", "other plan, mode", "other plan, key")
+NEEDS_DEBUG = ("other plan, padding", "other plan, tier", "other plan, mode", "other plan, key", "other plan, counts")
 OTHER = ("breaks", "dies", "weak draft")
 PADDED = ("no idle rows", "stale plan")
 FILTERED = {"top_k": 12, "top_p": 0.9, "logprobs": 2}
@@ -66,9 +74,13 @@ def planted_case(name: str, tp: int, dp: int, guilty: int) -> Case:
         settings["vocab_parallel"] = "world"
     if name in OF_CAPTURES:
         settings |= {"capture": "on", "capture_sizes": [1, 2, 4, 8, 16, 32], "dp_padding": "padded"}
+    pair = tiny_pair()
+    if name in OF_EXPERTS:
+        settings |= {"ep_size": tp, "dp_padding": "exact", "speculative_algorithm": "NEXTN"}
+        pair = made(*UNEVEN).folder, draft_of("nextn-sparse")
     actions = busy(dp, **(FILTERED if name in OF_SHARDS else {}))
     mesh = {"tp_size": tp, "attn_dp_size": dp, "max_running_requests": 16}
-    return Case(config(*tiny_pair(), **mesh, **settings), actions, plant=name, guilty=guilty, at_step=AT_STEP)
+    return Case(config(*pair, **mesh, **settings), actions, plant=name, guilty=guilty, at_step=AT_STEP)
 
 
 def check_named(ranks: Ranks, case: Case) -> None:
@@ -88,7 +100,11 @@ def check_named(ranks: Ranks, case: Case) -> None:
     print(f"{case.plant}: {slowest:.2f} s, {answers[case.guilty].error}")  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", [name for name in PLANTS if name not in ("wrong group", *OTHER)])
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow) if name in OF_EXPERTS.keys() - QUICK else name
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in PLANTS if name not in ("wrong group", *OTHER)])
 def test_a_planted_divergence_is_named_by_every_rank(ranks: Gangs, name: str) -> None:
     check_named(ranks(2), planted_case(name, 2, 1 if name in IN_A_GROUP else 2, guilty=1))
 

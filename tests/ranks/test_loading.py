@@ -2,6 +2,7 @@
 
 from collections import Counter
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from cluster.engine.build import prepare
 from cluster.mesh import Axis, Mesh
 from cluster.models.checkpoint import Checkpoint, Matrix
 from cluster.models.formats import Span
+from tests.families import made
+from tests.ranks.test_experts import UNEVEN
 from tests.ranks.test_parity import config
 from tests.tiny import draft_folder, target_folder
+from tests.unit.models.quantised_folders import quantised
+from tests.unit.models.test_quantised import packed_experts
 
 ATTENTION = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -78,3 +83,59 @@ def test_a_replicated_draft_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> No
     for name, size in sizes().items():
         if name.startswith("draft"):
             assert read[name] == size, name
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8 block", "awq", "dense", "mxfp4"])
+@pytest.mark.parametrize("attention_backend", ["auto", "torch"])
+def test_a_rank_reads_its_own_experts_alone(kind: str, attention_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that belongs to an expert, codes and scales, on one rank and no other; of a stack of experts its own part."""
+    folder = packed_experts()[0] if kind == "mxfp4" else made(*UNEVEN).folder
+    folder = quantised(kind, experts=True)[0] if kind not in ("mxfp4", "dense") else folder
+    given = {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "attention_backend": attention_backend}
+    reads = [experts_read_by(rank, folder, given, monkeypatch) for rank in range(2)]
+    whole = {name for name in Checkpoint(folder)._files if ".experts." in name}
+    assert reads[0].keys() | reads[1].keys() >= {name for name in whole if "input_scale" not in name}
+    if kind == "mxfp4":
+        assert {frozenset(read.values()) for read in reads} == {frozenset({(0, 1)}), frozenset({(1, 3)})}
+    else:
+        held = [{int(name.split(".experts.")[1].split(".")[0]) for name in read} for read in reads]
+        assert held == ([{0, 1}, {2, 3, 4}] if kind == "dense" else [{0}, {1, 2}])
+
+
+@pytest.mark.parametrize(
+    ("ep", "said"),
+    [
+        (1, "target: 5 experts, each by columns over 4 ranks"),
+        (2, "target: 5 experts, 0 to 1 on ranks 0 to 1 by columns, 2 to 4 on ranks 2 to 3 by columns"),
+        (4, "target: 5 experts, 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 to 4 on rank 3"),
+    ],
+)
+def test_a_rank_says_where_all_experts_are(ep: int, said: str) -> None:
+    given = config(made(*UNEVEN).folder, None, tp_size=4, attn_dp_size=4, ep_size=ep)
+    for rank in (0, 3):
+        mesh = Mesh(rank, Axis(rank, 4), Axis())
+        made_of = prepare(resolve_models(EngineConfig.from_kwargs(given)), mesh, torch.device("cpu"))
+        assert made_of.models.experts == (said,)
+
+
+def experts_read_by(
+    rank: int, folder: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, tuple[int, int]]:
+    """The stored tensors of experts that a rank reads, and which experts of a stack."""
+    taken: dict[str, tuple[int, int]] = {}
+    true = Checkpoint.read
+
+    def read(self: Checkpoint, stored: str, index: Any = ()) -> torch.Tensor:
+        got = true(self, stored, index)
+        if ".experts." in stored and not got.is_meta:
+            at = index[0] if index else slice(0, 0)
+            first, stop = (at, at + 1) if isinstance(at, int) else (at.start or 0, at.stop or 0)
+            before = taken.get(stored, (first, stop))
+            taken[stored] = min(before[0], first), max(before[1], stop)
+        return got
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "read", read)
+        mesh = Mesh(rank, Axis(rank, 2), Axis())
+        prepare(resolve_models(EngineConfig.from_kwargs(config(folder, None, **given))), mesh, torch.device("cpu"))
+    return taken

@@ -23,6 +23,7 @@ VALUES: dict[str, Any] = {
     "tokenizer_path": "t",
     "tp_size": 2,
     "attn_dp_size": 2,
+    "ep_size": 2,
     "page_size": 4,
     "context_length": 128,
     "max_running_requests": 3,
@@ -32,6 +33,11 @@ VALUES: dict[str, Any] = {
     "speculative_draft_model_path": "d",
     "capture_sizes": (1, 2, 4),
 }
+
+
+def given(alias: str, name: str) -> Any:
+    """The value under its alias; vLLM's `enable_expert_parallel` is a switch for as many parts as there are ranks."""
+    return True if alias == "enable_expert_parallel" else VALUES[name]
 
 
 def config(**kwargs: Any) -> EngineConfig:
@@ -72,17 +78,28 @@ def test_the_model_itself_refuses_unknown_keys() -> None:
 def test_every_alias_sets_its_setting(alias: str, name: str) -> None:
     assert name in EngineConfig.model_fields
     others = {key: value for key, value in {**EAGLE, "tp_size": 2, "capture": "on"}.items() if key != name}
-    made = EngineConfig.from_kwargs({**others, alias: VALUES[name]})
+    made = EngineConfig.from_kwargs({**others, alias: given(alias, name)})
     assert getattr(made, name) == VALUES[name]
 
 
 @pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
 def test_a_setting_given_under_two_spellings_is_refused(alias: str, name: str) -> None:
-    value = VALUES[name]
+    value = given(alias, name)
     with pytest.raises(ConfigError, match=f"'{alias}' sets '{name}', which is already set"):
         EngineConfig.from_kwargs({name: value, alias: value})
     with pytest.raises(ConfigError, match=f"'{name}' sets '{name}', which is already set"):
         EngineConfig.from_kwargs({alias: value, name: value})
+
+
+def test_experts_are_in_parts_that_divide_the_ranks() -> None:
+    assert [config(tp_size=4, ep_size=parts).ep_size for parts in (1, 2, 4)] == [1, 2, 4]
+    for tp, parts in ((1, 2), (4, 3), (2, 4)):
+        with pytest.raises(ConfigError, match=f"ep_size {parts} must divide tp_size {tp}; set it to tp_size, or to 1"):
+            config(tp_size=tp, ep_size=parts)
+    assert config(enable_expert_parallel=True, tensor_parallel_size=4).ep_size == 4
+    assert config(enable_expert_parallel=True).ep_size == config(enable_expert_parallel=False, tp_size=4).ep_size == 1
+    with pytest.raises(ConfigError, match="enable_expert_parallel must be true or false, got 2; ep_size takes"):
+        config(enable_expert_parallel=2, tp_size=2)
 
 
 def test_sizes_of_captured_programs_are_for_programs_and_ascend() -> None:

@@ -9,6 +9,7 @@ from cluster.arch.resolve import check_models
 from cluster.arch.safetensors.stored import stored_shapes
 from cluster.config import ConfigError, EngineConfig
 from cluster.models.checkpoint import Checkpoint
+from tests.families import made
 from tests.tiny import draft_folder, target_folder
 
 
@@ -37,6 +38,32 @@ def test_heads_that_cannot_be_split_over_an_attention_group() -> None:
 def test_an_mlp_that_is_too_narrow() -> None:
     with pytest.raises(ConfigError, match="cannot be split over tp_size 1024; lower tp_size"):
         check_models(settings(tp_size=1024, attn_dp_size=1024))
+
+
+def sparse(case: str = "two of four", family: str = "mixtral", **changes: object) -> EngineConfig:
+    return EngineConfig.model_validate({"model_path": made(family, case).folder, **changes})
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (4, 4, 4), (4, 2, 2)])
+def test_experts_that_can_be_divided(mesh: tuple[int, int, int]) -> None:
+    tp, dp, ep = mesh
+    check_models(sparse(tp_size=tp, attn_dp_size=dp, ep_size=ep))
+
+
+def test_experts_that_cannot_be_divided() -> None:
+    with pytest.raises(ConfigError, match="ep_size 8 leaves ranks without any of 4 experts; lower it"):
+        check_models(sparse(tp_size=8, attn_dp_size=8, ep_size=8))
+    for none in (settings(tp_size=2, ep_size=2), EngineConfig(model_path=target_folder(), tp_size=2, ep_size=2)):
+        with pytest.raises(ConfigError, match="ep_size 2 is for experts, and no model that is sharded has several"):
+            check_models(none)
+
+
+def test_experts_need_as_many_columns_as_ranks_share_a_part() -> None:
+    """Whole ones need none, so they can be on more ranks than they have columns."""
+    narrow = {"family": "deepseek_v3", "case": "low-rank queries", "attn_dp_size": 24, "tp_size": 24}
+    with pytest.raises(ConfigError, match="an expert of 12 columns cannot be split over tp_size 24; lower tp_size"):
+        check_models(sparse(**narrow))  # type: ignore[arg-type]
+    check_models(sparse(**narrow, ep_size=4))  # type: ignore[arg-type]
 
 
 def test_only_a_sharded_draft_has_to_fit_the_ranks(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from cluster.batch import Mode, Order, PromptChunk
 from cluster.config import PLAIN, TreeShape, tiers
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.padding import padded
-from cluster.dp_attention.plan import Call, Facts, Ops, PlanRule, script
+from cluster.dp_attention.plan import Apart, Call, Facts, Ops, PlanRule, script
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets
 from cluster.forward.sharded import ShardedHead
 from cluster.mesh import Mesh, OutOfStepError
+from cluster.models.exchange import EXPERTS
 
 SHAPE = TreeShape(num_steps=3, topk=2, num_draft_tokens=6)
 TARGET = Ops(("embed", "reduce", "gather", "scatter"), ("head",))
@@ -62,6 +63,27 @@ def test_padding_gives_every_group_the_rows_of_the_largest() -> None:
 def test_auto_pads_while_the_share_of_idle_rows_is_within_the_limit(waste: float, uneven: bool) -> None:
     plan = rule(waste=waste).plan([facts(4), facts(0)], SHAPE)
     assert plan.sizes == ((4, 0, 0), (4 if uneven else 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("padding", "sizes", "counted"),
+    [("exact", None, True), ("auto", None, True), ("padded", None, False), ("exact", (1, 2, 4, 8), False)],
+)
+def test_rows_go_to_experts_by_counts_unless_sizes_have_to_be_known(
+    padding: str, sizes: tuple[int, ...] | None, counted: bool
+) -> None:
+    """A padded step has equal parts, and a captured one must not ask for a value."""
+    made, table = replace(rule(padding, buckets=sizes), apart=True), [facts(2), facts(4, 3)]
+    plan = made.plan(table, SHAPE)
+    assert plan.counted is counted and not replace(made, apart=False).plan(table, SHAPE).counted
+    assert not made.plan(table[:1], SHAPE).counted, "one group has all rows on each of its ranks"
+    ops = Ops(("reduce", EXPERTS, "reduce", "gather", "scatter"), (), 8, apart=Apart(2, 3))
+    rows = tuple(own.rows(6) for own in plan.sizes)
+    brought = (
+        [("counts", 2, 3), ("dispatch", 14, 0), ("combine", 8, 0)] if counted else [("gather", 8, 0), ("scatter", 8, 0)]
+    )
+    wanted = [("reduce", 8, 0), *brought, ("reduce", 8, 0), ("gather", 8, 0), ("scatter", 8, 0)]
+    assert script(plan, SHAPE, ops, None) == [Call("target", op, rows, *widths) for op, *widths in wanted]
 
 
 def test_steps_are_run_at_the_sizes_of_programs() -> None:

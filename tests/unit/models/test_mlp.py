@@ -79,9 +79,9 @@ def test_grouped_experts_equal_dense_ones(moe: Moe, rows: int) -> None:
     hidden = random(rows, H)
     weights, chosen = experts.gate(hidden)
     assert weights.shape == chosen.shape == (rows, moe.active)
-    grouped, dense = experts.grouped(hidden, weights, chosen), dense_experts(experts, hidden, weights, chosen)
+    grouped, dense = experts.run(hidden, weights, chosen), dense_experts(experts, hidden, weights, chosen)
     assert torch.allclose(grouped, dense, rtol=1e-12, atol=1e-12)
-    alone = [experts.grouped(hidden[i : i + 1], weights[i : i + 1], chosen[i : i + 1]) for i in range(rows)]
+    alone = [experts.run(hidden[i : i + 1], weights[i : i + 1], chosen[i : i + 1]) for i in range(rows)]
     assert not alone or torch.allclose(torch.cat(alone), grouped, rtol=1e-12, atol=1e-12)
 
 
@@ -101,7 +101,7 @@ def test_experts_never_ask_the_host_how_many_rows_each_has() -> None:
     with FakeTensorMode():
         experts = experts_of(moe, biases=True)
         hidden = random(7, H)
-        assert experts.grouped(hidden, *experts.gate(hidden)).shape == (7, H)
+        assert experts.run(hidden, *experts.gate(hidden)).shape == (7, H)
 
 
 def test_a_shared_expert_is_added_once() -> None:

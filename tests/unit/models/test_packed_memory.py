@@ -1,7 +1,7 @@
 """What `aerie inspect` says of quantised weights is what a rank holds, of targets, experts and drafts."""
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from cluster.kernels.interface import Stack, Weight
 from cluster.mesh import Part
 from cluster.models.target import DecoderTarget
 from cluster.tools.tensor_report import inspect
+from tests.families import made
 from tests.loading import context, load_draft, load_target
-from tests.tiny import draft_folder
+from tests.tiny import draft_folder, target_folder
 from tests.unit.kernels.library import c_kernels
 from tests.unit.models.quantised_folders import FORMATS, quantised
 
@@ -53,6 +54,35 @@ def test_memory_is_what_inspect_says(kind: str, tp: int, experts: bool) -> None:
     on_gpu = inspect(folder, None, tp, dtype="float32")
     assert on_gpu.memory["target_bytes_per_rank"] > 1.5 * of_target(target) or "activation" in kind
     assert all("were dequantised" in line for line in on_gpu.target["quantised"])
+
+
+@pytest.mark.parametrize("kind", ["int4", "dense"])
+def test_memory_of_a_rank_with_as_many_experts_as_any(kind: str) -> None:
+    """Of three or five whole ones in two parts the second has one more; those of the first are nobody's here."""
+    c_kernels()
+    folder = quantised(kind, True)[0] if kind == "int4" else made("mixtral", "three of five, window of 8").folder
+    report = inspect(folder, None, 2, ep=2, dtype="float32", device="cpu")
+    given = context(torch.float32, part=Part(0, 2))
+    target = load_target(folder, replace(given, sharding=given.sharding._replace(experts=Part(1, 2))))
+    experts, layers = (3, 2) if kind == "int4" else (5, 4)
+    panels = layers * target.arch.hidden * (16 - experts) * 4  # of routers, in panels of 16
+    maps = layers * experts * 8  # which part has which expert
+    assert report.memory["target_bytes_per_rank"] == of_target(target) - panels - maps
+    assert report.problems == [] and report.memory["ep"] == 2
+    first = experts // 2
+    words = "0 on rank 0, 1 to 2 on rank 1" if kind == "int4" else "0 to 1 on rank 0, 2 to 4 on rank 1"
+    assert report.features["experts_on"] == f"{experts} experts, {words}"
+    for tensor in report.target["tensors"]:
+        if ".experts." in tensor["goes_to"]:
+            here = int(tensor["goes_to"].split(".experts.")[1].split(".")[0]) >= first
+            assert (tensor["numbers"] > 0) is here and (not here or tensor["numbers"] >= 48 * 32)
+
+
+def test_parts_that_leave_a_rank_without_experts_are_a_problem() -> None:
+    folder = made("mixtral", "two of four").folder
+    assert inspect(folder, None, 8, 8, 8).problems == ["ep_size 8 leaves ranks without any of 4 experts; lower it"]
+    dense = inspect(target_folder(), None, 2, ep=2).problems
+    assert dense == ["ep_size 2 is for experts, and no model that is sharded has several; set it to 1"]
 
 
 def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
