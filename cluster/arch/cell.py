@@ -1,10 +1,10 @@
 """How the entry of one token lies in a layer's KV cache in FP8: codes, and the scales that they need.
 
-The numbers of a cell are cut into groups: the k of each KV head, and its v; of a latent cell the latent, and the rotated
-key behind it. Each has a scale of its own, made of its own numbers when the cell is stored: the smallest power of two
-2^e, with e from -117 to 119, of which none of them is more than 448, the largest number of float8_e4m3fn. A code is the
-number divided by the scale, rounded to the nearest e4m3, ties to even. Both divisions and products are exact, as the
-scale is a power of two: what is read back is the same in every dtype, whoever multiplies, in whatever order.
+The numbers of a cell are cut into groups: the k of each KV head, and its v; of a latent cell the latent, and the
+rotated key behind it. Each has a scale of its own, made of its own numbers when the cell is stored: the smallest power
+of two 2^e, with e from -117 to 119, of which none of them is more than 448, the largest number of float8_e4m3fn. A code
+is the number divided by the scale, rounded to the nearest e4m3, ties to even. As the scale is a power of two, dividing
+and multiplying by it are exact: what is read back is the same in every dtype, whoever multiplies, in whatever order.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ ALIGNED = 16  # bytes: then a GPU may load many codes at once, whatever the slot
 
 @dataclass(frozen=True, slots=True)
 class CodedCell:
-    """A cell of `shape` [parts, KV heads, d] in FP8: the codes of all its numbers in order, a byte for the scale of each
-    group, in order, which is e + 127, and zeros up to whole `ALIGNED` bytes.
+    """A cell of `shape` [parts, KV heads, d] in FP8: the codes of all its numbers in order, a byte for the scale of
+    each group, in order, which is e + 127, and zeros up to whole `ALIGNED` bytes.
 
     A cell of one part is a latent one; the first `latent` of its numbers are the latent.
     """

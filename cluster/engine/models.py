@@ -69,7 +69,12 @@ class RankModels:
         beside = 0
         if (spec := self.resolved.draft) is not None:
             beside = kept_bytes(len(self.drafts), spec.hidden, self.dtype)
-        return sum(pool_bytes(layers, self.dtype) for layers in self.layers) + beside
+        return sum(pool_bytes(layers, self.dtype, self.fp8_cache) for layers in self.layers) + beside
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether KV pools are in FP8."""
+        return self.resolved.config.kv_cache_dtype == "fp8_e4m3"
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:

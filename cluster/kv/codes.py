@@ -24,7 +24,7 @@ def coded(kv: Tensor, cell: CodedCell) -> Tensor:
     flat, at, wide = kv.flatten(1), 0, torch.promote_types(kv.dtype, torch.float32)
     codes, scales = [], []
     for count, size in cell.groups:
-        own = flat[:, at : at + count * size].unflatten(1, (count, size)).to(wide)
+        own = flat[:, at : at + count * size].reshape(-1, count, size).to(wide)
         fraction, exponent = torch.frexp(own.abs().amax(-1))
         scale = (exponent - 9 + (fraction > 0.875).int() + BIAS).clamp_(LEAST, MOST)
         fitted = own * power(2 * BIAS - scale).to(wide)[..., None]
@@ -39,7 +39,7 @@ def decoded(stored: Tensor, cell: CodedCell, dtype: torch.dtype) -> Tensor:
     """`[n, B]` uint8 -> cells `[n, *shape]` of `dtype`, exactly."""
     parts, at, first = [], 0, cell.numbers
     for count, size in cell.groups:
-        codes = stored[:, at : at + count * size].view(torch.float8_e4m3fn).unflatten(1, (count, size))
+        codes = stored[:, at : at + count * size].view(torch.float8_e4m3fn).reshape(-1, count, size)
         scale = power(stored[:, first : first + count].int())
         parts.append((codes.float() * scale[..., None]).to(dtype).flatten(1))
         at, first = at + count * size, first + count

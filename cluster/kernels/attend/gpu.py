@@ -48,7 +48,7 @@ def store_group(kv, cell, scale_at, first, spoiled, SIZE: tl.constexpr, WIDE: tl
     own = tl.load(kv + first + at, mask=held, other=0.0).to(WIDE)
     own = tl.where(spoiled != 0, 0.0, own)
     most = tl.max(tl.abs(own), 0)
-    if WIDE == tl.float64:
+    if tl.float64 == WIDE:
         exponent = ((most.to(tl.int64, bitcast=True) + ((1 << 50) - 1)) >> 52).to(tl.int32) - 1023 + 127
     else:
         exponent = (most.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
@@ -75,8 +75,8 @@ def store_coded(
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `store`, in FP8: `GROUPS` of `SIZE` numbers, then one of `REST` if that is not 0, to cells of `BYTES`. What has
-    a number above `most` is not finite.
+    """As `store`, in FP8: `GROUPS` of `SIZE` numbers, then one of `REST` if that is not 0, to cells of `BYTES`. What
+    has a number above `most` is not finite.
     """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
     kv += row * kv_stride
