@@ -9,13 +9,15 @@ and multiplying by it are exact: what is read back is the same in every dtype, w
 
 from dataclasses import dataclass
 
+LINE = 64  # bytes that a processor reads at once: a head's codes should not lie in one more of them than they must
 ALIGNED = 16  # bytes: then a GPU may load many codes at once, whatever the slot
 
 
 @dataclass(frozen=True, slots=True)
 class CodedCell:
     """A cell of `shape` [parts, KV heads, d] in FP8: the codes of all its numbers in order, a byte for the scale of
-    each group, in order, which is e + 127, and zeros up to whole `ALIGNED` bytes.
+    each group, in order, which is e + 127, and zeros up to whole `LINE` bytes, or where these would be more than a
+    sixteenth of the cell, up to whole `ALIGNED` ones.
 
     A cell of one part is a latent one; the first `latent` of its numbers are the latent.
     """
@@ -41,4 +43,5 @@ class CodedCell:
     def nbytes(self) -> int:
         """Bytes of a cell."""
         taken = self.numbers + sum(count for count, _ in self.groups)
-        return -(-taken // ALIGNED) * ALIGNED
+        lines = -(-taken // LINE) * LINE
+        return lines if 16 * (lines - taken) <= taken else -(-taken // ALIGNED) * ALIGNED

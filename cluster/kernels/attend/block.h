@@ -100,15 +100,28 @@ INLINE const real *placed(const struct job *j, int which, int64_t slot, int64_t 
     return copy;
 }
 
-/* Where `count` keys or values are, from position `p` on, which all lie in one place of the page table each. */
+/* Asks for the key or value of a cell, as cells of a prefix lie too far apart for a processor to guess the next. */
+INLINE void asked(const struct job *j, int which, int64_t slot, int64_t head)
+{
+    const struct aerie_attend *a = j->a;
+    int64_t count = a->parts * a->kv_heads * a->size, group = which == VALUE && a->parts == 2 ? a->kv_heads + head : head;
+    int64_t each = a->coded ? 1 : sizeof(stored), cell = a->coded ? a->coded : count * each;
+    const char *from = (const char *)a->memory + slot * cell + group * a->size * each;
+    for (int64_t i = 0; i < a->size * each; i += 64) __builtin_prefetch(from + i);
+    if (a->coded) __builtin_prefetch((const char *)a->memory + slot * cell + count + group);
+}
+
+/* Where `count` keys or values are, from position `p` on. */
 static void placed_run(const struct job *j, const struct task *t, int which, int64_t p, int64_t count, const real **at,
                        real *copies)
 {
-    int64_t each = larger(j->deep, j->wide), size = j->a->page_size;
+    int64_t each = larger(j->deep, j->wide), size = j->a->page_size, slots[COPIES];
     for (int64_t i = 0, slot = 0, left = 0; i < count; i++, p++, slot++, left--) {
         if (!left) slot = slot_of(j->a, t->table, p), left = size - p % size;
-        at[i] = placed(j, which, slot, t->head, copies + i * each);
+        slots[i] = slot;
+        asked(j, which, slot, t->head);
     }
+    for (int64_t i = 0; i < count; i++) at[i] = placed(j, which, slots[i], t->head, copies + i * each);
 }
 
 /* scores[line][cell] of `ls` lines and `cs` cells, each a sum of LANES lanes. */
@@ -251,13 +264,13 @@ static void block(const struct job *j, const struct task *t, int64_t number, con
                   real *total)
 {
     const struct aerie_attend *a = j->a;
-    int64_t base = number * BLOCK, stop = base + BLOCK, lines = t->count * j->repeat, most = in_place(j) ? BLOCK : COPIES;
+    int64_t base = number * BLOCK, stop = base + BLOCK, lines = t->count * j->repeat;
     int64_t begin = larger(base, t->begin), shared = smaller(stop, t->bits ? t->start : t->end);
     const real **at = aerie_scratch(1, (sizeof *at + sizeof(real) * larger(j->deep, j->wide)) * BLOCK);
     real *copies = (real *)(at + BLOCK);
     real *scores = aerie_scratch(2, sizeof(real) * lines * BLOCK), scale = (real)a->scale;
     for (int64_t p = begin, n; p < shared; p += n) {
-        n = smaller(most, shared - p);
+        n = smaller(COPIES, shared - p);
         placed_run(j, t, KEY, p, n, at, copies);
         score(q, lines, j->deep, at, n, scale, scores + (p - base));
     }
@@ -277,7 +290,7 @@ static void block(const struct job *j, const struct task *t, int64_t number, con
         }
     }
     for (int64_t p = begin, n; p < shared; p += n) {
-        n = smaller(most, shared - p);
+        n = smaller(COPIES, shared - p);
         placed_run(j, t, VALUE, p, n, at, copies);
         weigh(scores + (p - base), lines, at, n, values, j->wide);
     }
