@@ -25,8 +25,9 @@ def coded(kv: Tensor, cell: CodedCell) -> Tensor:
     codes, scales = [], []
     for count, size in cell.groups:
         own = flat[:, at : at + count * size].reshape(-1, count, size).to(wide)
-        fraction, exponent = torch.frexp(own.abs().amax(-1))
-        scale = (exponent - 9 + (fraction > 0.875).int() + BIAS).clamp_(LEAST, MOST)
+        most = own.abs().amax(-1)
+        fraction, exponent = torch.frexp(most)
+        scale = (exponent - 9 + (fraction > 0.875).int() + BIAS).masked_fill_(most == 0, LEAST).clamp_(LEAST, MOST)
         fitted = own * power(2 * BIAS - scale).to(wide)[..., None]
         codes.append(fitted.float().to(torch.float8_e4m3fn).view(torch.uint8).flatten(1))
         scales.append(scale.to(torch.uint8))

@@ -25,9 +25,16 @@ def scale_of(group: Tensor) -> Tensor:
     return powers[torch.bucketize(group.double().abs().amax(-1), LARGEST * powers)]
 
 
+def groups(kv: Tensor, latent: int | None) -> list[Tensor]:
+    """What shares scales, the last dimension each."""
+    if latent in (None, kv.shape[-1]):
+        return [kv.double()]
+    return [kv.double()[..., :latent], kv.double()[..., latent:]]
+
+
 def held(kv: Tensor, latent: int | None = None) -> Tensor:
     """What a cache holds of cells `[n, parts, nkv, d]`; of latent ones the first `latent` numbers are the latent."""
-    parts = [kv.double()] if latent is None else [kv.double()[..., :latent], kv.double()[..., latent:]]
+    parts = groups(kv, latent)
     return torch.cat([nearest(part / scale_of(part)[..., None]) * scale_of(part)[..., None] for part in parts], -1)
 
 
@@ -35,5 +42,5 @@ def bound(kv: Tensor, latent: int | None = None) -> Tensor:
     """How far each number may be off: with 3 bits behind the first a number is at most 1/16 of itself off; below the
     smallest normal number, 2^-6, codes are 2^-9 apart, half of which is 2^-10.
     """
-    parts = [kv.double()] if latent is None else [kv.double()[..., :latent], kv.double()[..., latent:]]
+    parts = groups(kv, latent)
     return torch.cat([torch.maximum(part.abs() / 16, scale_of(part)[..., None] * 2.0**-10) for part in parts], -1)
