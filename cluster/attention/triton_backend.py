@@ -55,7 +55,7 @@ class TritonAttention:
             "SCALES": (parts - 1) * kv_heads,
             "CODED": 0 if pool.coded is None else len(pool.coded.groups),
             "PAGE": table.page_size,
-            "TILE": 32 if size > 128 or pool.dtype.itemsize > 2 else 64,
+            "TILE": tile_of(pool, self._value_dim),
             "FRONT": max(16, front),
             "BACK": whole(size - front) if size > front >= 16 else 0,
             "WIDEN": INTERPRETED and pool.dtype.itemsize == 2,
@@ -140,6 +140,13 @@ class TritonAttention:
         lines = self._lines(rows)
         many = lines >= 64 or self._value_dim >= 256
         return {"LINES": lines, "num_warps": 8 if many else 4, "num_stages": 2 if many else 3}
+
+
+def tile_of(pool: KVPool, value_dim: int) -> int:
+    """Positions of a tile: few where cells are wide, as those in FP8 become numbers in registers."""
+    if pool.coded is not None and value_dim > 256:
+        return 16
+    return 32 if pool.cell[2] > 128 or pool.dtype.itemsize > 2 else 64
 
 
 def processors_of(device: torch.device) -> int:

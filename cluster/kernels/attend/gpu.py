@@ -109,14 +109,14 @@ def part_of(
     `VALUE` numbers have the next scale.
     """
     held = read[:, None] & (at < SIZE)[None, :]
-    if CODED == 0:
-        return tl.load(memory + cells[:, None] + at[None, :], mask=held, other=0.0)
-    codes = tl.load(memory + cells[:, None] + at[None, :], mask=held, other=0)
-    scale = power(tl.load(scales + cells, mask=read, other=0))[:, None]
-    if CODED == 2:
-        second = power(tl.load(scales + cells + 1, mask=read, other=0))[:, None]
-        scale = tl.where((at < VALUE)[None, :], scale, second)
-    return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(OF)
+    found = tl.load(memory + cells[:, None] + at[None, :], mask=held, other=0)
+    if CODED > 0:
+        scale = power(tl.load(scales + cells, mask=read, other=0))[:, None]
+        if CODED == 2:
+            second = power(tl.load(scales + cells + 1, mask=read, other=0))[:, None]
+            scale = tl.where((at < VALUE)[None, :], scale, second)
+        found = (found.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(OF)
+    return found
 
 
 @triton.jit
@@ -152,14 +152,18 @@ def taken_in(
     WIDEN: tl.constexpr,
 ):
     """The softmax so far (highest score, sum, weighted values) with one more tile, of which lines see `seen`."""
-    ALONE: tl.constexpr = 1 if CODED else 0  # values have one scale, `SCALES` behind that of their keys
+    # Values have one scale, `SCALES` behind that of their keys; so has a part of latent cells on one side of `VALUE`.
+    ALONE: tl.constexpr = 1 if CODED else 0
+    IN_FRONT: tl.constexpr = 1 if CODED == 2 and FRONT <= VALUE else CODED
+    IN_BACK: tl.constexpr = 1 if CODED == 2 and FRONT >= VALUE else CODED
+    SECOND: tl.constexpr = 1 if IN_BACK < CODED else 0
     value = part_of(memory + BEHIND, scales + SCALES, cells, read, tl.arange(0, WIDTH), VALUE, VALUE, ALONE, OF)
-    key = part_of(memory, scales, cells, read, tl.arange(0, FRONT), SIZE, VALUE, CODED, OF)
+    key = part_of(memory, scales, cells, read, tl.arange(0, FRONT), SIZE, VALUE, IN_FRONT, OF)
     if WIDEN:
         key, value = key.to(WIDE), value.to(WIDE)
     scores = tl.dot(q_front, tl.trans(key), input_precision="ieee", out_dtype=WIDE)
     if BACK:
-        key = part_of(memory, scales, cells, read, FRONT + tl.arange(0, BACK), SIZE, VALUE, CODED, OF)
+        key = part_of(memory, scales + SECOND, cells, read, FRONT + tl.arange(0, BACK), SIZE, VALUE, IN_BACK, OF)
         if WIDEN:
             key = key.to(WIDE)
         scores += tl.dot(q_back, tl.trans(key), input_precision="ieee", out_dtype=WIDE)

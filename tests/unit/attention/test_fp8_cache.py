@@ -51,8 +51,8 @@ def one_row(
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("backend", ["c", "triton"])
 def test_what_is_stored_is_what_the_twin_stores(backend: str, name: str, dtype: torch.dtype) -> None:
-    """To the byte, with numbers of all sizes, those included that are read back as 0. (Triton's interpreter does not know
-    the denormal numbers of bfloat16.)
+    """To the byte, with numbers of all sizes, those included that are read back as 0; but for the denormal numbers of
+    bfloat16, which Triton's interpreter does not know.
     """
     least = -28 if dtype == torch.bfloat16 else -44
     cell, heads, _ = CELLS[name]
