@@ -138,8 +138,8 @@ class TritonAttention:
     def _lines_of(self, rows: int) -> dict[str, int]:
         """The same as constants, with the warps that share them."""
         lines = self._lines(rows)
-        many = lines >= 64 or self._value_dim >= 256
-        return {"LINES": lines, "num_warps": 8 if many else 4, "num_stages": 2 if many else 3}
+        many, coded = lines >= 64 or self._value_dim >= 256, self._pool.coded is not None
+        return {"LINES": lines, "num_warps": 8 if many else 4, "num_stages": 2 if many or coded else 3}
 
 
 def tile_of(pool: KVPool, value_dim: int) -> int:
