@@ -6,11 +6,13 @@ Everything that can be known to be wrong without opening a file is refused here,
 import difflib
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Cache = Literal["auto", "fp8_e4m3"]
+CACHES: tuple[str, ...] = get_args(Cache)
 
 ALIASES: dict[str, str] = {
     "model": "model_path",
@@ -114,6 +116,11 @@ class EngineConfig(Settings):
         "for a target in bfloat16 of 134 million parameters and more, where the kernels are in C",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    kv_cache_dtype: Cache = Field(
+        default="auto",
+        description="what the KV caches of target and draft hold; auto: numbers of the dtype that models compute in; "
+        "fp8_e4m3: a byte a number, and a scale for each cell and KV head",
+    )
     attention_backend: Literal["auto", "torch", "c", "triton"] = Field(
         default="auto",
         description="what attention and the kernels beside it run in; auto: C on a CPU, Triton on "
@@ -244,6 +251,14 @@ class EngineConfig(Settings):
             return cls.model_validate(flat)
         except ValidationError as error:
             raise as_config_error(error) from None
+
+    @field_validator("kv_cache_dtype", mode="before")
+    @classmethod
+    def _refuse_other_caches(cls, given: Any) -> Any:
+        if given not in CACHES:
+            why = "; of FP8 e4m3 alone is, as e5m2 rounds twice as coarsely" if "fp8" in str(given) else ""
+            raise ConfigError(f"{given!r} is not served{why}; set fp8_e4m3, or auto for the dtype of the model")
+        return given
 
     def levels_at(self, decodes: int, deepest: int) -> int:
         """The levels, at most `deepest`, that `speculative_batch_tiers` allows with `decodes` decoding requests."""

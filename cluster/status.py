@@ -63,7 +63,8 @@ class RankInfo:
 
     `config` holds the settings; `draft` is None without one; `captured` is None where steps are run as they are;
     `quantised` says in words which weights stay packed and which were dequantised, `experts` which ranks hold which
-    experts; `kv_gb` is in 10^9 bytes;
+    experts; `kv_cache_dtype` is what KV caches hold, `kv_bytes_per_token` what a token takes in all of them, scales
+    included; `kv_gb` is in 10^9 bytes;
     `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
     None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the network, between ranks) are
     those of the process that holds the rank, where one does.
@@ -92,6 +93,8 @@ class RankInfo:
     page_size: int
     kv_pages: int
     kv_tokens: int
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
     kv_gb: float
     kv_sized_by: str
     max_request_tokens: int

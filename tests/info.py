@@ -32,6 +32,8 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> Rank
         "page_size": page_size,
         "kv_pages": kv_pages,
         "kv_tokens": page_size * kv_pages,
+        "kv_cache_dtype": "float32",
+        "kv_bytes_per_token": 256,
         "kv_gb": 0.0,
         "kv_sized_by": "max_total_tokens",
         "max_request_tokens": 4096,

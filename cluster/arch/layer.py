@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cluster.arch.cell import CodedCell
 from cluster.arch.keys import Keys
 from cluster.arch.rope import Rope, rope_of
 from cluster.config import ConfigError
@@ -99,6 +100,11 @@ class LayerGeometry:
     def cell(self) -> tuple[int, int, int]:
         """Shape of one token's entry in a KV pool: k and v `[2, nkv, d]`, or one latent `[1, 1, d]`."""
         return (2 if self.latent is None else 1), self.kv_heads, self.head_dim
+
+    @property
+    def coded_cell(self) -> CodedCell:
+        """The same entry in FP8."""
+        return CodedCell(self.cell, None if self.latent is None else self.latent.kv_rank)
 
     @property
     def value_dim(self) -> int:

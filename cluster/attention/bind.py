@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from cluster.attention.triton_backend import TritonAttention
 
 
-def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the pool of `layers`."""
-    return slot_bytes(len(layers), layers[0].cell, dtype)
+def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
+    """Bytes that one token takes in the pool of `layers`, in FP8 or in `dtype`."""
+    return slot_bytes(len(layers), layers[0].cell, dtype, layers[0].coded_cell if fp8 else None)
 
 
 def bind_attention(
-    layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather, kernels: Kernels
+    layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather, kernels: Kernels, fp8: bool = False
 ) -> tuple[KVPool, "TorchAttention | CAttention | TritonAttention"]:
-    """A pool of `slots` for `layers` (of one rank, all with the same cell), and the attention bound to it, in what the
-    other `kernels` are.
+    """A pool of `slots` for `layers` (of one rank, all with the same cell), in FP8 or in `dtype`, which is that of
+    queries, and the attention bound to it, in what the other `kernels` are.
     """
     g = layers[0]
-    room = len(layers), slots, g.cell, dtype, gather.device
+    room = len(layers), slots, g.cell, dtype, gather.device, g.coded_cell if fp8 else None
     how = g.heads, tuple(layer.sliding_window for layer in layers), g.scale, g.value_dim
     if kernels.name == "triton":  # takes a second to load
         made: KVPool = importlib.import_module("cluster.kv.triton_pool").TritonPool(*room)

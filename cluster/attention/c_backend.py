@@ -23,7 +23,7 @@ POINTERS = (
 )
 NUMBERS = (
     *("rows", "q_stride", "kv_stride", "parts", "heads", "kv_heads", "size", "value", "pages_each", "page_size"),
-    *("requests", "each", "words", "bits_stride", "chunks", "first", "window", "threads"),
+    *("requests", "each", "words", "bits_stride", "chunks", "first", "window", "threads", "coded"),
 )
 
 
@@ -50,11 +50,11 @@ class CAttention:
         value_dim: int | None,
         library: Library,
     ) -> None:
-        """See `TorchAttention`; the pool is float64, float32 or bfloat16."""
-        layers, _, parts, kv_heads, size = pool.kv.shape
-        self._run = library.functions["attend", pool.kv.dtype]
-        self._kv, self._pages = pool.kv, table.device_pages  # what `_fixed` points to has to live as long
-        self._windows = [window or 0 for window in sliding_windows or (None,) * layers]
+        """See `TorchAttention`; the pool is of float64, float32 or bfloat16."""
+        parts, kv_heads, size = pool.cell
+        self._run = library.functions["attend", pool.dtype]
+        self._pool, self._pages = pool, table.device_pages  # what `_fixed` points to has to live as long
+        self._windows = [window or 0 for window in sliding_windows or (None,) * pool.layers]
         self._heads, self._value_dim = heads, size if value_dim is None else value_dim
         self._fixed: dict[str, Any] = {
             "pages": table.device_pages.data_ptr(),
@@ -65,6 +65,7 @@ class CAttention:
             "value": self._value_dim,
             "pages_each": table.device_pages.shape[1],
             "page_size": table.page_size,
+            "coded": 0 if pool.coded is None else pool.coded.nbytes,
             "scale": size**-0.5 if scale is None else scale,
         }
         self._held: list[Tensor] = []  # what `_bound` points to
@@ -92,10 +93,10 @@ class CAttention:
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
-        q, kv = fitting(q, kv, self._kv)
+        q, kv = fitting(q, kv, self._pool)
         out = q.new_empty(q.shape[0], self._heads * self._value_dim)
         given = Arguments.from_buffer_copy(self._bound)
-        given.memory, given.q, given.kv = self._kv[layer].data_ptr(), q.data_ptr(), kv.data_ptr()
+        given.memory, given.q, given.kv = self._pool.kv[layer].data_ptr(), q.data_ptr(), kv.data_ptr()
         given.sinks = None if sinks is None else sinks.data_ptr()
         given.out, given.window = out.data_ptr(), self._windows[layer]
         given.rows, given.q_stride, given.kv_stride = q.shape[0], q.stride(0), kv.stride(0)

@@ -14,19 +14,21 @@ from torch import Tensor
 from cluster.attention.cells import Piece
 from cluster.attention.gather import Gather, Part, Reader
 from cluster.batch import HostBounds, Seen
+from cluster.kv.codes import coded, decoded, largest
 from cluster.kv.pool import KVPool
 from cluster.tape import opaque
 
 
-def kept_out(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """`q` and `kv` with zeros in place of every cell that is not finite, and NaN in place of its row's query.
+def kept_out(q: Tensor, kv: Tensor, most: float | None = None) -> tuple[Tensor, Tensor]:
+    """`q` and `kv` with zeros in place of every cell that is not finite, or has a number above `most`, and NaN in place
+    of its row's query.
 
     The row that overflowed has NaN as its own output, but its cell is harmless to rows that mask it, for which
     attention multiplies it by 0: a tree node cannot spoil its siblings, nor a draft its own later steps.
     """
-    if kv.is_cpu and isfinite(kv.sum().item()):  # on a GPU this test would force a sync
+    if most is None and kv.is_cpu and isfinite(kv.sum().item()):  # on a GPU this test would force a sync
         return q, kv
-    bad = ~kv.isfinite().flatten(1).all(1)
+    bad = ~(kv.isfinite() if most is None else kv.abs() <= most).flatten(1).all(1)
     return q.masked_fill(bad[:, None, None], nan), kv.masked_fill(bad[:, None, None, None], 0)
 
 
@@ -47,14 +49,15 @@ class TorchAttention:
         `scale` None is d ** -0.5. A pool whose cells have one part holds latents; the first `value_dim` numbers of each
         are its values.
         """
-        layers, _, *cell = pool.kv.shape
-        self._memory, self._gather, self._heads = [pool.kv[at] for at in range(layers)], gather, heads
-        self._kv_heads, self._head_dim = cell[-2:]
-        self._windows = tuple(sliding_windows) or (None,) * layers
+        self._memory, self._gather, self._heads = [pool.kv[at] for at in range(pool.layers)], gather, heads
+        self._coded, self._dtype = pool.coded, pool.dtype
+        self._most = None if pool.coded is None else largest(pool.dtype)
+        _, self._kv_heads, self._head_dim = pool.cell
+        self._windows = tuple(sliding_windows) or (None,) * pool.layers
         self._scale = self._head_dim**-0.5 if scale is None else scale
         self._value_dim = self._head_dim if value_dim is None else value_dim
-        self._repeat, dtype = heads // self._kv_heads, pool.kv.dtype
-        self._reader = Reader(prod(cell) * dtype.itemsize, self._repeat, dtype, set(self._windows))
+        self._repeat, cell = heads // self._kv_heads, prod(pool.cell) * pool.dtype.itemsize
+        self._reader = Reader(cell, self._repeat, pool.dtype, set(self._windows))
         self._write: Tensor | None = None
         self._parts: list[Part] = []
 
@@ -78,8 +81,8 @@ class TorchAttention:
 
     def _attended(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         assert self._write is not None
-        q, kv = kept_out(q, kv)
-        self._memory[layer].index_copy_(0, self._write, kv)
+        q, kv = kept_out(q, kv, self._most)
+        self._memory[layer].index_copy_(0, self._write, kv if self._coded is None else coded(kv, self._coded))
         parts = [self._attend(layer, q, part, sinks) for part in self._parts]
         if not parts:
             return q.new_zeros(q.shape[0], self._heads * self._value_dim)
@@ -105,7 +108,9 @@ class TorchAttention:
         """Keys `[R, nkv, L, d]` and values `[R, nkv, L, dv]`."""
         memory, read = self._memory[layer], piece.read
         found = memory[read] if isinstance(read, slice) else memory.index_select(0, read)
-        cells = found.view(requests, piece.length, *memory.shape[1:]).permute(2, 0, 3, 1, 4)
+        if self._coded is not None:
+            found = decoded(found, self._coded, self._dtype)
+        cells = found.view(requests, piece.length, *found.shape[1:]).permute(2, 0, 3, 1, 4)
         values = cells[-1]
         return cells[0], values if self._value_dim == self._head_dim else values[..., : self._value_dim]
 

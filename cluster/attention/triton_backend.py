@@ -4,6 +4,7 @@ It must equal `TorchAttention`. Nothing that it starts depends on a length, so a
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from cluster.attention.whole import fitting, with_rows_whole
 from cluster.batch import HostBounds, Seen, Text, Tree
 from cluster.kernels.attend import gpu
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole
+from cluster.kv.codes import largest
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
@@ -34,26 +36,29 @@ class TritonAttention:
         value_dim: int | None,
     ) -> None:
         """See `TorchAttention`."""
-        layers, _, parts, kv_heads, size = pool.kv.shape
-        self._kv, self._table, self._heads, self._kv_heads = pool.kv, table, heads, kv_heads
-        self._windows = [window or 0 for window in sliding_windows or (None,) * layers]
+        parts, kv_heads, size = pool.cell
+        self._pool, self._table, self._heads, self._kv_heads = pool, table, heads, kv_heads
+        self._windows = [window or 0 for window in sliding_windows or (None,) * pool.layers]
         self._value_dim = size if value_dim is None else value_dim
         self._scale = size**-0.5 if scale is None else scale
         self._processors = processors_of(pool.kv.device)
         front = 1 << (size.bit_length() - 1)
-        self._wide = {"WIDTH": whole(self._value_dim), "WIDE": WIDE[pool.kv.dtype]}
+        self._wide = {"WIDTH": whole(self._value_dim), "WIDE": WIDE[pool.dtype]}
         self._constants: dict[str, Any] = {
             "HEADS": heads,
             "KV_HEADS": kv_heads,
             "SIZE": size,
             "VALUE": self._value_dim,
-            "CELL": parts * kv_heads * size,
+            "CELL": prod(pool.kv.shape[2:]),
             "BEHIND": (parts - 1) * kv_heads * size,
+            "NUMBERS": parts * kv_heads * size,
+            "SCALES": (parts - 1) * kv_heads,
+            "CODED": 0 if pool.coded is None else len(pool.coded.groups),
             "PAGE": table.page_size,
-            "TILE": 32 if size > 128 or pool.kv.dtype.itemsize > 2 else 64,
+            "TILE": tile_of(pool, self._value_dim),
             "FRONT": max(16, front),
             "BACK": whole(size - front) if size > front >= 16 else 0,
-            "WIDEN": INTERPRETED and pool.kv.dtype.itemsize == 2,
+            "WIDEN": INTERPRETED and pool.dtype.itemsize == 2,
             **self._wide,
         }
         self._seen: Seen | None = None
@@ -69,10 +74,9 @@ class TritonAttention:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
         seen, count = self._seen, q.shape[0]
         assert seen is not None, "bound before it is called"
-        (q, kv), memory = fitting(q, kv, self._kv), self._kv[layer]
+        (q, kv), memory = fitting(q, kv, self._pool), self._pool.kv[layer]
         bad = torch.empty(count, dtype=torch.int32, device=q.device)
-        cell = self._constants["CELL"]
-        launch(gpu.store, (count,), kv, seen.write, memory, bad, kv.stride(0), CELL=cell, BLOCK=whole(cell))
+        self._store(kv, seen.write, memory, bad)
         rows = 0 if seen.tree is None else seen.tree.rows.shape[0] * seen.tree.bits.shape[1]
         make = q.new_empty if rows == count else q.new_zeros  # rows of a text may be fewer than are planned
         out = make(count, self._heads * self._value_dim)
@@ -82,6 +86,18 @@ class TritonAttention:
         if seen.text is not None:
             self._attend_text(given, seen.text, rows, seen.first, self._windows[layer])
         return out
+
+    def _store(self, kv: Tensor, write: Tensor, memory: Tensor, bad: Tensor) -> None:
+        count, numbers, coded = kv.shape[0], self._constants["NUMBERS"], self._pool.coded
+        if coded is None:
+            launch(gpu.store, (count,), kv, write, memory, bad, kv.stride(0), CELL=numbers, BLOCK=whole(numbers))
+            return
+        (groups, size), *rest = coded.groups
+        more = rest[0][1] if rest else 0
+        how = {"NUMBERS": numbers, "GROUPS": groups, "SIZE": size, "REST": more, "BYTES": coded.nbytes}
+        blocks = {"ALL": whole(numbers), "BLOCK": whole(max(size, more)), "WIDE": self._wide["WIDE"]}
+        given = kv, write, memory, bad, kv.stride(0), largest(self._pool.dtype)
+        launch(gpu.store_coded, (count,), *given, **how, **blocks)
 
     def _attend_tree(self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int) -> None:
         bits = with_rows_whole(tree.bits)
@@ -122,8 +138,15 @@ class TritonAttention:
     def _lines_of(self, rows: int) -> dict[str, int]:
         """The same as constants, with the warps that share them."""
         lines = self._lines(rows)
-        many = lines >= 64 or self._value_dim >= 256
-        return {"LINES": lines, "num_warps": 8 if many else 4, "num_stages": 2 if many else 3}
+        many, coded = lines >= 64 or self._value_dim >= 256, self._pool.coded is not None
+        return {"LINES": lines, "num_warps": 8 if many else 4, "num_stages": 2 if many or coded else 3}
+
+
+def tile_of(pool: KVPool, value_dim: int) -> int:
+    """Positions of a tile: few where cells are wide, as those in FP8 become numbers in registers."""
+    if pool.coded is not None and value_dim > 256:
+        return 16
+    return 32 if pool.cell[2] > 128 or pool.dtype.itemsize > 2 else 64
 
 
 def processors_of(device: torch.device) -> int:

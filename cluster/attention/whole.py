@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from cluster.kv.pool import KVPool
+
 
 def with_rows_whole(tensor: Tensor) -> Tensor:
     """`tensor` `[T, .., d]` with each of its T entries in one piece of memory."""
@@ -13,12 +15,12 @@ def with_rows_whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def fitting(q: Tensor, kv: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-    """`q` `[T, nh, d]` and `kv` `[T, parts, nkv, d]`, rows whole, for a `pool` `[layers, slots, parts, nkv, d]`.
+def fitting(q: Tensor, kv: Tensor, pool: KVPool) -> tuple[Tensor, Tensor]:
+    """`q` `[T, nh, d]` and `kv` `[T, parts, nkv, d]`, rows whole, for the cells of a `pool`.
 
     Raises:
         ValueError: they are of another dtype or width than the pool's cells, which a kernel would not notice.
     """
-    if q.dtype != pool.dtype or kv.dtype != q.dtype or kv.shape[1:] != pool.shape[2:]:
-        raise ValueError(f"cells {list(kv.shape)} of {kv.dtype} for a pool {list(pool.shape)} of {pool.dtype}")
+    if q.dtype != pool.dtype or kv.dtype != q.dtype or kv.shape[1:] != pool.cell:
+        raise ValueError(f"cells {list(kv.shape)} of {kv.dtype} for a pool of {list(pool.cell)} of {pool.dtype}")
     return with_rows_whole(q), with_rows_whole(kv)

@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.bench.cases import (
     acceptance,
+    cache,
     crowd,
     faults,
     grammars,
@@ -48,6 +49,7 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
     "rude": rude,  # whether abusive clients disturb streams
     "overload": overload,  # what clients get at five times the capacity
     "kernels": kernels,  # each kernel against its twin and the machine
+    "cache": cache,  # attention over a KV cache in FP8, against one in the dtype of the model
     "packed": packed,  # products by weights that stay quantised
     "radix": radix,  # CPU time of operations on the radix tree
 }

@@ -167,7 +167,8 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
     info = _info(prepared, pace, captured)
     logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)
-    logger.info("rank %d: KV cache of %d tokens (%s)", mesh.rank, info.kv_tokens, info.kv_sized_by)
+    kept = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
+    logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kept)
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
     return Engine(
@@ -299,12 +300,12 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
 def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
-    tokens = pages * config.page_size
+    tokens, kept = pages * config.page_size, str(prepared.models.dtype).removeprefix("torch.")
     return RankInfo(
         config=config,
         rank=mesh.rank,
         dp_rank=mesh.dp_rank,
-        dtype=str(prepared.models.dtype).removeprefix("torch."),
+        dtype=kept,
         device=str(prepared.device),
         context_length=prepared.context_length,
         vocab_size=resolved.target.vocab_size,
@@ -324,6 +325,8 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         page_size=config.page_size,
         kv_pages=pages,
         kv_tokens=tokens,
+        kv_cache_dtype=kept if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_bytes_per_token=prepared.models.token_bytes,
         kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
         kv_sized_by=memory.capacity.sized_by,
         max_request_tokens=min(prepared.context_length, tokens - shape.forcing().window),

@@ -22,6 +22,8 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torc
 """How far rounding may shift the hidden state (relative) and the probability of the most likely token. The demo draft's
 hidden state shifts by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.10 with the other rope layout, by
 0.21 and 0.26 with aux layers off by one, by 0.9 and more with other misreadings."""
+FP8_CACHE = 0.05
+"""The same where attention reads k and v from FP8, in any dtype; the demo draft's hidden state shifts by 0.02."""
 HALF = 0.01  # larger tolerances are half precision's, where a near-tied token may take the place of the most likely one
 
 
@@ -62,6 +64,8 @@ def check_sample(sample: Sample, config: EngineConfig, lockstep: Lockstep, cache
     if given is None:
         return
     wanted, most = torch.tensor(sample.hidden, dtype=torch.float64), TOLERANCE[given.hidden.dtype]
+    if config.kv_cache_dtype == "fp8_e4m3":
+        most = max(most, FP8_CACHE)
     hidden = float((given.hidden[0].double().cpu() - wanted).norm() / wanted.norm())
     probability = 0.0
     if not mapped:

@@ -40,7 +40,8 @@ def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_lengt
     cache = KVCache(pages, table, radix=not config.disable_radix_cache)
     slots = (pages + 1) * config.page_size
     gather = Gather(table, window)
-    first, *others = [bind_attention(layers, slots, models.dtype, gather, models.kernels) for layers in models.layers]
+    shared = slots, models.dtype, gather, models.kernels, models.fp8_cache
+    first, *others = [bind_attention(layers, *shared) for layers in models.layers]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
     drafts = [DraftRunner(model, *own, watch) for model, own in zip(models.drafts, others, strict=True)]
     return RankMemory(capacity, cache, TargetRunner(models.target, *first, boundaries, watch), drafts, watch)

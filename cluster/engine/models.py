@@ -8,6 +8,7 @@ from cluster.arch import LayerGeometry, Moe
 from cluster.arch.dtypes import compute_dtype
 from cluster.arch.resolve import ResolvedModels
 from cluster.attention.bind import pool_bytes
+from cluster.config import ConfigError
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Apart, Ops
 from cluster.forward.noise import at_least_float32
@@ -24,6 +25,9 @@ from cluster.models.target import DecoderTarget
 from cluster.spec.multilayer import kept_bytes
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+KNOWS_FP8 = 8, 9
+"""The compute capability from which on a GPU turns FP8 into numbers itself, and Triton knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,12 @@ class RankModels:
         beside = 0
         if (spec := self.resolved.draft) is not None:
             beside = kept_bytes(len(self.drafts), spec.hidden, self.dtype)
-        return sum(pool_bytes(layers, self.dtype) for layers in self.layers) + beside
+        return sum(pool_bytes(layers, self.dtype, self.fp8_cache) for layers in self.layers) + beside
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether KV pools are in FP8."""
+        return self.resolved.config.kv_cache_dtype == "fp8_e4m3"
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
@@ -108,7 +117,18 @@ def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
     Raises:
         ConfigError: what is set cannot be had here.
     """
-    return choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
+    kernels = choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
+    if resolved.config.kv_cache_dtype == "fp8_e4m3" and kernels.name == "triton" and device.type == "cuda":
+        _refuse_gpus_without_fp8(torch.cuda.get_device_capability(device))
+    return kernels
+
+
+def _refuse_gpus_without_fp8(capability: tuple[int, int]) -> None:
+    if capability < KNOWS_FP8:
+        raise ConfigError(
+            f"kv_cache_dtype fp8_e4m3 with attention in Triton needs a GPU of compute capability 8.9 or more, and this "
+            f"one has {capability[0]}.{capability[1]}; set kv_cache_dtype to auto, or attention_backend to torch"
+        )
 
 
 def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:

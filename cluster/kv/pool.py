@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.arch.cell import CodedCell
 from cluster.batch import PageCopy
 
 
@@ -30,11 +31,25 @@ Cell = tuple[int, int, int]
 
 
 class KVPool:
-    """`kv[layer, slot]` is a cell: k and v side by side, so that one index copies or gathers both."""
+    """`kv[layer, slot]` is a cell: k and v side by side, so that one index copies or gathers both; in FP8 with their
+    scales. `cell` and `dtype` are those of k and v as they are computed.
+    """
 
-    def __init__(self, layers: int, slots: int, cell: Cell, dtype: torch.dtype, device: torch.device) -> None:
-        """`slots` counts the sink page too. All zeros, as steps that are only timed read cells before any write."""
-        self.kv = zeros((layers, slots, *cell), dtype, device)
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        cell: Cell,
+        dtype: torch.dtype,
+        device: torch.device,
+        coded: CodedCell | None = None,
+    ) -> None:
+        """`slots` counts the sink page too. `coded`: cells are kept so. All zeros, as steps that are only timed read
+        cells before any write.
+        """
+        self.layers, self.slots, self.cell, self.dtype, self.coded = layers, slots, cell, dtype, coded
+        shape, kept = (cell, dtype) if coded is None else ((coded.nbytes,), torch.uint8)
+        self.kv = zeros((layers, slots, *shape), kept, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """See `SlotMemory.move_kv_cache`; in every layer."""
@@ -47,9 +62,9 @@ def cells_of(copies: Sequence[PageCopy], page_size: int) -> list[int]:
     return written + [copy.source * page_size + cell for copy in copies for cell in range(copy.tokens)]
 
 
-def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype) -> int:
+def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype, coded: CodedCell | None = None) -> int:
     """Bytes that one token takes in a pool."""
-    return layers * prod(cell) * dtype.itemsize
+    return layers * (prod(cell) * dtype.itemsize if coded is None else coded.nbytes)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,5 +1,7 @@
 """A pool whose windows are compacted by one program of Triton, over all layers."""
 
+from math import prod
+
 from torch import Tensor
 
 from cluster.kernels.launch import launch, whole
@@ -18,7 +20,7 @@ class TritonPool(KVPool):
             super().move_kv_cache(destination, source)
             return
         (rows, count), (layers, _, *shape) = destination.shape, self.kv.shape
-        cell = shape[0] * shape[1] * shape[2]
+        cell = prod(shape)
         slots = destination.contiguous(), source.contiguous()
         how = {"CELL": cell, "ROWS": whole(count, 1), "BLOCK": NUMBERS}
         launch(gpu.move, (layers, rows, -(-cell // NUMBERS)), self.kv, *slots, self.kv.stride(0), count, **how)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.arch.quantisation import read_quantisation, with_whole
 from cluster.arch.safetensors.header import Stored
 from cluster.arch.safetensors.stored import stored_tensors, weight_files
-from cluster.arch.safetensors.tensors import IGNORED
+from cluster.arch.safetensors.tensors import IGNORED, KV_SCALES
 from cluster.config import ConfigError
 from cluster.kernels.quantised import Quantised
 from cluster.models.formats import Asked, Index, Span, format_of, mxfp4, place_of
@@ -60,7 +60,7 @@ class Checkpoint:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
         """
         self.folder, self._stored_name, self._dry = folder, stored_name, dry
-        self._ignored = [re.compile(pattern) for pattern in (IGNORED, *ignored)]
+        self._ignored = [re.compile(pattern) for pattern in (IGNORED, KV_SCALES, *ignored)]
         self._maps: dict[Path, mmap.mmap] = {}
         self._taken: set[str] = set()
         self.tally = Tally()
@@ -200,9 +200,12 @@ class Checkpoint:
             mapped.close()
         self._maps.clear()
         said = self.tally.lines(self.quantisation.activations)
+        scales = sum(re.search(KV_SCALES, name) is not None for name in self._files.keys() - self._taken)
+        if scales:
+            said.append(f"{scales} scales for a KV cache in FP8 are not used: its cells have scales of their own")
         if self._dry:
             return said
-        others = len(self._files) - len(self._taken & self._files.keys())
+        others = len(self._files) - len(self._taken & self._files.keys()) - scales
         if others:
             log.info("%s: %d tensors belong to parts that are not served and were not read", self.folder, others)
         for line in said:

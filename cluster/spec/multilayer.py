@@ -46,10 +46,9 @@ class MultiLayerDraft:
         """One runner per level; `table` is the page table that they share."""
         self._runners, self._ranking, self._table = draft_runner_list, ranking, table
         first = draft_runner_list[0]
-        spec, kv = first.model.spec, first.pool.kv
-        slots = kv.shape[1]
+        spec, pool = first.model.spec, first.pool
         self._chained = spec.chained
-        self._gave = [zeros((slots, spec.hidden), kv.dtype, kv.device) for _ in draft_runner_list]
+        self._gave = [zeros((pool.slots, spec.hidden), pool.dtype, pool.kv.device) for _ in draft_runner_list]
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy what is kept beside the pools from slot `source[i]` onto `destination[i]`."""

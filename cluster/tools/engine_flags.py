@@ -2,7 +2,7 @@
 
 import argparse
 
-from cluster.config import ConfigError
+from cluster.config import CACHES, ConfigError
 
 TREE = (
     ("num_steps", "speculative_num_steps", "depth of the tree"),
@@ -21,12 +21,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-speculation", action="store_true", help="ignore --draft")
     dtypes = ["auto", "float64", "float32", "bfloat16", "float16"]
     parser.add_argument("--dtype", choices=dtypes, help="(default: auto, the checkpoint's on a GPU, float32 on a CPU)")
+    parser.add_argument("--kv-cache-dtype", choices=CACHES, help="what the KV caches hold (default: auto, as --dtype)")
     parser.add_argument("--page-size", type=int)
 
 
 def engine_flags_given(args: argparse.Namespace) -> list[str]:
     """Those of the flags that are on the command line."""
-    names = ("draft", *(flag for flag, _, _ in TREE), "no_speculation", "dtype", "page_size")
+    names = ("draft", *(flag for flag, _, _ in TREE), "no_speculation", "dtype", "kv_cache_dtype", "page_size")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
 
 
@@ -36,7 +37,7 @@ def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
     Raises:
         ConfigError: flags that do not go together.
     """
-    plain = {"dtype": args.dtype, "page_size": args.page_size}
+    plain = {name: getattr(args, name) for name in ("dtype", "kv_cache_dtype", "page_size")}
     settings: dict[str, object] = {"model_path": model} | {k: v for k, v in plain.items() if v is not None}
     if args.draft and not args.no_speculation:
         settings["speculative_draft_model_path"] = args.draft

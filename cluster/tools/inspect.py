@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cluster.arch.dtypes import BYTES
-from cluster.config import ConfigError
+from cluster.config import CACHES, ConfigError
 from cluster.tools.overrides import add_override_argument, overrides_of
 from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
 
@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", *BYTES])
     parser.add_argument(
         "--device", default=ASSUMED_DEVICE, choices=["cuda", "cpu"], help="what the memory is told for (default: cuda)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=CACHES, help="what the KV caches hold (default: auto, as --dtype)"
     )
     add_override_argument(parser)
     parser.add_argument("--token-map", metavar="FILE", help="speculative_token_map: a .json or .safetensors file")
@@ -46,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--draft-override and --token-map apply to a draft; give --draft DIR as well")
     report = None
     if args.draft is None and args.tp == args.dp == args.ep == 1 and not args.tensors and not args.json:
-        report = summary(args.path, args.dtype, args.device)
+        report = summary(args.path, args.dtype, args.device, args.kv_cache_dtype)
     if report is None:
         inspect = importlib.import_module("cluster.tools.tensor_report").inspect
         settings = (overrides, args.token_map)
-        mesh = args.tp, args.dp, args.ep
-        report = inspect(args.path, args.draft, *mesh, args.dtype, settings, args.device)
+        how = args.tp, args.dp, args.ep, args.dtype, settings, args.device, args.kv_cache_dtype
+        report = inspect(args.path, args.draft, *how)
     if args.json:
         print(json.dumps(asdict(report)))
     else:

@@ -1,5 +1,6 @@
 """What a target is and how much memory it takes, from its config and the headers of its files; without torch."""
 
+import re
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from cluster.arch.dtypes import BYTES, PLAIN, compute_dtype
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_tensors
-from cluster.arch.safetensors.tensors import check_tensors, target_tensors
+from cluster.arch.safetensors.tensors import KV_SCALES, check_tensors, target_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
@@ -53,27 +54,30 @@ def features_of(arch: TargetArch) -> dict[str, Any]:
     }
 
 
-def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE) -> Report | None:
-    """The report on a good target, served by one rank; None for one with problems or quantised weights."""
+def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE, cache: str = "auto") -> Report | None:
+    """The report on a good target, served by one rank with a `cache` (`kv_cache_dtype`); None for one with problems,
+    quantised weights or scales.
+    """
     try:
         arch = read_target(folder)
         check_tensors(folder, arch)
         held = stored_tensors(folder)
     except ConfigError:
         return None
-    if any(stored.dtype not in PLAIN for _, _, stored in held.values()):
+    if any(stored.dtype not in PLAIN or re.search(KV_SCALES, name) for name, (_, _, stored) in held.items()):
         return None
     compute = compute_dtype(arch, dtype, device)
-    parts, kv_heads, head_dim = arch.layer.cell
+    cell = prod(arch.layer.cell) * BYTES[compute] if cache == "auto" else arch.layer.coded_cell.nbytes
     target = described(folder, arch)
     memory = {
         "tp": 1,
         "dp": 1,
         "ep": 1,
         "dtype": compute,
+        "kv_cache_dtype": compute if cache == "auto" else cache,
         "device": device,
         "target_bytes_per_rank": target["parameters"] * BYTES[compute],
         "draft_bytes_per_rank": 0,
-        "kv_bytes_per_token": arch.num_layers * parts * kv_heads * head_dim * BYTES[compute],
+        "kv_bytes_per_token": arch.num_layers * cell,
     }
     return Report(target, None, memory, features_of(arch))

@@ -3,7 +3,7 @@
 The models are built on the meta device by the same code that loads them, so the report says what loading would do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -125,11 +125,14 @@ def _never(*given: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a rank computes with: in `dtype` on `device`, holding the parts that `sharding` says."""
+    """What a rank computes with: in `dtype` on `device`, holding the parts that `sharding` says, and its KV in FP8 if
+    `fp8_cache`.
+    """
 
     dtype: torch.dtype
     device: str
     sharding: Sharding
+    fp8_cache: bool
 
     @property
     def context(self) -> ModelContext:
@@ -147,11 +150,13 @@ def inspect(
     dtype: str = "auto",
     settings: Settings = (None, None),
     device: str = ASSUMED_DEVICE,
+    cache: str = "auto",
 ) -> Report:
     """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups, its
     experts in `ep` parts. Numbers per rank are those of the first one, with as many experts as any rank has.
 
-    Where the target is recognised but cannot be served, its draft is reported alone.
+    `cache` is the setting `kv_cache_dtype`. Where the target is recognised but cannot be served, its draft is reported
+    alone.
     """
     report = Report()
     if tp % dp:
@@ -159,28 +164,30 @@ def inspect(
     if tp % ep:
         raise ConfigError(f"--ep {ep} must divide --tp {tp}")
     sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp), Part(ep - 1, ep))
+    place_of_model = partial(_place, sharding, dtype, device, cache)
     try:
         arch = read_target(path)
         moe = experts_of(arch.layers)
         if moe is not None or draft is None:
             check_parts(ep, moe)
-        place = _place(arch, dtype, device, sharding)
+        place = place_of_model(arch)
         taken = _target(report, path, arch, place)
         layers = [local_heads(g, sharding.attention) for g in arch.layers]
     except ConfigError as error:
         report.problems.append(str(error))
         if draft is not None:
-            _alone(report, path, draft, sharding, dtype, settings, device)
+            _alone(report, path, draft, place_of_model, settings)
         return report
     report.memory = {
         "tp": tp,
         "dp": dp,
         "ep": ep,
         "dtype": str(place.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(place.dtype).removeprefix("torch.") if cache == "auto" else cache,
         "device": device,
         "target_bytes_per_rank": taken,
         "draft_bytes_per_rank": 0,
-        "kv_bytes_per_token": pool_bytes(layers, place.dtype),
+        "kv_bytes_per_token": pool_bytes(layers, place.dtype, place.fp8_cache),
     }
     report.features = features_of(arch)
     if moe is not None and tp > 1:
@@ -193,12 +200,12 @@ def inspect(
     return report
 
 
-def _place(arch: TargetArch, dtype: str, device: str, sharding: Sharding) -> Place:
-    return Place(DTYPES[compute_dtype(arch, dtype, device)], device, sharding)
+def _place(sharding: Sharding, dtype: str, device: str, cache: str, arch: TargetArch) -> Place:
+    return Place(DTYPES[compute_dtype(arch, dtype, device)], device, sharding, cache == "fp8_e4m3")
 
 
 def _alone(
-    report: Report, path: str, draft: str, sharding: Sharding, dtype: str, settings: Settings, device: str
+    report: Report, path: str, draft: str, place_of_model: Callable[[TargetArch], Place], settings: Settings
 ) -> None:
     """Report the draft of a target that is recognised but cannot be served; the memory is the draft's alone."""
     try:
@@ -208,7 +215,7 @@ def _alone(
         report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
         report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
         report.features = {"checked": "the draft alone"}
-        _draft(report, draft, arch, _place(arch, dtype, device, sharding), settings)
+        _draft(report, draft, arch, place_of_model(arch), settings)
     except ConfigError as error:
         if str(error) not in report.problems:
             report.problems.append(str(error))
@@ -250,7 +257,8 @@ def _draft(report: Report, path: str, arch: TargetArch, place: Place, settings: 
     if quantised:
         report.draft["quantised"] = quantised
     report.memory["draft_bytes_per_rank"] = taken
-    cells, kept = loaded * pool_bytes(own, compute), kept_bytes(loaded, spec.hidden, compute)
+    cells = loaded * pool_bytes(own, compute, place.fp8_cache)
+    kept = kept_bytes(loaded, spec.hidden, compute)
     report.memory["kv_bytes_per_token"] += cells + kept
     report.features["speculation"] = spec.algorithm
     if sharding != WHOLE and spec.runners > 1:

@@ -10,7 +10,7 @@ import torch
 
 from cluster.arch.draft.sample import FILE, read_sample
 from cluster.arch.resolve import check_models
-from cluster.checkout import CHECKOUT, DEMO_DRAFT
+from cluster.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
@@ -40,6 +40,13 @@ def test_the_draft_it_was_taken_from_loads_in_every_dtype(tmp_path: Path, dtype:
     engine = build_engine(config(target, draft, dtype=dtype))
     assert engine.status().steps == 0 and engine.status().pages_used == 0
     engine.check_pages()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_it_loads_with_a_cache_in_fp8(dtype: str) -> None:
+    """The demo's, whose hidden state FP8 shifts by more than the other tolerances of float64."""
+    target, draft = demo_path(DEMO_TARGET, ""), demo_path(DEMO_DRAFT, "")
+    build_engine(config(target, draft, dtype=dtype, kv_cache_dtype="fp8_e4m3"))
 
 
 def test_loading_with_a_sample_leaves_no_trace(tmp_path: Path) -> None:

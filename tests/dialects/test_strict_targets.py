@@ -17,8 +17,11 @@ from cluster.arch.safetensors.stored import normal_name
 from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint, Matrix
+from cluster.tools.summary import summary
+from cluster.tools.tensor_report import inspect
 from tests.families import FAMILIES, all_cases, made
 from tests.loading import check_target
+from tests.tiny import target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
 FOREIGN = re.compile(r"vision|projector")
@@ -52,6 +55,36 @@ def test_the_list_of_tensors_is_what_the_loader_takes(family: str, case: str, mo
     arch = check_target(made(family, case).folder)
     assert dict(target_tensors(arch)) == taken
     check_tensors(made(family, case).folder, arch)
+
+
+KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
+OTHER_SCALES = ("self_attn.q_scale", "self_attn.k_proj.v_scale", "mlp.k_scale", "self_attn.k_zero_point")
+
+
+@pytest.mark.parametrize("name", KV_SCALES)
+def test_scales_for_a_cache_in_fp8_are_accounted_for_and_said(name: str, tmp_path: Path) -> None:
+    def add(held: Tensors) -> None:
+        held[f"model.layers.0.{name}"] = torch.tensor(0.5)
+
+    folder = copy_of(target_folder(), tmp_path / "target", add)
+    from_headers(folder)
+    report = inspect(folder, None)
+    assert not report.problems
+    assert report.target["quantised"] == [
+        "1 scales for a KV cache in FP8 are not used: its cells have scales of their own"
+    ]
+    assert summary(folder) is None, "what has something to be said has the whole report"
+
+
+@pytest.mark.parametrize("name", OTHER_SCALES)
+def test_what_is_no_scale_of_a_cache_is_unknown(name: str, tmp_path: Path) -> None:
+    def add(held: Tensors) -> None:
+        held[f"model.layers.0.{name}"] = torch.tensor(0.5)
+
+    folder = copy_of(target_folder(), tmp_path / "target", add)
+    with pytest.raises(ConfigError, match=f"does not know: .*{name}"):
+        from_headers(folder)
+    assert name in inspect(folder, None).problems[0]
 
 
 def removed(held: Tensors, name: str) -> str:

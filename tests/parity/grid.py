@@ -18,13 +18,14 @@ AXES: dict[str, tuple[object, ...]] = {
 EXTRAS: dict[str, tuple[object, ...]] = {
     "draft": ("model", "corrected", "oracle"),
     "memory": ("ample", "scarce", "cached", "no radix"),
+    "kept": ("auto", "fp8_e4m3"),
 }
 
 
 @dataclass(frozen=True)
 class Case:
     """One configuration. `memory`: ample; scarce, one page more than the longest
-    request needs, so that others retract; cached, every prompt submitted twice."""
+    request needs, so that others retract; cached, every prompt submitted twice. `kept`: `kv_cache_dtype`."""
 
     topk: int
     num_steps: int
@@ -35,6 +36,7 @@ class Case:
     sampling: str
     draft: str
     memory: str
+    kept: str = "auto"
 
     def __str__(self) -> str:
         return "-".join(str(v) for v in asdict(self).values())
@@ -90,12 +92,13 @@ def check(case: Case) -> Checked:
         "page_size": case.page_size,
         "chunked_prefill_size": case.chunk,
         "disable_radix_cache": case.memory == "no radix",
+        "kv_cache_dtype": case.kept,
     }
     target, draft = tiny_pair(case.num_aux)
     config = config_of(target, draft, case.topk, case.num_steps, **settings)
     if case.memory == "scarce":
         config = scarce(config, requests)
-    engine = speculative(config, case.draft, truth(case.sampling))
+    engine = speculative(config, case.draft, truth(case.sampling, case.kept))
     result = run(engine, requests)
     mismatches = compare(case, result)
     retracted, accept_lens, cached_tokens = result.retracted, set(result.accept_lens), 0
@@ -110,7 +113,7 @@ def check(case: Case) -> Checked:
 
 def compare(case: Case, result: Run) -> list[str]:
     """Requests of `result` that differ from plain decoding, in words."""
-    plain = plain_run(case.sampling).ended
+    plain = plain_run(case.sampling, case.kept).ended
     return [
         f"{case} {name}: {ended} instead of {plain[name]}"
         for name, ended in result.ended.items()

@@ -19,6 +19,8 @@ from tests.tables import held_slots
 NOTHING = Order()
 POISONS = (math.nan, math.inf)
 """In turns, step by step."""
+NO_CODE = 255
+"""In a cache in FP8, where neither a code nor a scale of that byte is a number."""
 
 
 def memory_of(engine: Engine) -> list[Tensor]:
@@ -54,7 +56,7 @@ def poison(engine: Engine, memory: list[Tensor], value: float, order: Order = NO
     held[:size] = False  # the sink
     free = (~held).nonzero()[:, 0]
     for cells in memory:
-        cells.index_fill_(0, free, value)
+        cells.index_fill_(0, free, value if cells.is_floating_point() else NO_CODE)
     carried, idle = engine._p.lockstep.step.carried, engine._p.cache.table.idle_row
     carried.hidden[idle] = value
     carried.topk_logprobs[idle] = value

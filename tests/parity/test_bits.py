@@ -1,5 +1,5 @@
 """Law 1 to the bit, in float32 and bfloat16: by the kernels in C a stream is plain decoding's, token for token, and
-every log-probability has the same bits, whatever it was drafted, batched or chunked with.
+every log-probability has the same bits, whatever it was drafted, batched or chunked with; also with caches in FP8.
 """
 
 from functools import cache
@@ -44,22 +44,27 @@ def said(target: str, draft: str | None, asked: list[Request], **settings: objec
 
 
 @cache
-def alone(dtype: str, sampling: str) -> Said:
+def alone(dtype: str, sampling: str, kept: str) -> Said:
     """Plain decoding, one request after the other, its prompt at once."""
     c_library()
     found: Said = {}
     for one in requests(sampling):
-        found |= said(tiny_pair()[0], None, [one], dtype=dtype, disable_radix_cache=True)
+        found |= said(tiny_pair()[0], None, [one], dtype=dtype, kv_cache_dtype=kept, disable_radix_cache=True)
     return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("chunk", [7, 512])
-def test_bits_are_those_of_plain_decoding(shape: str, sampling: str, dtype: str, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "kept"), [(7, "auto"), (512, "auto"), (7, "fp8_e4m3")])
+def test_bits_are_those_of_plain_decoding(shape: str, sampling: str, dtype: str, chunk: int, kept: str) -> None:
     target, draft = tiny_pair()
     topk = SHAPES[shape]
-    settings = {"dtype": dtype, "chunked_prefill_size": chunk, "mixed_prefill_size": min(chunk, 24)}
+    settings = {
+        "dtype": dtype,
+        "kv_cache_dtype": kept,
+        "chunked_prefill_size": chunk,
+        "mixed_prefill_size": min(chunk, 24),
+    }
     given = said(target, draft if topk else None, requests(sampling), topk=topk or 1, **settings)
-    assert given == alone(dtype, sampling)
+    assert given == alone(dtype, sampling, kept)

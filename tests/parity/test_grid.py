@@ -60,3 +60,9 @@ def test_plain_outputs_are_worth_comparing() -> None:
         assert {output.finish_reason for output in plain.last.values()} == {"stop", "length"}
         assert all(len(plain.tokens[r.request_id]) <= r.params.max_tokens for r in grid_requests(sampling, 8))
     assert plain_run("greedy").tokens != plain_run("0.8").tokens
+
+
+def test_a_cache_in_fp8_is_another_target() -> None:
+    """Its outputs are not those of a cache of numbers: a case that took one for the other would be seen."""
+    for sampling in SAMPLING:
+        assert plain_run(sampling, "fp8_e4m3").tokens != plain_run(sampling, "auto").tokens

@@ -223,6 +223,7 @@ GEOMETRIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "wide draft": ({}, {"hidden": 48, "norm_output": True}, {"vocab_parallel": "world"}),
     "draft without aux": ({}, {"use_aux": False}, {"topk": 1}),
     "no draft": ({}, {}, {}),
+    "caches in FP8": ({}, {}, {"kv_cache_dtype": "fp8_e4m3"}),
 }
 
 
@@ -236,7 +237,7 @@ def geometry_case(name: str, tp: int, dp: int, **settings: Any) -> Case:
     return Case(config(target, draft, **(given | mesh | settings)), actions)
 
 
-@pytest.mark.parametrize("name", ["one kv head", "odd mlp", "odd vocabulary over the world", "biases"])
+@pytest.mark.parametrize("name", ["one kv head", "odd mlp", "odd vocabulary over the world", "biases", "caches in FP8"])
 def test_a_geometry_on_two_ranks(ranks: Gangs, name: str) -> None:
     mesh = (2, 2) if "world" in name else (2, 1)
     tally = check(ranks(2), geometry_case(name, *mesh))

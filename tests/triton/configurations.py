@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cluster.arch.cell import CodedCell
 from cluster.attention.bits import line_bits
 from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import SamplingBatch, Seen, Text, Tree
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 class Shape(NamedTuple):
     """Layers of one rank. `value` None: k and v of `size`; else latents, the first `value` numbers of which are values.
 
-    `turned` numbers of a head are rotated; `normed`: heads are normed before.
+    `turned` numbers of a head are rotated; `normed`: heads are normed before. `fp8`: the KV cache is so.
     """
 
     hidden: int
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
     window: int | None = None
     turned: int | None = None
     normed: bool = False
+    fp8: bool = False
     activation: Activation = Activation()
 
 
@@ -49,6 +51,9 @@ SHAPES = {
     "gpt-oss": Shape(2880, 64, 8, 64, 2880, sinks=True, window=128, activation=Activation("clamped", 1.702, 7.0)),
     "DeepSeek": Shape(7168, 128, 1, 576, 2048, value=512, turned=64),
     "DeepSeek, an eighth": Shape(7168, 16, 1, 576, 2048, value=512, turned=64),
+    "Llama-3.1-8B, FP8 cache": Shape(4096, 32, 8, 128, 14336, fp8=True),
+    "gpt-oss, FP8 cache": Shape(2880, 64, 8, 64, 2880, sinks=True, window=128, fp8=True),
+    "DeepSeek, FP8 cache": Shape(7168, 128, 1, 576, 2048, value=512, turned=64, fp8=True),
     "GLM-4": Shape(4096, 32, 2, 128, 13696, turned=64),
 }
 TREES = {"plain": (64, 1), "chain": (16, 4), "tree": (4, 32), "wide tree": (1, 60)}  # requests, rows of each
@@ -65,7 +70,9 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
         tree = Tree(rows, torch.full((requests,), 9), line_bits(each, width, CPU).expand(requests, -1, -1), width)
         with watching() as seen:
             _attend(shape, dtype, requests * each, tree, None)
-        yield from ((f"{one.program.__name__}, {name}", one) for one in seen if one.program.__name__ != "store")
+        yield from (
+            (f"{one.program.__name__}, {name}", one) for one in seen if not one.program.__name__.startswith("store")
+        )
     text = Text(torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 100, 512]))
     with watching() as seen:
         _attend(shape, dtype, 512, None, text)
@@ -85,19 +92,21 @@ def chosen() -> Iterator[tuple[str, Started]]:
             TritonChooser().best(logits, [draw], torch.zeros(rows, 1) if draw.noise else None)
             TritonChooser().likeliest(logits, [draw], None, 8)
         yield from ((f"{one.program.__name__}, {name}", one) for one in seen)
-    pool = TritonPool(2, 64, (2, 8, 128), torch.bfloat16, CPU)
-    with watching() as seen:
-        pool.move_kv_cache(torch.zeros(8, 6, dtype=torch.int64), torch.zeros(8, 6, dtype=torch.int64))
-    yield from (("move", one) for one in seen)
+    for name, coded in (("move", None), ("move, FP8", CodedCell((2, 8, 128)))):
+        pool = TritonPool(2, 64, (2, 8, 128), torch.bfloat16, CPU, coded)
+        with watching() as seen:
+            pool.move_kv_cache(torch.zeros(8, 6, dtype=torch.int64), torch.zeros(8, 6, dtype=torch.int64))
+        yield from ((name, one) for one in seen)
 
 
 def _attend(shape: Shape, dtype: torch.dtype, rows: int, tree: Tree | None, text: Text | None) -> None:
     table, cell = PageTable(64, 4096, 16, CPU), (2, shape.kv_heads, shape.size)
-    pool = KVPool(1, 32, cell if shape.value is None else (1, 1, shape.size), dtype, CPU)
+    cell = cell if shape.value is None else (1, 1, shape.size)
+    pool = KVPool(1, 32, cell, dtype, CPU, CodedCell(cell, shape.value) if shape.fp8 else None)
     backend = TritonAttention(pool, table, shape.heads, (shape.window,), None, shape.value)
     backend._processors = 132
     backend.bind(Seen(torch.zeros(rows, dtype=torch.int64), tree, text))
-    kv = torch.zeros(rows, *pool.kv.shape[2:], dtype=dtype)
+    kv = torch.zeros(rows, *cell, dtype=dtype)
     sinks = torch.zeros(shape.heads, dtype=dtype) if shape.sinks else None
     backend(0, torch.zeros(rows, shape.heads, shape.size, dtype=dtype), kv, sinks)
 

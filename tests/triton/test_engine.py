@@ -34,6 +34,14 @@ def test_tokens_are_those_of_plain_decoding(shape: str, sampling: str) -> None:
     assert engine.info().attention_backend == "triton"
 
 
+def test_tokens_with_caches_in_fp8_are_those_of_plain_decoding() -> None:
+    target, draft = tiny_pair()
+    kept = {"kv_cache_dtype": "fp8_e4m3"}
+    expected = run(build_engine(config_of(target, attention_backend="torch", **kept)), requests(SAMPLING["0.8"]))
+    engine = build_engine(config_of(target, draft, **SHAPES["tree"], attention_backend="triton", **kept))
+    assert run(engine, requests(SAMPLING["0.8"])).tokens == expected.tokens
+
+
 @pytest.mark.slow
 def test_captured_steps_replay_what_is_started() -> None:
     """Twice, as the first time a key occurs its step is not captured."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cluster.arch.cell import CodedCell
 from cluster.kv.pool import KVPool
 from cluster.kv.triton_pool import TritonPool
 from tests.unit.kernels.test_product import DTYPES
@@ -22,6 +23,18 @@ def test_windows_are_compacted(count: int, cell: tuple[int, int, int], dtype: to
     for pool in pools:
         pool.move_kv_cache(slots[:, :count], slots.gather(1, paths))
         pool.move_kv_cache(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
+    assert torch.equal(pools[0].kv, pools[1].kv)
+
+
+@pytest.mark.parametrize("cell", [CodedCell((2, 2, 8)), CodedCell((1, 1, 200), 150)])
+def test_codes_are_moved_with_their_scales(cell: CodedCell) -> None:
+    dice = torch.Generator().manual_seed(3)
+    pools = [one(3, 60, cell.shape, torch.bfloat16, CPU, cell) for one in (KVPool, TritonPool)]
+    pools[0].kv.random_(0, 256, generator=dice)
+    pools[1].kv.copy_(pools[0].kv)
+    slots = torch.randperm(60, generator=dice).view(4, 15)
+    for pool in pools:
+        pool.move_kv_cache(slots[:, :6], slots.flip(1)[:, 3:9])
     assert torch.equal(pools[0].kv, pools[1].kv)
 
 

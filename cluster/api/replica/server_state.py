@@ -26,7 +26,14 @@ SETTINGS = (
         "context_length",
         "max_request_tokens",
     ),
-    *("kv_tokens", "page_size", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+    *(
+        "kv_tokens",
+        "kv_cache_dtype",
+        "page_size",
+        "speculative_num_steps",
+        "speculative_eagle_topk",
+        "speculative_num_draft_tokens",
+    ),
     "speculative_batch_tiers",
 )
 

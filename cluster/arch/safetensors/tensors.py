@@ -11,6 +11,8 @@ from cluster.config import ConfigError
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
 IGNORED = r"rotary_emb\.inv_freq$"
+KV_SCALES = r"\.self_attn\.(k|v|kv)_scale$|\.self_attn\.([kv])_proj\.(\2_scale|output_scale)$"
+"""Scales that ModelOpt and compressed-tensors found for a cache in FP8 whose cells have none of their own."""
 # Suffixes of the scales of a quantised tensor; they follow its name or replace its `.weight`.
 COMPANIONS = re.compile(
     r"(\.weight)?(_scale_inv|_scale|_zero_point|_shape|_g_idx|\.(input|activation)_scale|\.input_zero_point|"
@@ -132,7 +134,7 @@ def check_tensors(folder: str, arch: TargetArch) -> None:
                 f"tensor {raw!r} in {str(path)!r} is {list(stored.shape)} but the config requires {list(shape)}"
             )
         known.add(name)
-    ignored = [re.compile(pattern) for pattern in (IGNORED, *arch.ignored)]
+    ignored = [re.compile(pattern) for pattern in (IGNORED, KV_SCALES, *arch.ignored)]
     for name, (path, raw, _) in held.items():
         beside = COMPANIONS.sub("", name)
         if name in known or f"{beside}.weight" in known or any(pattern.search(name) for pattern in ignored):

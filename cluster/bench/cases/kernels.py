@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch.layer import LayerGeometry
-from cluster.attention.bind import bind_attention
+from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.attention.bits import line_bits
 from cluster.attention.gather import Gather
 from cluster.batch import HostBounds, Seen, Text, Tree
@@ -23,6 +23,7 @@ from cluster.bench.report import Say, machine, median, ratio, records
 from cluster.kernels.choose import choose_kernels
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Kernels
 from cluster.kernels.torch_kernels import TorchKernels
+from cluster.kv.codes import coded
 from cluster.kv.page_table import PageTable
 
 CPU = torch.device("cpu")
@@ -123,7 +124,7 @@ def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[Work]:
             yield Work(name, f"{rows} rows", partial(weight, given), read, computed)
     for rows in size.rows[:: len(size.rows) - 1]:
         yield from _row_works(g, rows, kernels, made, each)
-    yield from _attention_works(size, kernels, dtype, made)
+    yield from attention_works(size, kernels, dtype)
 
 
 def _row_works(g: LayerGeometry, rows: int, kernels: Kernels, made: Callable[..., Tensor], each: int) -> Iterator[Work]:
@@ -141,9 +142,11 @@ def _row_works(g: LayerGeometry, rows: int, kernels: Kernels, made: Callable[...
     yield Work("activate", said, lambda: kernels.activate(both, Activation()), both.numel() * each, 0)
 
 
-def _attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, made: Callable[..., Tensor]) -> Iterator[Work]:
-    """Decoding, a chain, a tree, and a chunk of a prompt, all behind prefixes of the same length."""
-    g, prefix = size.layer, size.prefix
+def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool = False) -> Iterator[Work]:
+    """Decoding, a chain, a tree, and a chunk of a prompt, all behind prefixes of the same length, over a cache in
+    `dtype` or in FP8.
+    """
+    g, prefix, dice = size.layer, size.prefix, torch.Generator().manual_seed(3)
     for name, requests, rows in (
         ("decode", 1, 1),
         ("decode", 8, 1),
@@ -155,8 +158,10 @@ def _attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, made: Cal
         pages = table.device_pages.shape[1]
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         table.device_pages[:requests] = order.view(requests, pages) + 1
-        pool, attention = bind_attention([g], (requests * pages + 1) * PAGE, dtype, Gather(table, rows), kernels)
-        pool.kv.normal_(generator=torch.Generator().manual_seed(2))
+        slots = (requests * pages + 1) * PAGE
+        pool, attention = bind_attention([g], slots, dtype, Gather(table, rows), kernels, fp8)
+        held = torch.randn(slots, *g.cell, generator=torch.Generator().manual_seed(2)).to(dtype)
+        pool.kv[0] = held if pool.coded is None else coded(held, pool.coded)
         number, lens = torch.arange(requests), torch.full((requests,), prefix)
         write = table.slots(number[:, None], prefix + torch.arange(rows)).flatten()
         tree = text = None
@@ -164,7 +169,8 @@ def _attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, made: Cal
             text = Text(number, lens, torch.tensor([0, rows]))
         else:
             tree = Tree(number, lens, line_bits(rows, rows, CPU), rows)
-        q, kv = made(requests * rows, g.heads, g.head_dim), made(requests * rows, *g.cell[:1], *g.cell[1:])
+        q = torch.randn(requests * rows, g.heads, g.head_dim, generator=dice).to(dtype)
+        kv = torch.randn(requests * rows, *g.cell, generator=dice).to(dtype)
         seen, bounds = Seen(write, tree, text), HostBounds(prefix, ((prefix, prefix + rows),) if text else ())
 
         def run(attention: Any = attention, q: Tensor = q, kv: Tensor = kv, told: Any = (bounds, seen)) -> Tensor:
@@ -173,7 +179,7 @@ def _attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, made: Cal
             out: Tensor = attention(0, q, kv)
             return out
 
-        read = requests * (prefix + rows) * 2 * g.kv_heads * g.head_dim * dtype.itemsize
+        read = requests * (prefix + rows) * pool_bytes([g], dtype, fp8)
         computed = 4 * requests * rows * (prefix + rows / 2) * g.heads * g.head_dim
         yield Work(f"attend, {name}", f"{requests} x {rows} rows", run, read, computed)
 

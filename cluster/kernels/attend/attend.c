@@ -10,13 +10,36 @@
 #include "block.h"
 #include <stdlib.h>
 
+/* A new cell as codes; nonzero, and all zeros, if a number is not finite or above what scales reach. */
+static int store_coded(const struct aerie_attend *a, const stored *from, uint8_t *to)
+{
+    int64_t count = a->parts * a->kv_heads * a->size, some = a->parts == 1 ? a->value : a->size;
+    uint8_t *scales = to + count;
+    memset(scales, 0, a->coded - count);
+    for (int64_t i = 0, group = 0; i < count; group++, i += some) {
+        if (a->parts == 1 && group) some = count - i; /* the rotated key behind a latent */
+        pattern most = greatest(from + i, some);
+        if (most > MOST) {
+            memset(to, 0, a->coded);
+            return 1;
+        }
+        scales[group] = scale_of(most);
+        encode(to + i, from + i, some, scales[group]);
+    }
+    return 0;
+}
+
 /* New cells go into the pool: zeros in place of those that are not finite, whose rows are noted. */
 static void store(const struct aerie_attend *a, uint8_t *bad)
 {
     int64_t cell = a->parts * a->kv_heads * a->size, even = cell / EACH * EACH;
     for (int64_t t = 0; t < a->rows; t++) {
         const stored *from = a->kv + t * a->kv_stride;
-        stored *to = a->memory + a->write[t] * cell;
+        if (a->coded) {
+            bad[t] = store_coded(a, from, (uint8_t *)a->memory + a->write[t] * a->coded) != 0;
+            continue;
+        }
+        stored *to = (stored *)a->memory + a->write[t] * cell;
         vec zero = {0};
         real rest = 0;
         for (int64_t i = 0; i < even; i += EACH) zero += load(from + i) * 0;
@@ -66,8 +89,8 @@ static void attended(const struct job *j, const struct task *t)
     int64_t line = j->wide + 2, each = lines * (j->deep + 2 * line);
     real *q = aerie_scratch(0, sizeof(real) * each), *values = q + lines * j->deep, *own = values + lines * line;
     for (int64_t l = 0; l < lines; l++)
-        widened(q + l * j->deep, a->q + (t->row + l / j->repeat) * a->q_stride + (t->head * j->repeat + l % j->repeat) * a->size,
-                a->size, j->deep);
+        widened_to(q + l * j->deep, a->q + (t->row + l / j->repeat) * a->q_stride + (t->head * j->repeat + l % j->repeat) * a->size,
+                   a->size, j->deep);
     real *highest = own + lines * j->wide, *total = highest + lines;
     for (int64_t i = 0; i < lines * line; i++) own[i] = 0;
     for (int64_t l = 0; l < lines; l++) highest[l] = -(real)INFINITY;

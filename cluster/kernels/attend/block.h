@@ -1,13 +1,14 @@
 /* What attention is told, how it is cut into tasks, and one block of positions of a task. */
 #pragma once
 #include "../c/scratch.h"
-#include "../c/vector.h"
+#include "coded.h"
 
 #define BLOCK 512
-#define TILE 64 /* lines of a task of a text */
+#define TILE 64  /* lines of a task of a text */
+#define COPIES 64 /* cells that are copied at a time, so that they stay in the nearest cache */
 
 struct aerie_attend {
-    stored *memory; /* one layer: [slots, parts, kv_heads, size] */
+    void *memory; /* one layer: [slots, parts, kv_heads, size], or [slots, coded] bytes */
     const stored *q, *kv, *sinks;
     stored *out;
     const int64_t *write;
@@ -19,6 +20,7 @@ struct aerie_attend {
     int64_t pages_each, page_size;
     int64_t requests, each, words, bits_stride;
     int64_t chunks, first, window, threads;
+    int64_t coded; /* bytes of a cell in FP8; 0: cells are numbers */
     double scale;
 };
 
@@ -51,17 +53,7 @@ INLINE int64_t slot_of(const struct aerie_attend *a, int64_t table, int64_t posi
     return (int64_t)a->pages[table * a->pages_each + position / a->page_size] * a->page_size + position % a->page_size;
 }
 
-INLINE const stored *cell_of(const struct aerie_attend *a, int64_t slot, int64_t head)
-{
-    return a->memory + (slot * a->parts * a->kv_heads + head) * a->size;
-}
-
-/* The cells that a task reads, as numbers of registers' width: where they lie if they can be used there, else copies. */
-struct cells {
-    const real *key[BLOCK], *value[BLOCK];
-};
-
-INLINE void widened(real *to, const stored *from, int64_t size, int64_t whole)
+INLINE void widened_to(real *to, const stored *from, int64_t size, int64_t whole)
 {
     int64_t i = 0;
     for (; i + EACH <= size; i += EACH) *(loose *)(to + i) = load(from + i);
@@ -69,22 +61,67 @@ INLINE void widened(real *to, const stored *from, int64_t size, int64_t whole)
     for (; i < whole; i++) to[i] = 0;
 }
 
-INLINE void place(const struct job *j, struct cells *c, int64_t at, int64_t slot, int64_t head, real *copies)
+enum { KEY, VALUE };
+
+/* A cell in FP8. In a latent (one part) the rotated key behind the first `value` numbers has a scale of its own. */
+INLINE void decoded_to(const struct job *j, int which, int64_t slot, int64_t head, real *to)
 {
     const struct aerie_attend *a = j->a;
-    const stored *key = cell_of(a, slot, head), *value = a->parts == 1 ? key : key + a->kv_heads * a->size;
-#if KIND != 16
-    if (a->size == j->deep && a->value == j->wide) {
-        c->key[at] = key;
-        c->value[at] = value;
+    const uint8_t *cell = (const uint8_t *)a->memory + slot * a->coded, *scales = cell + a->parts * a->kv_heads * a->size;
+    if (a->parts == 1 && which == KEY) {
+        decode(to, cell, a->value, a->value, scales[0]);
+        decode(to + a->value, cell + a->value, a->size - a->value, j->deep - a->value, scales[1]);
         return;
     }
+    int64_t group = a->parts == 1 ? 0 : which * a->kv_heads + head;
+    decode(to, cell + group * a->size, which == KEY ? a->size : a->value, which == KEY ? j->deep : j->wide, scales[group]);
+}
+
+/* Whether cells can be used where they lie, as numbers of registers' width; else they are copied to such numbers. */
+INLINE int in_place(const struct job *j)
+{
+    return KIND != 16 && !j->a->coded && j->a->size == j->deep && j->a->value == j->wide;
+}
+
+/* The key or the value of a cell; `copy` has room for either. */
+INLINE const real *placed(const struct job *j, int which, int64_t slot, int64_t head, real *copy)
+{
+    const struct aerie_attend *a = j->a;
+    if (a->coded) {
+        decoded_to(j, which, slot, head, copy);
+        return copy;
+    }
+    const stored *from = (const stored *)a->memory + (slot * a->parts * a->kv_heads + head) * a->size;
+    if (which == VALUE && a->parts == 2) from += a->kv_heads * a->size;
+#if KIND != 16
+    if (in_place(j)) return from;
 #endif
-    real *own = copies + at * (j->deep + j->wide);
-    widened(own, key, a->size, j->deep);
-    widened(own + j->deep, value, a->value, j->wide);
-    c->key[at] = own;
-    c->value[at] = own + j->deep;
+    widened_to(copy, from, which == KEY ? a->size : a->value, which == KEY ? j->deep : j->wide);
+    return copy;
+}
+
+/* Asks for the key or value of a cell, as cells of a prefix lie too far apart for a processor to guess the next. */
+INLINE void asked(const struct job *j, int which, int64_t slot, int64_t head)
+{
+    const struct aerie_attend *a = j->a;
+    int64_t count = a->parts * a->kv_heads * a->size, group = which == VALUE && a->parts == 2 ? a->kv_heads + head : head;
+    int64_t each = a->coded ? 1 : sizeof(stored), cell = a->coded ? a->coded : count * each;
+    const char *from = (const char *)a->memory + slot * cell + group * a->size * each;
+    for (int64_t i = 0; i < a->size * each; i += 64) __builtin_prefetch(from + i);
+    if (a->coded) __builtin_prefetch((const char *)a->memory + slot * cell + count + group);
+}
+
+/* Where `count` keys or values are, from position `p` on. */
+static void placed_run(const struct job *j, const struct task *t, int which, int64_t p, int64_t count, const real **at,
+                       real *copies)
+{
+    int64_t each = larger(j->deep, j->wide), size = j->a->page_size, slots[COPIES];
+    for (int64_t i = 0, slot = 0, left = 0; i < count; i++, p++, slot++, left--) {
+        if (!left) slot = slot_of(j->a, t->table, p), left = size - p % size;
+        slots[i] = slot;
+        asked(j, which, slot, t->head);
+    }
+    for (int64_t i = 0; i < count; i++) at[i] = placed(j, which, slots[i], t->head, copies + i * each);
 }
 
 /* scores[line][cell] of `ls` lines and `cs` cells, each a sum of LANES lanes. */
@@ -204,19 +241,19 @@ INLINE void softmax(real *scores, int64_t low, int64_t high, real *highest, real
     *total = summed(sum);
 }
 
-/* What one block of positions gives a task's lines: values [lines, wide], highest and total [lines]; total 0: nothing. */
-
-/* Of one row of a tree the cells `from` to `high` - 1, by position: its ancestors in the window, which may lie apart. */
-static void window_cells(const struct job *j, const struct task *t, int64_t row, int64_t base, int64_t from, int64_t high,
-                         struct cells *cells, real *copies)
+/* Of one row of a tree the keys or values `from` to `high` - 1, by position: its ancestors in the window, which may lie
+ * apart. at[0] is that of `from`.
+ */
+static void placed_window(const struct job *j, const struct task *t, int which, int64_t row, int64_t from, int64_t high,
+                          const real **at, real *copies)
 {
     const struct aerie_attend *a = j->a;
-    int64_t seen = t->start;
+    int64_t seen = t->start, each = larger(j->deep, j->wide);
     for (int64_t w = 0; w < a->words; w++)
         for (uint32_t left = (uint32_t)t->bits[row * a->words + w]; left; left &= left - 1, seen++) {
             if (seen < from || seen >= high) continue;
             int64_t slot = slot_of(a, t->table, t->start + w * 32 + __builtin_ctz(left));
-            place(j, cells, seen - base, slot, t->head, copies);
+            at[seen - from] = placed(j, which, slot, t->head, copies + (seen - from) * each);
         }
 }
 
@@ -227,26 +264,24 @@ static void block(const struct job *j, const struct task *t, int64_t number, con
                   real *total)
 {
     const struct aerie_attend *a = j->a;
-    int64_t base = number * BLOCK, stop = base + BLOCK, lines = t->count * j->repeat, cell = j->deep + j->wide;
+    int64_t base = number * BLOCK, stop = base + BLOCK, lines = t->count * j->repeat;
     int64_t begin = larger(base, t->begin), shared = smaller(stop, t->bits ? t->start : t->end);
-    struct cells *cells = aerie_scratch(1, sizeof(struct cells) * 2 + sizeof(real) * 2 * BLOCK * cell), *window = cells + 1;
-    real *copies = (real *)(cells + 2), *apart = copies + BLOCK * cell;
+    const real **at = aerie_scratch(1, (sizeof *at + sizeof(real) * larger(j->deep, j->wide)) * BLOCK);
+    real *copies = (real *)(at + BLOCK);
     real *scores = aerie_scratch(2, sizeof(real) * lines * BLOCK), scale = (real)a->scale;
-    for (int64_t p = begin, slot = 0, left = 0; p < shared; p++, slot++, left--) {
-        if (!left) slot = slot_of(a, t->table, p), left = a->page_size - p % a->page_size;
-        place(j, cells, p - base, slot, t->head, copies);
+    for (int64_t p = begin, n; p < shared; p += n) {
+        n = smaller(COPIES, shared - p);
+        placed_run(j, t, KEY, p, n, at, copies);
+        score(q, lines, j->deep, at, n, scale, scores + (p - base));
     }
-    if (begin < shared)
-        score(q, lines, j->deep, cells->key + (begin - base), shared - begin, scale, scores + (begin - base));
     memset(values, 0, sizeof(real) * lines * j->wide);
     for (int64_t r = 0; r < t->count; r++) {
         int64_t own = position_of(t, a, r), low = larger(lowest_of(a, own), base), high = smaller(own + 1, stop);
         int64_t line = r * j->repeat, from = larger(larger(base, t->start), low);
         real *score_of = scores + line * BLOCK;
         if (t->bits && from < high) {
-            window_cells(j, t, r, base, from, high, window, apart);
-            score(q + line * j->deep, j->repeat, j->deep, window->key + (from - base), high - from, scale,
-                  score_of + (from - base));
+            placed_window(j, t, KEY, r, from, high, at, copies);
+            score(q + line * j->deep, j->repeat, j->deep, at, high - from, scale, score_of + (from - base));
         }
         for (int64_t l = 0; l < j->repeat; l++, score_of += BLOCK) {
             total[line + l] = 0;
@@ -254,14 +289,16 @@ static void block(const struct job *j, const struct task *t, int64_t number, con
             for (int64_t i = low < high ? high - base : 0; i < shared - base; i++) score_of[i] = 0;
         }
     }
-    if (begin < shared)
-        weigh(scores + (begin - base), lines, cells->value + (begin - base), shared - begin, values, j->wide);
+    for (int64_t p = begin, n; p < shared; p += n) {
+        n = smaller(COPIES, shared - p);
+        placed_run(j, t, VALUE, p, n, at, copies);
+        weigh(scores + (p - base), lines, at, n, values, j->wide);
+    }
     for (int64_t r = 0; t->bits && r < t->count; r++) {
         int64_t own = position_of(t, a, r), high = smaller(own + 1, stop), line = r * j->repeat;
         int64_t from = larger(larger(base, t->start), lowest_of(a, own));
         if (from >= high) continue;
-        window_cells(j, t, r, base, from, high, window, apart);
-        weigh(scores + line * BLOCK + (from - base), j->repeat, window->value + (from - base), high - from,
-              values + line * j->wide, j->wide);
+        placed_window(j, t, VALUE, r, from, high, at, copies);
+        weigh(scores + line * BLOCK + (from - base), j->repeat, at, high - from, values + line * j->wide, j->wide);
     }
 }

@@ -23,6 +23,74 @@ def store(kv, write, memory, bad, kv_stride, CELL: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def power(byte):
+    """2 ** (byte - 127)."""
+    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_of(x):
+    """The byte of the nearest e4m3, ties to even, of float32 numbers from -448 to 448. Below the smallest normal number
+    codes are 2^-9 apart, as floats are from 2^14 on.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
+    return (tl.where(size < 0x3C800000, tiny, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def store_group(kv, cell, scale_at, first, spoiled, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers `first` to `first` + `SIZE` - 1 of `kv` go to their `cell` as codes with one scale (arch/cell.py)."""
+    at = tl.arange(0, BLOCK)
+    held = at < SIZE
+    own = tl.load(kv + first + at, mask=held, other=0.0).to(WIDE)
+    own = tl.where(spoiled != 0, 0.0, own)
+    most = tl.max(tl.abs(own), 0)
+    if tl.float64 == WIDE:
+        exponent = ((most.to(tl.int64, bitcast=True) + ((1 << 50) - 1)) >> 52).to(tl.int32) - 1023 + 127
+    else:
+        exponent = (most.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
+    scale = tl.where(spoiled != 0, 0, tl.maximum(exponent - 8, 10))
+    fitted = (own * power(tl.where(spoiled != 0, 127, 254 - scale)).to(WIDE)).to(tl.float32)
+    tl.store(cell + first + at, code_of(fitted), mask=held)
+    tl.store(cell + scale_at, scale.to(tl.uint8))
+
+
+@triton.jit
+def store_coded(
+    kv,
+    write,
+    memory,
+    bad,
+    kv_stride,
+    most,
+    NUMBERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    REST: tl.constexpr,
+    BYTES: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As `store`, in FP8: `GROUPS` of `SIZE` numbers, then one of `REST` if that is not 0, to cells of `BYTES`. What
+    has a number above `most` is not finite.
+    """
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
+    kv += row * kv_stride
+    cell = memory + tl.load(write + row).to(tl.int64) * BYTES
+    whole = tl.load(kv + at, mask=at < NUMBERS, other=0.0).to(WIDE)
+    spoiled = tl.max((~(tl.abs(whole) <= most)).to(tl.int32), 0)
+    for group in range(GROUPS):
+        store_group(kv, cell, NUMBERS + group, group * SIZE, spoiled, SIZE, WIDE, BLOCK)
+    if REST:
+        store_group(kv, cell, NUMBERS + GROUPS, GROUPS * SIZE, spoiled, REST, WIDE, BLOCK)
+    tl.store(bad + row, spoiled)
+
+
+@triton.jit
 def ones(word):
     """How many bits of each 32-bit word are set."""
     x = word.to(tl.uint32, bitcast=True)
@@ -33,10 +101,22 @@ def ones(word):
 
 
 @triton.jit
-def part_of(memory, cells, read, at, SIZE: tl.constexpr):
-    """Numbers `at` of the cells that begin at `cells`, zeros behind `SIZE` and of those that are not to be `read`."""
+def part_of(
+    memory, scales, cells, read, at, SIZE: tl.constexpr, VALUE: tl.constexpr, CODED: tl.constexpr, OF: tl.constexpr
+):
+    """Numbers `at` of the cells that begin at `cells`, zeros behind `SIZE` and of those that are not to be `read`. If
+    `CODED` is 1 they are codes with one scale, at `scales`, and become numbers `OF` a dtype; if it is 2 those behind
+    `VALUE` numbers have the next scale.
+    """
     held = read[:, None] & (at < SIZE)[None, :]
-    return tl.load(memory + cells[:, None] + at[None, :], mask=held, other=0.0)
+    found = tl.load(memory + cells[:, None] + at[None, :], mask=held, other=0)
+    if CODED > 0:
+        scale = power(tl.load(scales + cells, mask=read, other=0))[:, None]
+        if CODED == 2:
+            second = power(tl.load(scales + cells + 1, mask=read, other=0))[:, None]
+            scale = tl.where((at < VALUE)[None, :], scale, second)
+        found = (found.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(OF)
+    return found
 
 
 @triton.jit
@@ -54,6 +134,7 @@ def taken_in(
     q_front,
     q_back,
     memory,
+    scales,
     cells,
     read,
     seen,
@@ -61,6 +142,9 @@ def taken_in(
     SIZE: tl.constexpr,
     VALUE: tl.constexpr,
     BEHIND: tl.constexpr,
+    SCALES: tl.constexpr,
+    CODED: tl.constexpr,
+    OF: tl.constexpr,
     FRONT: tl.constexpr,
     BACK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -68,13 +152,18 @@ def taken_in(
     WIDEN: tl.constexpr,
 ):
     """The softmax so far (highest score, sum, weighted values) with one more tile, of which lines see `seen`."""
-    value = part_of(memory + BEHIND, cells, read, tl.arange(0, WIDTH), VALUE)
-    key = part_of(memory, cells, read, tl.arange(0, FRONT), SIZE)
+    # Values have one scale, `SCALES` behind that of their keys; so has a part of latent cells on one side of `VALUE`.
+    ALONE: tl.constexpr = 1 if CODED else 0
+    IN_FRONT: tl.constexpr = 1 if CODED == 2 and FRONT <= VALUE else CODED
+    IN_BACK: tl.constexpr = 1 if CODED == 2 and FRONT >= VALUE else CODED
+    SECOND: tl.constexpr = 1 if IN_BACK < CODED else 0
+    value = part_of(memory + BEHIND, scales + SCALES, cells, read, tl.arange(0, WIDTH), VALUE, VALUE, ALONE, OF)
+    key = part_of(memory, scales, cells, read, tl.arange(0, FRONT), SIZE, VALUE, IN_FRONT, OF)
     if WIDEN:
         key, value = key.to(WIDE), value.to(WIDE)
     scores = tl.dot(q_front, tl.trans(key), input_precision="ieee", out_dtype=WIDE)
     if BACK:
-        key = part_of(memory, cells, read, FRONT + tl.arange(0, BACK), SIZE)
+        key = part_of(memory, scales + SECOND, cells, read, FRONT + tl.arange(0, BACK), SIZE, VALUE, IN_BACK, OF)
         if WIDEN:
             key = key.to(WIDE)
         scores += tl.dot(q_back, tl.trans(key), input_precision="ieee", out_dtype=WIDE)
@@ -123,6 +212,9 @@ def attend(
     VALUE: tl.constexpr,
     CELL: tl.constexpr,
     BEHIND: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    SCALES: tl.constexpr,
+    CODED: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     LINES: tl.constexpr,
@@ -134,7 +226,8 @@ def attend(
     WIDEN: tl.constexpr,
 ):
     """Rows of q `[T, HEADS, SIZE]` over `memory` `[slots, CELL]` -> `out` `[T, HEADS, VALUE]`, or where `SPLITS` > 1
-    parts of it in `partials`. In a cell the keys of KV heads come first, the values `BEHIND` numbers after them.
+    parts of it in `partials`. In a cell the keys of KV heads come first, the values `BEHIND` numbers after them. In FP8
+    (`CODED`) `CELL` are bytes, and behind `NUMBERS` codes are the scales of keys, those of values `SCALES` after them.
 
     Of a tree, program p has lines of request p // blocks; its `each` rows see the first `starts[p]` positions and what
     `bits` say of `width` slots after them. Of a text, rows `indptr[i]` onwards are at `starts[i]` onwards.
@@ -142,6 +235,7 @@ def attend(
     """
     REPEAT: tl.constexpr = HEADS // KV_HEADS
     SECOND: tl.constexpr = BACK if BACK > 0 else 1
+    OF: tl.constexpr = q.dtype.element_ty
     task, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, row, count, block = task, first_row, each, 0
     if TEXT:
@@ -190,6 +284,7 @@ def attend(
     if WIDEN:
         q_front, q_back = q_front.to(WIDE), q_back.to(WIDE)
     pages += table * pages_each
+    scales = memory + NUMBERS + head
     memory += head * SIZE
     highest = tl.full([LINES], float("-inf"), WIDE)
     total = tl.zeros([LINES], WIDE)
@@ -200,8 +295,8 @@ def attend(
         cells = cells_of(pages, at, end, PAGE, CELL)
         seen = live[:, None] & (at[None, :] <= own[:, None]) & (at[None, :] >= lowest[:, None])
         highest, total, sums = taken_in(
-            highest, total, sums, q_front, q_back, memory, cells, at < end, seen, scale,
-            SIZE, VALUE, BEHIND, FRONT, BACK, WIDTH, WIDE, WIDEN,
+            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, scale,
+            SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN,
         )  # fmt: skip
     if not TEXT:
         for tile in range(middle, stop):
@@ -219,8 +314,8 @@ def attend(
             label += tl.minimum(at, length)[None, :]
             seen &= live[:, None] & (label >= lowest[:, None])
             highest, total, sums = taken_in(
-                highest, total, sums, q_front, q_back, memory, cells, at < end, seen, scale,
-                SIZE, VALUE, BEHIND, FRONT, BACK, WIDTH, WIDE, WIDEN,
+                highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, scale,
+                SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN,
             )  # fmt: skip
     deep = tl.arange(0, WIDTH)
     place = batch_row * HEADS + own_head

@@ -2,72 +2,16 @@
  * two inputs, the first in the low halves of the bytes; of INT4 LANES words of eight inputs, the first in the lowest bits.
  */
 #pragma once
-#include "../c/vector.h"
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
+#include "../c/e4m3.h"
 
 enum { INT4, INT8, ZEROED8, E4M3, FP4 }; /* ZEROED8: INT8 less the zero of each column's group */
 
-typedef uint8_t octets __attribute__((vector_size(LANES)));
-typedef uint8_t anywhere __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef int8_t piece __attribute__((vector_size(EACH)));
-typedef struct { vec part[FOLDS]; } numbers;
-typedef struct { ints part[FOLDS]; } integers;
-
-INLINE octets octets_at(const uint8_t *from) { return *(const anywhere *)from; }
-
 INLINE octets same(uint8_t x) { return x - (octets){0}; }
-
-/* Bytes, with their signs, as whole numbers. */
-INLINE integers widened(octets b)
-{
-    integers to;
-#if defined(__AVX512F__) && KIND != 64
-    to.part[0] = (ints)_mm512_cvtepi8_epi32((__m128i)b);
-#elif defined(__AVX2__) && KIND != 64
-    to.part[0] = (ints)_mm256_cvtepi8_epi32((__m128i)b);
-    to.part[1] = (ints)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64((__m128i)b, (__m128i)b));
-#else
-    piece pieces[FOLDS];
-    memcpy(pieces, &b, sizeof b);
-    for (int f = 0; f < FOLDS; f++) to.part[f] = __builtin_convertvector(pieces[f], ints);
-#endif
-    return to;
-}
 
 INLINE numbers real_of(integers x)
 {
     numbers to;
     for (int f = 0; f < FOLDS; f++) to.part[f] = __builtin_convertvector(x.part[f], vec);
-    return to;
-}
-
-/* FP8 e4m3, divided by 256: then its exponents are those of half precision, whose conversion knows the smallest ones. */
-INLINE numbers from_e4m3(octets b)
-{
-    numbers to;
-#if defined(__AVX512F__) && KIND != 64
-    __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)b), 7), _mm256_set1_epi16((short)0xbfff));
-    to.part[0] = (vec)_mm512_cvtph_ps(half);
-#elif defined(__F16C__) && defined(__AVX2__) && KIND != 64
-    __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)b), 7), _mm256_set1_epi16((short)0xbfff));
-    to.part[0] = (vec)_mm256_cvtph_ps(_mm256_castsi256_si128(half));
-    to.part[1] = (vec)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
-#else
-#if KIND == 64
-    const whole up = 49, sign = INT64_MIN;
-    const real scale = 0x1p1008;
-#else
-    const whole up = 20, sign = INT32_MIN;
-    const real scale = 0x1p112f;
-#endif
-    integers x = widened(b);
-    for (int f = 0; f < FOLDS; f++) {
-        ints bits = ((x.part[f] & 0x7f) << up) | (x.part[f] & sign);
-        to.part[f] = (vec)bits * scale;
-    }
-#endif
     return to;
 }
 

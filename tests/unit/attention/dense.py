@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from cluster.arch.cell import CodedCell
 from cluster.attention.bits import packed
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import HostBounds, Seen, Text, Tree
 from cluster.forward.runner import AttentionBackend
+from cluster.kv.codes import coded
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from tests.unit.attention.fp8 import held
 
 CPU = torch.device("cpu")
 
@@ -32,6 +35,8 @@ class Case:
     """Requests with `committed` tokens and a window row for each parent in `parents` (-1: none), then prompt chunks
     `(start, stop)`, in order of length; each request in a table row of its own.
 
+    With `fp8` the cache is in FP8: what the definition says is then said of the numbers that it holds.
+
     Its pages lie in a `run`, or the later half of them takes turns with others' (`tail`), or they are `scattered`.
     """
 
@@ -49,6 +54,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     seed: int = 0
     d: int = 8
+    fp8: bool = False
     values: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +75,8 @@ class Case:
         pool.kv.fill_(torch.nan)  # what nobody wrote must not be read
         for row, known in enumerate([*self.committed, *(start for start, _ in self.chunks)]):
             slots = table.first_slots(torch.tensor([row]), known)[0].long()
-            pool.kv[1, slots] = torch.randn(known, parts, kv_heads, self.d, generator=dice, dtype=self.dtype)
+            cells = torch.randn(known, parts, kv_heads, self.d, generator=dice, dtype=self.dtype)
+            pool.kv[1, slots] = self.kept(cells)
         self.pool, rows = pool, len(self.committed) * n + sum(stop - start for start, stop in self.chunks)
         self.q = torch.randn(rows, self.heads, self.d, generator=dice, dtype=self.dtype)
         self.kv = torch.randn(rows, parts, kv_heads, self.d, generator=dice, dtype=self.dtype)
@@ -79,6 +86,10 @@ class Case:
             if parent >= 0:
                 seen[node] |= seen[parent]
         self.ancestors = seen
+
+    def kept(self, kv: Tensor) -> Tensor:
+        """What the cache holds of cells."""
+        return held(kv, self.values if self.latent else None).to(kv.dtype) if self.fp8 else kv
 
     def texts(self) -> list[list[tuple[int, int]]]:
         """Of each row (table row, position) of all it may see, itself last, without regard to windows."""
@@ -106,7 +117,7 @@ class Case:
     def expected(self) -> Tensor:
         """From the definition, in float64. Rows below `first` are zeros: nothing is said of them."""
         memory, out = self.pool.kv[1].double(), []
-        memory[self.write()] = self.kv.double()
+        memory[self.write()] = self.kept(self.kv).double()
         q, sinks = self.q.double(), None if self.sinks is None else self.sinks.double()
         for row, text in enumerate(self.texts()):
             label = len(text) - 1  # of the row: it sees one cell for each position up to its own
@@ -129,12 +140,25 @@ class Case:
         )
         return Seen(self.write(), tree if requests else None, text if lengths else None, self.first)
 
+    def filled(self) -> KVPool:
+        """A pool with the committed cells; in FP8, what nobody wrote is not a number either."""
+        given = 2, self.pool.slots, self.pool.cell, self.dtype, CPU
+        if not self.fp8:
+            pool = KVPool(*given)
+            pool.kv.copy_(self.pool.kv)
+            return pool
+        cell = CodedCell(self.pool.cell, self.values if self.latent else None)
+        pool = KVPool(*given, cell)
+        for layer, numbers in zip(pool.kv, self.pool.kv, strict=True):
+            written = numbers.isfinite().flatten(1).all(1)[:, None]
+            layer.copy_(torch.where(written, coded(numbers.nan_to_num(), cell), 255))
+        return pool
+
     def given(self, over: int = 0, make: Callable[..., AttentionBackend] | None = None) -> Tensor:
         """What torch's backend gives, or one that is made otherwise, told a bound that is `over` the longest; rows
         below `first` zeroed when finite.
         """
-        pool = KVPool(2, self.pool.kv.shape[1], tuple(self.pool.kv.shape[2:]), self.dtype, CPU)
-        pool.kv.copy_(self.pool.kv)
+        pool = self.filled()
         gather = Gather(self.table, len(self.parents))
         windows = None, self.window
         attention: AttentionBackend = TorchAttention(pool, gather, self.heads, windows, 0.3, self.values)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.arch.cell import CodedCell
 from cluster.attention.bits import line_bits, packed
 from cluster.attention.c_backend import CAttention
 from cluster.batch import HostBounds, Seen, Text, Tree
@@ -58,19 +59,21 @@ def in_c() -> Callable[..., CAttention]:
     return partial(CAttention, library=c_library())
 
 
-def one_head(length: int, dtype: torch.dtype, window: int | None) -> tuple[PageTable, KVPool, CAttention]:
+def one_head(
+    length: int, dtype: torch.dtype, window: int | None, fp8: bool = False
+) -> tuple[PageTable, KVPool, CAttention]:
     table = PageTable(1, length, 16, CPU)
     pages = table.device_pages.shape[1]
     table.device_pages[0] = torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1
-    pool = KVPool(1, (pages + 1) * 16, (2, 2, 24), dtype, CPU)
+    pool = KVPool(1, (pages + 1) * 16, (2, 2, 24), dtype, CPU, CodedCell((2, 2, 24)) if fp8 else None)
     return table, pool, CAttention(pool, table, 4, (window,), 0.3, 24, c_library())
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("window", [None, 700, 40])
+@pytest.mark.parametrize(("window", "fp8"), [(None, False), (700, False), (40, False), (None, True), (40, True)])
 @pytest.mark.parametrize("start", [3, 505, 1100])
 def test_a_row_has_the_same_bits_as_a_text_in_a_tree_and_alone(
-    start: int, window: int | None, dtype: torch.dtype
+    start: int, window: int | None, fp8: bool, dtype: torch.dtype
 ) -> None:
     """The last 12 tokens: as one chunk, one by one, as a chain, and as the path of a tree with others beside it."""
     total, dice = start + 12, torch.Generator().manual_seed(start)
@@ -79,7 +82,7 @@ def test_a_row_has_the_same_bits_as_a_text_in_a_tree_and_alone(
     number = torch.arange(total)
 
     def ran(parts: list[tuple[str, int, int]]) -> torch.Tensor:
-        table, _, attention = one_head(total + 30, dtype, window)
+        table, _, attention = one_head(total + 30, dtype, window, fp8)
         row, outs = torch.tensor([0]), []
         attention.prepare(HostBounds())
         for kind, first, last in parts:
@@ -119,8 +122,10 @@ def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:
     assert pool.kv.isfinite().all()
 
 
-def check_not_finite(table: PageTable, attention: AttentionBackend) -> None:
-    q, kv = torch.ones(3, 4, 24), torch.ones(3, 2, 2, 24)
+def check_not_finite(table: PageTable, attention: AttentionBackend, sizes: tuple[int, int, int] = (4, 2, 24)) -> None:
+    """`sizes` are heads, KV heads and the width of one."""
+    heads, kv_heads, size = sizes
+    q, kv = torch.ones(3, heads, size), torch.ones(3, 2, kv_heads, size)
     kv[1, 0, 0, 5] = float("inf")
     row, lens = torch.tensor([0]), torch.tensor([0])
     attention.bind(Seen(table.slots(row, torch.arange(3)), Tree(row, lens, line_bits(3, 3, CPU), 3)))

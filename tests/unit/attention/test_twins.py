@@ -31,6 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "wide window": {"window": 40, "sunk": True},
     "later runners": {"first": 2},
     "later runners, window": {"first": 3, "window": 5, "latent": True, "kv_heads": 1},
+    "FP8": {"fp8": True, "heads": 6, "kv_heads": 3, "window": 40, "sunk": True},
+    "FP8, latent": {"fp8": True, "latent": True, "kv_heads": 1},
 }
 WAYS = {
     "as it comes": {},

@@ -40,6 +40,24 @@ def test_a_pair_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["features"]["speculation"] == "EAGLE3"
 
 
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_cache_in_fp8_costs_what_its_pools_take(draft: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four layers of two heads of 8, and the draft's: 32 codes and 4 scales, which take 48 bytes."""
+    target = target_folder()
+    folder = draft_folder(target) if draft else None
+    given = ["inspect", target, "--dtype", "float32", "--kv-cache-dtype", "fp8_e4m3"]
+    assert main([*given, *(["--draft", folder] if folder else [])]) == 0
+    said = capsys.readouterr().out
+    assert f"kv_bytes_per_token: {(4 + draft) * 48}" in said and "kv_cache_dtype: fp8_e4m3" in said
+    settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 1 << 12, "num_threads": 1}
+    settings |= {"speculative_draft_model_path": folder, "kv_cache_dtype": "fp8_e4m3", "mixed_prefill_size": 8}
+    engine = build_engine(EngineConfig(model_path=target, **settings))
+    info, step = engine.info(), engine._p.lockstep.step
+    assert (info.kv_cache_dtype, info.kv_bytes_per_token) == ("fp8_e4m3", (4 + draft) * 48)
+    runners = [step._target, *([step._draft._runner] if draft else [])]
+    assert sum(one.pool.kv.nbytes for one in runners) == (info.kv_tokens + info.page_size) * info.kv_bytes_per_token
+
+
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_a_token_costs_what_the_engine_takes_for_it_where_it_is_written(layers: int) -> None:
     """Of four MTP layers three are loaded, as many as there are levels; each keeps a hidden state beside its pool."""

@@ -1,0 +1,104 @@
+"""Cells in FP8 hold what the definition says, exactly, in every dtype; and what a cell holds is its own business."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.arch.cell import CodedCell
+from cluster.batch import PageCopy
+from cluster.kv.codes import coded, decoded, largest
+from cluster.kv.pool import KVPool, cells_of, slot_bytes
+from tests.unit.attention.fp8 import MAGNITUDES, bound, held
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CELLS = {
+    "grouped": CodedCell((2, 3, 20)),
+    "latent": CodedCell((1, 1, 29), 24),
+    "no rotated key": CodedCell((1, 1, 8), 8),
+}
+
+
+def drawn(cell: CodedCell, dtype: torch.dtype, count: int = 60) -> Tensor:
+    """Cells of sizes from the smallest numbers of `dtype` to its largest, and numbers of many sizes in each."""
+    dice, most = torch.Generator().manual_seed(1), largest(dtype)
+    kv = torch.randn(count, *cell.shape, generator=dice, dtype=torch.float64)
+    kv *= 2.0 ** torch.randint(-18, 1, kv.shape, generator=dice)
+    kv /= kv.abs().amax((1, 2, 3), keepdim=True)
+    sizes = torch.logspace(-8 if dtype == torch.float16 else -45, 0, count, dtype=torch.float64) * most
+    return (kv * sizes.view(-1, 1, 1, 1)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_hold_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
+    cell = CELLS[name]
+    kv = drawn(cell, dtype)
+    kv[3] = 0
+    stored = coded(kv, cell)
+    assert stored.shape == (len(kv), cell.nbytes) and stored.dtype == torch.uint8
+    back = decoded(stored, cell, dtype)
+    assert back.dtype == dtype and back.isfinite().all()
+    assert torch.equal(back.double(), held(kv, cell.latent))
+    assert torch.equal(decoded(coded(back, cell), cell, dtype), back), "what was read back is held as it is"
+    off = (back.double() - kv.double()).abs()
+    assert (off <= bound(kv, cell.latent)).all(), "3 bits of mantissa"
+    assert off.max() > 0
+
+
+def test_ties_go_to_even_codes_and_all_numbers_of_e4m3_are_kept() -> None:
+    cell = CodedCell((1, 1, 255), 255)
+    between = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
+    kv = torch.cat([MAGNITUDES, between, torch.tensor([448.0, -448.0])]).view(1, 1, 1, 255)
+    back = decoded(coded(kv, cell), cell, torch.float64)[0, 0, 0]
+    assert torch.equal(back[:127], MAGNITUDES)
+    low = torch.arange(126)
+    assert torch.equal(back[127:253], MAGNITUDES[low + low % 2])
+
+
+def test_a_scale_is_the_smallest_that_fits() -> None:
+    cell = CodedCell((1, 1, 2), 2)
+    for most, byte in ((448.0, 127), (448.5, 128), (224.5, 127), (224.0, 126), (0.0, 10), (1e-45, 10)):
+        assert coded(torch.tensor([[[[most, -most / 2]]]], dtype=torch.float64), cell)[0, 2] == byte, most
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_depends_on_nothing_but_itself(name: str) -> None:
+    kv = drawn(CELLS[name], torch.float32)
+    alone = torch.cat([coded(one[None], CELLS[name]) for one in kv])
+    assert torch.equal(alone, coded(kv, CELLS[name]))
+    other = kv.clone()
+    other[:, 0, 0, 0] *= 1000
+    changed = (coded(other, CELLS[name]) != coded(kv, CELLS[name])).any(0).nonzero()[:, 0].tolist()
+    first = CELLS[name].groups[0][1]
+    assert all(at < first or at == CELLS[name].numbers for at in changed), "a group is its own business too"
+
+
+def test_cells_take_what_they_are_said_to() -> None:
+    assert CodedCell((2, 8, 64)).nbytes == 1024 + 16 + 48, "whole lines of 64 bytes"
+    assert CodedCell((2, 1, 128)).nbytes == 256 + 2 + 14, "where these would cost too much, 16"
+    assert CodedCell((1, 1, 576), 512).nbytes == 576 + 2 + 14
+    pool = KVPool(3, 8, (2, 2, 4), torch.bfloat16, CPU, CodedCell((2, 2, 4)))
+    assert pool.kv.nbytes == 8 * slot_bytes(3, (2, 2, 4), torch.bfloat16, pool.coded)
+
+
+def test_codes_move_with_their_scales_in_every_layer() -> None:
+    cell = CodedCell((2, 2, 8))
+    pool, kv = KVPool(3, 16, cell.shape, torch.float32, CPU, cell), torch.randn(3, 16, 2, 2, 8)
+    kv *= 10.0 ** torch.arange(-8, 8).view(16, 1, 1, 1)
+    for layer, numbers in zip(pool.kv, kv, strict=True):
+        layer.copy_(coded(numbers, cell))
+    before = torch.stack([decoded(layer, cell, torch.float32) for layer in pool.kv])
+    pool.move_kv_cache(torch.tensor([[1, 2], [8, 9]]), torch.tensor([[2, 1], [8, 11]]))
+    pool.move_kv_cache(*torch.tensor(cells_of([PageCopy(1, 3, 3)], 4)).view(2, -1))
+    after = torch.stack([decoded(layer, cell, torch.float32) for layer in pool.kv])
+    came_from = [0, 2, 1, 3, 4, 5, 6, 7, 8, 11, 10, 11, 4, 5, 6, 15]
+    assert torch.equal(after, before[:, came_from])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_numbers_are_read_back_finite(dtype: torch.dtype) -> None:
+    cell, most = CodedCell((1, 1, 2), 2), largest(dtype)
+    kv = torch.tensor([[[[most, -most * 0.99]]]], dtype=dtype)
+    assert decoded(coded(kv, cell), cell, dtype).isfinite().all()
+    assert most >= torch.finfo(dtype).max * 0.87 or dtype == torch.float64
