@@ -4,7 +4,6 @@ Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts, 
 """
 
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -76,16 +75,8 @@ class Experts:
 
     def grouped(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Run each expert once, on the rows that chose it; a row's experts are summed in order of their index."""
-        experts, active = self.gate.moe.experts, chosen.shape[1]
-        chosen, rank = chosen.sort(-1)
-        weights = weights.gather(1, rank)
-        expert, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True, out_int32=True)
-        inner = self.gate_up(rows.index_select(0, order // active), ends)
-        inner = inner if self.gate_up_bias is None else inner + self.gate_up_bias[expert]
-        made = self.down(self.kernels.activate(inner, self.activation), ends)
-        if self.down_bias is not None:
-            made = made + self.down_bias[expert]
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        parts = made.index_select(0, place).view(*chosen.shape, rows.shape[1]).mul_(weights[..., None]).unbind(1)
-        return reduce(torch.add, parts)
+        groups = self.kernels.group(chosen, self.gate.moe.experts)
+        inner = self.gate_up(rows.index_select(0, groups.source), groups.ends)
+        inner = inner if self.gate_up_bias is None else inner + self.gate_up_bias[groups.expert]
+        made = self.down(self.kernels.activate(inner, self.activation), groups.ends)
+        return self.kernels.combine(made, groups, weights, self.down_bias)

@@ -26,6 +26,7 @@ KINDS = {
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.uint8: "u8",
     torch.bool: "i1",
 }
 OPTIONS = ("num_warps", "num_stages")
