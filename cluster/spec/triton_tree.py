@@ -55,7 +55,7 @@ class TritonGrowth:
         if total > MOST:
             depths = depths_of(total, self._k, tokens.device)
             return best_tree(Candidates(tokens, scores, parents.long(), depths, self._depth), bonus, nodes)
-        made = tuple(tokens.new_empty(r, nodes) for _ in range(3))
+        made = tokens.new_empty(r, nodes), tokens.new_empty(r, nodes), tokens.new_empty(r, nodes)
         how = {
             "TOPK": self._k,
             "BITS": 8 * scores.dtype.itemsize,

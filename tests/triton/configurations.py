@@ -53,6 +53,7 @@ SHAPES = {
     "DeepSeek, an eighth": Shape(7168, 16, 1, 576, 2048, value=512, turned=64),
     "GLM-4": Shape(4096, 32, 2, 128, 13696, turned=64),
 }
+# R, topk, depth and nodes; active experts, all, columns of their results, with biases or not.
 GROWN = ((64, 1, 3, 4), (64, 4, 3, 16), (32, 8, 5, 32), (8, 10, 8, 60), (2, 16, 16, 256))
 EXPERTS = ((8, 128, 2048, False), (4, 32, 2880, True), (6, 64, 2048, False), (8, 256, 7168, False))
 TREES = {"plain": (64, 1), "chain": (16, 4), "tree": (4, 32), "wide tree": (1, 60)}  # requests, rows of each
@@ -104,7 +105,7 @@ def chosen() -> Iterator[tuple[str, Started]]:
 
 
 def trees() -> Iterator[tuple[str, Started]]:
-    """The programs that grow trees and find their accepted paths; R, topk, depth and nodes as they are served at most."""
+    """The programs that grow trees and find their accepted paths."""
     for r, k, steps, nodes in GROWN:
         tokens, likely = torch.zeros(r, k, dtype=torch.int64), torch.zeros(r, k)
         with watching() as seen:

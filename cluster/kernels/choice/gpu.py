@@ -44,6 +44,20 @@ def number_of(order, WIDE: tl.constexpr):
 
 
 @triton.jit
+def unsigned(order):
+    """The integers of `in_order` as unsigned ones in the same order; what is looked for bit by bit begins at 0."""
+    KIND: tl.constexpr = tl.uint64 if order.dtype == tl.int64 else tl.uint32
+    return order.to(KIND, bitcast=True) ^ (tl.full([], 1, KIND) << (KIND.primitive_bitwidth - 1))
+
+
+@triton.jit
+def signed(order):
+    """The integers that `unsigned` gave."""
+    KIND: tl.constexpr = tl.int64 if order.dtype == tl.uint64 else tl.int32
+    return (order ^ (tl.full([], 1, order.dtype) << (KIND.primitive_bitwidth - 1))).to(KIND, bitcast=True)
+
+
+@triton.jit
 def best_of_part(
     logits,
     inverse,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from cluster.kernels.choice.gpu import in_order, number_of, signed, unsigned
+
 
 @triton.jit
 def tempered(logits, scale, at, held, WIDE: tl.constexpr):
@@ -41,9 +43,8 @@ def least_with(
     """The largest number so that all tempered logits of a row not below it together weigh `needed`, which they do all
     together: each 1, or if `WEIGHED` its mass. Two bits of it are found in each pass over the row.
     """
-    KIND: tl.constexpr = tl.int64 if WIDE == tl.float64 else tl.int32
-    UNSIGNED: tl.constexpr = tl.uint64 if WIDE == tl.float64 else tl.uint32
-    BITS: tl.constexpr = KIND.primitive_bitwidth
+    UNSIGNED: tl.constexpr = tl.uint64 if tl.float64 == WIDE else tl.uint32
+    BITS: tl.constexpr = UNSIGNED.primitive_bitwidth
     digits = tl.arange(0, 4).to(UNSIGNED) << (BITS - 2)
     found = tl.full([], 0, UNSIGNED)
     for _ in range(BITS // 2):
@@ -53,9 +54,7 @@ def least_with(
             at = start + tl.arange(0, BLOCK)
             held = at < columns
             x = tempered(logits, scale, at, held, WIDE)
-            bits = x.to(KIND, bitcast=True)
-            bits = bits ^ (bits >> (BITS - 1) & ((1 << (BITS - 1)) - 1))
-            order = bits.to(UNSIGNED, bitcast=True) ^ (tl.full([], 1, UNSIGNED) << (BITS - 1))
+            order = unsigned(in_order(x))
             if WEIGHED:
                 own = tl.where(held, mass_of(x, top, kth, MASS, LIBRARY), 0)
             else:
@@ -64,8 +63,7 @@ def least_with(
         enough = tl.sum(weight, 1) >= needed  # the higher a digit, the less reaches it
         found = found | tl.max(tl.where(enough, digits, 0), 0)
         digits = digits >> 2
-    bits = (found ^ (tl.full([], 1, UNSIGNED) << (BITS - 1))).to(KIND, bitcast=True)
-    return (bits ^ (bits >> (BITS - 1) & ((1 << (BITS - 1)) - 1))).to(WIDE, bitcast=True)
+    return number_of(signed(found), WIDE)
 
 
 @triton.jit
@@ -83,8 +81,8 @@ def threshold(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`least` `[T]` of the tempered logits of each row `[T, columns]` that its filters keep, one of each `[T]`; a row may
-    have none. NaN, which rules out nothing, where a row has no highest number.
+    """The `least` `[T]` of the tempered logits of each row `[T, columns]` that its filters keep, one of each kind;
+    a row may have none. NaN, which rules out nothing, where a row is not finite.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

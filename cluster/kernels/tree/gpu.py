@@ -1,10 +1,12 @@
-"""How a draft's trees grow: a level's cumulative scores and its best rows, the nodes that a tree keeps, their ancestors.
+"""How a draft's trees grow: scores and best rows of a level, the nodes that a tree keeps, their ancestors.
 
 Equal scores: the candidate with the lower number comes first.
 """
 
 import triton
 import triton.language as tl
+
+from cluster.kernels.choice.gpu import in_order, unsigned
 
 
 @triton.jit
@@ -29,11 +31,12 @@ def level(
     DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The proposals of one level, of each of R requests `TOPK` after each of `TOPK` rows, as candidates `before` and on.
+    """The proposals of one level, of each of R requests `TOPK` after each of `TOPK` rows, as candidates from number
+    `before` on.
 
     `proposed`, `likely` `[R, TOPK, TOPK]` (or with `FIRST` `[R, TOPK]`, after the root), `score`, `number` `[R, TOPK]`
-    of the rows: cumulative score and candidate number. Writes `tokens`, `scores`, `parents` `[R, total]`, and the
-    `TOPK` best of the level `[R, TOPK]`: token, row that it follows, score and number; of the first level all, in order.
+    of the rows: cumulative score and candidate number. Writes `tokens`, `scores`, `parents` `[R, total]`, and of the
+    `TOPK` best of the level (of the first level all, in order) token, row that it follows, score and number.
     """
     request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     COUNT: tl.constexpr = TOPK if FIRST else TOPK * TOPK
@@ -67,17 +70,6 @@ def level(
 
 
 @triton.jit
-def in_order(x):
-    """Unsigned integers in the order of the numbers `x`, which are not NaN."""
-    KIND: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
-    TOP: tl.constexpr = KIND.primitive_bitwidth - 1
-    bits = x.to(KIND, bitcast=True)
-    bits = bits ^ (bits >> TOP & ((1 << TOP) - 1))
-    UNSIGNED: tl.constexpr = tl.uint64 if x.dtype == tl.float64 else tl.uint32
-    return bits.to(UNSIGNED, bitcast=True) ^ (tl.full([], 1, UNSIGNED) << TOP)
-
-
-@triton.jit
 def keep(
     tokens,
     scores,
@@ -99,7 +91,7 @@ def keep(
     """
     request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     held, place = at < total, request * total + at
-    order = in_order(tl.load(scores + place, mask=held, other=0.0))
+    order = unsigned(in_order(tl.load(scores + place, mask=held, other=0.0)))
     least = tl.full([], 0, order.dtype)
     bit = tl.full([], 1, order.dtype) << (BITS - 1)
     for _ in range(BITS):

@@ -91,8 +91,9 @@ def same(accepting: Accept, tree: DraftTree, chosen: Tensor, first: Tensor, step
 
 
 def check_accepted(accepting: Accept) -> None:
-    """That it accepts what torch accepts: beyond the accepted path too; in chains, whose requests share their numbers, with nodes that only fill
-    a tree, and for no requests at all."""
+    """That it accepts what torch accepts: beyond the accepted path too; in chains, whose requests share their numbers,
+    with nodes that only fill a tree, and for no requests at all.
+    """
     none = torch.zeros(0, dtype=torch.int64)
     for requests, nodes in ((0, 1), (1, 1), (5, 4), (32, 9)):
         tokens = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes))
