@@ -46,8 +46,8 @@ def test_what_is_best(noisy: bool, vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_filters_keep_what_they_keep_for_the_twin(dtype: torch.dtype) -> None:
     sampling, vocab = mixed(dtype), 500
-    logits, draw = logits_of(24, vocab, dtype), draw_of(sampling, 4, vocab, dtype)
-    for least in (None, logits_of(24, vocab, dtype).topk(9).values[:, 8:]):
+    logits, draw = logits_of(12, vocab, dtype), draw_of(sampling, 2, vocab, dtype)
+    for least in (None, logits_of(12, vocab, dtype).topk(9).values[:, 8:]):
         columns, score = OWN.best(logits, [draw], least)
         wanted, best = TORCH.best(logits, [draw], least)
         assert torch.equal(columns, wanted)

@@ -41,7 +41,7 @@ def proposals(r: int, k: int, steps: int, dtype: torch.dtype, odd: bool = False)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("k", "steps", "nodes"), [(1, 3, 4), (2, 1, 3), (3, 3, 7), (8, 4, 40), (5, 5, 33)])
 def test_trees_are_the_twins(k: int, steps: int, nodes: int, dtype: torch.dtype) -> None:
-    for r in (0, 1, 3):
+    for r in (0, 2):
         tokens, likely = proposals(r, k, steps, dtype if k < 8 else torch.float64)
         own, twin = (make(tokens[0], likely[0], steps) for make in (TritonGrowth, TorchGrowth))
         given, expected = grown(own, tokens, likely), grown(twin, tokens, likely)
@@ -98,13 +98,13 @@ def test_more_candidates_than_a_program_holds_are_torchs(monkeypatch: pytest.Mon
 
 
 def test_paths_are_the_twins() -> None:
-    check_accepted(accept)
+    check_accepted(accept, 4)
 
 
 @pytest.mark.parametrize(("nodes", "steps", "vocab"), [(1, 0, 3), (2, 1, 2), (12, 5, 3), (30, 16, 3)])
 def test_paths_of_random_trees(nodes: int, steps: int, vocab: int) -> None:
-    tree = random_tree(12, nodes, steps, vocab, nodes)
-    chosen = torch.randint(vocab, (12, nodes), generator=torch.Generator().manual_seed(1))
+    tree = random_tree(5, nodes, steps, vocab, nodes)
+    chosen = torch.randint(vocab, (5, nodes), generator=torch.Generator().manual_seed(1))
     twin = tree_backend_of(TritonKernels()).accept(tree, chosen, torch.tensor([41]), steps)
     other = verify.accept(tree, chosen, torch.tensor([41]), steps)
     for name in ("path", "tokens", "accept_len", "bonus"):

@@ -11,7 +11,7 @@ from cluster.engine import Engine
 from tests.parity.harness import GREEDY, Run, config_of, request, run, tiny_pair
 
 CPU = torch.device("cpu")
-NEW = 200
+NEW = 150
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_any_accept_length(
     vocab = PRESETS["tiny"]["vocab_size"]
     given = texts(told(config, Counting(vocab), accept_length), [[5, 9, 300], [7]])
     assert given.tokens == {"0": [(301 + i) % vocab for i in range(NEW)], "1": list(range(8, 8 + NEW))}
-    assert sum(given.accept_lens[:-2]) / len(given.accept_lens[:-2]) == pytest.approx(accept_length, abs=0.15)
+    assert sum(given.accept_lens[:-2]) / len(given.accept_lens[:-2]) == pytest.approx(accept_length, abs=0.2)
 
 
 def test_a_text_that_plain_decoding_wrote() -> None:

@@ -90,21 +90,21 @@ def same(accepting: Accept, tree: DraftTree, chosen: Tensor, first: Tensor, step
         assert mine.dtype == other.dtype and torch.equal(mine, other), name
 
 
-def check_accepted(accepting: Accept) -> None:
+def check_accepted(accepting: Accept, trees: int = 20) -> None:
     """That it accepts what torch accepts: beyond the accepted path too; in chains, whose requests share their numbers,
     with nodes that only fill a tree, and for no requests at all.
     """
     none = torch.zeros(0, dtype=torch.int64)
-    for requests, nodes in ((0, 1), (1, 1), (5, 4), (32, 9)):
+    for requests, nodes in ((0, 1), (1, 1), (5, 4), (trees, 9)):
         tokens = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes))
         chosen = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes + 1))
         same(accepting, chain(tokens), chosen, none, nodes - 1)
         same(accepting, chain(tokens), chosen.t().contiguous().t(), torch.tensor([7]), nodes + 2)
     for seed in range(4):
-        tree, padding = random_tree(20, 11, 4, 3, seed), torch.arange(11, 15).expand(20, 4)
+        tree, padding = random_tree(trees, 11, 4, 3, seed), torch.arange(11, 15).expand(trees, 4)
         parents = torch.cat([tree.parents, padding], 1)
         tokens, depths = (torch.cat([each, torch.zeros_like(padding)], 1) for each in (tree.tokens, tree.depths))
-        chosen = torch.randint(3, (20, 15), generator=torch.Generator().manual_seed(seed))
+        chosen = torch.randint(3, (trees, 15), generator=torch.Generator().manual_seed(seed))
         same(accepting, DraftTree(tokens, parents, depths, ancestors_of(parents, 4), padded=True), chosen, none, 4)
 
 
