@@ -13,6 +13,8 @@ from cluster.engine.memory import allocate
 from cluster.spec.draft import Draft
 
 Wrap = Callable[[Draft, ResolvedModels], Draft]
+"""What makes another draft of an engine's own. Prefix reuse is to be off: what a draft of several layers keeps beside
+its pools is not copied with pages when it is wrapped."""
 
 
 class Loaded:

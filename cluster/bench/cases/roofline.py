@@ -6,12 +6,12 @@ and as captured programs, which are one phase each. Any folder, or a made-up mod
 draft's own accept length or any other. Without the command line: `measure(Pair(target, draft), Size(..))`.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,17 +23,14 @@ from cluster.bench.made_up import made_up
 from cluster.bench.pair import PLAIN, Pair, Shape, short_path
 from cluster.bench.report import Say, machine, mean, median, ratio, records
 from cluster.bench.runs import params_of
+from cluster.bench.steady import PHASES, REPLAY, WARM, NotSteadyError, Steps, steady
 from cluster.bench.told import Counting, ToldDraft, Truth, Written
 from cluster.config import ConfigError, EngineConfig
-from cluster.engine import Engine
 from cluster.request import Request
 from cluster.spec.draft import Draft
 
-WARM = 3  # steady steps that are left out; the second is captured where steps are
 CHUNK = 2048  # prompt rows of a step before the steady ones
 SAMPLE_TOKENS = 256  # context that a draft's own sample may need
-PHASES = ("draft", "target", "extend")
-REPLAY = "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +65,14 @@ class Subject:
     full: int = 0
 
 
-@dataclass(slots=True)
-class Steps:
-    """Steady steps of one engine: seconds of each by phase and by the host's clock, contexts, tokens that they gave."""
+class Measured(NamedTuple):
+    """Steady steps of one tree at one batch, and the models that made them."""
 
-    phases: dict[str, list[float]] = field(default_factory=dict)
-    walls: list[float] = field(default_factory=list)
-    contexts: list[float] = field(default_factory=list)
-    tokens: int = 0
+    tree: Shape
+    batch: int
+    captured: bool
+    steps: Steps
+    models: ResolvedModels
 
 
 def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
@@ -97,29 +94,20 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
 def _measured(subject: Subject, size: Size, say: Say) -> dict[str, Any]:
     deepest = max(size.trees, key=lambda tree: (tree.num_steps, tree.nodes))
     loaded = Loaded(config_of(subject.pair, deepest, size))
-    best = ceilings(device=loaded.device, dtype=loaded.dtype)
-    say(f"roofline: {best.bytes / 1e9:.1f} GB/s read, {best.flops / 1e9:.0f} GFLOP/s")
+    first = ceilings(device=loaded.device, dtype=loaded.dtype)
+    say(f"roofline: {first.bytes / 1e9:.1f} GB/s read, {first.flops / 1e9:.0f} GFLOP/s")
     asked = _asked(subject, loaded, size)
     truth = None if size.accept_length is None else _truth(subject, loaded, asked, size)
-    figures: list[dict[str, Any]] = []
+    measured: list[Measured] = []
     skipped: dict[str, str] = {}
     for tree in size.trees:
         for captured in size.captured:
             say(f"roofline: {tree}, {'captured' if captured else 'as it is'}")
-            try:
-                engine, resolved = loaded.engine(
-                    config_of(subject.pair, tree, size, captured), _wrap(truth, size, loaded)
-                )
-            except ConfigError as error:
-                if not captured:
-                    raise
-                skipped[f"{tree}, captured"] = str(error)
-                continue
-            for context in size.contexts:
-                for batch in size.batches:
-                    steps = steady(engine, asked[context][:batch], size.steps, REPLAY if captured else "target")
-                    how = {"setting": str(tree), "batch": batch, "captured": captured}
-                    figures += [how | one for one in rows_of(steps, batch, resolved, loaded.dtype.itemsize, best)]
+            config, wrap = config_of(subject.pair, tree, size, captured), _wrap(truth, size, loaded)
+            measured += _of_engine(loaded, config, wrap, (tree, captured), asked, size, skipped)
+            gc.collect()  # or the next engine's KV cache would have to fit beside this one's
+    best = first.best(ceilings(device=loaded.device, dtype=loaded.dtype))
+    figures = [row for each in measured for row in rows_of(each, loaded.dtype.itemsize, best)]
     return {
         "what": "roofline",
         "machine": machine(),
@@ -136,6 +124,42 @@ def _measured(subject: Subject, size: Size, say: Say) -> dict[str, Any]:
         "skipped": skipped,
         "figures": figures,
     }
+
+
+def _of_engine(
+    loaded: Loaded,
+    config: EngineConfig,
+    wrap: Wrap | None,
+    what: tuple[Shape, bool],
+    asked: dict[int, list[Request]],
+    size: Size,
+    skipped: dict[str, str],
+) -> list[Measured]:
+    """The steady steps of one engine, whose tree and whether it captures steps is `what`. If a step is not captured as
+    asked, the reason goes to `skipped`.
+
+    Raises:
+        ConfigError, NotSteadyError: an engine that captures nothing cannot be had, or gave too few steps.
+    """
+    (tree, captured), found = what, list[Measured]()
+    try:
+        engine, models = loaded.engine(config, wrap)
+    except ConfigError as error:
+        if not captured:
+            raise
+        skipped[f"{tree}, captured"] = str(error)
+        return found
+    for context in size.contexts:
+        for batch in size.batches:
+            try:
+                steps = steady(engine, asked[context][:batch], size.steps, REPLAY if captured else "target")
+            except NotSteadyError as error:
+                if not captured:
+                    raise
+                skipped[f"{tree}, batch {batch}, captured"] = str(error)
+                continue
+            found.append(Measured(tree, batch, captured, steps, models))
+    return found
 
 
 @contextmanager
@@ -172,49 +196,14 @@ def config_of(pair: Pair, tree: Shape, size: Size, captured: bool = False) -> En
     )
 
 
-def steady(engine: Engine, requests: Sequence[Request], count: int, phase: str) -> Steps:
-    """Steps in which all requests decode and no prompt is run, from when `WARM` of them are over; only those that have
-    the `phase`. The requests are dropped afterwards.
-
-    Raises:
-        RuntimeError: requests ended before there were so many.
-    """
-    found, warm = Steps(), 0
-    committed = {request.request_id: len(request.prompt_token_ids) - 1 for request in requests}
-    for request in requests:
-        engine.submit(request)
-    before = time.perf_counter()
-    while len(found.walls) < count:
-        if not engine.has_work:
-            raise RuntimeError(f"requests ended after {len(found.walls)} steady steps with a phase {phase!r}")
-        result = engine.step()
-        now, stats = time.perf_counter(), result.stats
-        if stats.decode_requests == len(requests) and not stats.prompt_rows and phase in stats.phase_seconds:
-            warm += 1
-            if warm > WARM:
-                for name in (REPLAY,) if phase == REPLAY else PHASES:
-                    found.phases.setdefault(name, []).append(stats.phase_seconds[name])
-                found.walls.append(now - before)
-                found.contexts.append(mean(list(committed.values())))
-                found.tokens += sum(len(output.token_ids) for output in result.outputs)
-        for output in result.outputs:
-            committed[output.request_id] += len(output.token_ids)
-        before = now
-    for request in requests:
-        engine.abort(request.request_id)
-    while engine.has_work:
-        engine.step()
-    return found
-
-
-def rows_of(
-    steps: Steps, batch: int, models: ResolvedModels, itemsize: int, best: Ceilings
-) -> Iterator[dict[str, Any]]:
+def rows_of(measured: Measured, itemsize: int, best: Ceilings) -> Iterator[dict[str, Any]]:
     """The figures of each phase, of all of them together, and of the step by the host's clock."""
+    tree, batch, captured, steps, models = measured
     context = mean(steps.contexts)
     demand = step_demand(models, batch, context, itemsize)
     whole = [each for name in PHASES for each in demand[name]]
-    facts = {"context": context, "accept_length": steps.tokens / len(steps.walls) / batch}
+    facts = {"setting": str(tree), "batch": batch, "captured": captured, "context": context}
+    facts |= {"accept_length": steps.tokens / len(steps.walls) / batch}
     for name, seconds in steps.phases.items():
         yield facts | {"phase": name} | _figure(whole if name == REPLAY else demand[name], median(seconds), best)
     if REPLAY not in steps.phases:

@@ -4,14 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.arch.resolve import resolve_models
+from cluster.arch.resolve import ResolvedModels, resolve_models
 from cluster.bench import command
 from cluster.bench.cases import roofline
-from cluster.bench.cases.roofline import Size, Steps, rows_of
+from cluster.bench.cases.roofline import Measured, Size, rows_of
 from cluster.bench.ceilings import Ceilings
 from cluster.bench.demand import step_demand
+from cluster.bench.loaded import Loaded, Wrap
 from cluster.bench.pair import PLAIN, Pair, Shape
-from cluster.config import ConfigError
+from cluster.bench.steady import Steps
+from cluster.config import ConfigError, EngineConfig
+from cluster.dp_attention.sizes import Buckets
+from cluster.engine import Engine
 from tests.parity.harness import config_of, tiny_pair
 from tests.test_layers import SOURCES, imports_of, module_of, tree_of
 from tests.unit.bench.test_command import parsed
@@ -60,17 +64,26 @@ def test_a_target_alone_and_a_pair_that_writes_its_own_truth() -> None:
 
 
 def test_a_device_that_captures_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = roofline.config_of
+    real = Loaded.engine
 
-    def refused(*given: object) -> object:
-        if given[-1] is True:
+    def refused(self: Loaded, config: EngineConfig, wrap: Wrap | None = None) -> tuple[Engine, ResolvedModels]:
+        if config.capture == "on":
             raise ConfigError("capture on runs elsewhere")
-        return real(*given)  # type: ignore[arg-type]
+        return real(self, config, wrap)
 
-    monkeypatch.setattr(roofline, "config_of", refused)
+    monkeypatch.setattr(Loaded, "engine", refused)
     result = roofline.measure(Pair(num_threads=1), replace(SIZE, trees=(PLAIN,), accept_length=None), quiet)
     assert result["skipped"] == {"plain, captured": "capture on runs elsewhere"}
     assert "not measured: plain, captured: capture on runs elsewhere" in roofline.show(result)
+
+
+def test_steps_that_are_too_large_to_capture_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.engine.captures.buckets_of", lambda *_: Buckets((), rows=1))
+    size = replace(SIZE, trees=(PLAIN,), accept_length=None)
+    result = roofline.measure(Pair(num_threads=1), size, quiet)
+    assert list(result["skipped"]) == ["plain, batch 2, captured"]
+    assert "requests ended after 0 steady steps" in result["skipped"]["plain, batch 2, captured"]
+    assert {(one["batch"], one["captured"]) for one in result["figures"]} == {(1, False), (1, True), (2, False)}
 
 
 def test_possible_is_the_sum_over_forwards() -> None:
@@ -78,7 +91,7 @@ def test_possible_is_the_sum_over_forwards() -> None:
     models = resolve_models(config_of(*tiny_pair()))
     steps = Steps({name: [0.1, 0.3, 0.2] for name in roofline.PHASES}, [0.7, 0.8, 0.9], [10.0, 12.0, 14.0], 12)
     best = Ceilings(1e6, 1e9)
-    rows = {row["phase"]: row for row in rows_of(steps, 2, models, 8, best)}
+    rows = {row["phase"]: row for row in rows_of(Measured(Shape(3), 2, False, steps, models), 8, best)}
     demand = step_demand(models, 2, 12.0, 8)
     for name in roofline.PHASES:
         possible = sum(max(each.read / 1e6, each.computed / 1e9) for each in demand[name])
