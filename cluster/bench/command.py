@@ -22,10 +22,12 @@ from cluster.bench.cases import (
     packed,
     peers,
     radix,
+    roofline,
     rude,
     serving,
     strain,
 )
+from cluster.bench.made_up import PRESETS
 from cluster.bench.pair import Pair, named
 from cluster.bench.report import json_line, write_json
 from cluster.checkout import DEMO_TARGET, demo_path
@@ -38,6 +40,7 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "grammars": grammars,  # what a grammar costs, and what the nodes that it forces gain
     "peers": peers,  # against vLLM's CPU build
     "lockstep": lockstep,  # what lockstep costs data-parallel ranks
+    "roofline": roofline,  # each phase of a step against what the machine could do at best
     "overlap": overlap,  # what the host does for a step, and how much of it a device waits for
 }
 OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
@@ -55,7 +58,8 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
 }
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
-WITHOUT_A_DRAFT = ("peers",)  # plain decoding alone is worth measuring there
+WITHOUT_A_DRAFT = ("peers", "roofline")  # plain decoding alone is worth measuring there
+OF_THE_ROOFLINE = ("contexts", "shape", "layers", "accept_length")
 DIFFERENT = 1
 
 
@@ -72,6 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=int, metavar="N", help="torch threads (default: all cores)")
     parser.add_argument(
         "--batches", type=int, nargs="+", metavar="N", help="requests at once (default: the part's own)"
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="tokens before the steps of roofline")
+    parser.add_argument(
+        "--shape", metavar="NAME", help=f"for roofline, in place of folders: random weights of {', '.join(PRESETS)}"
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="so many layers of --shape (default: all that fit)")
+    parser.add_argument(
+        "--accept-length", type=float, metavar="A", help="tokens that a step of roofline accepts (default: the draft's)"
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="turns of each contender (default: the part's own)")
     parser.add_argument(
@@ -91,6 +103,11 @@ def run(args: argparse.Namespace) -> int:
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"unknown part {part!r}; the parts are {', '.join(PARTS)}")
+    if args.shape and (args.model or args.draft):
+        raise ValueError("--shape makes its own model and draft; leave out --model and --draft")
+    for name in OF_THE_ROOFLINE:
+        if getattr(args, name) and not any(hasattr(PARTS[part].QUICK, name) for part in parts):
+            raise ValueError(f"--{name.replace('_', '-')} is an option of roofline, which is not among the parts")
     same = True
     for part in parts:
         result, text = _measure(part, args)
@@ -106,7 +123,8 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The figures of one part, as data and as text."""
     module = PARTS[part]
     size = module.QUICK if args.quick else module.Size()
-    own = {"repeats": args.repeats, "batches": tuple(args.batches or ())}
+    own = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
+    own |= {name: getattr(args, name) for name in OF_THE_ROOFLINE if name != "contexts"}
     size = replace(size, **{name: value for name, value in own.items() if value and hasattr(size, name)})
     if part in OF_A_TARGET:
         target = args.model or demo_path(DEMO_TARGET, "give --model DIR")

@@ -37,7 +37,7 @@ from cluster.kernels.interface import Kernels
 from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
-from cluster.spec.c_verify import accept_of
+from cluster.spec.backends import TreeBackend, tree_backend_of
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
@@ -72,6 +72,11 @@ class Prepared:
         """What chooses from logits, by the same kernels as the models."""
         return chooser_of(self.models.kernels)
 
+    @property
+    def trees(self) -> TreeBackend:
+        """What grows and accepts trees, by the same kernels."""
+        return tree_backend_of(self.models.kernels)
+
     def draft(self) -> Draft:
         """The draft over the draft runner list: one runner for all levels, one runner per level, or no draft at all."""
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
@@ -80,8 +85,8 @@ class Prepared:
         model = runners[0].model
         ranking = CoupledRanking(model.target_ids, topk, model.own_ids, self.chooser)
         if len(runners) == 1:
-            return EagleDraft(runners[0], ranking)
-        return MultiLayerDraft(runners, ranking, self.memory.cache.table)
+            return EagleDraft(runners[0], ranking, self.trees.sprout)
+        return MultiLayerDraft(runners, ranking, self.memory.cache.table, self.trees.sprout)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -207,7 +212,6 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), grammars)
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
-    accepting = accept_of(models.kernels.library)
     apart = config.ep_size > 1
     rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if gpu else 0.0, buckets, forced_rows, apart)
     return Lockstep(
@@ -216,7 +220,16 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         exchange=models.exchange,
         programs=Programs(
             Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, attentions),
-            Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter, prepared.chooser, accepting),
+            Step(
+                memory.target_runner,
+                draft,
+                carried,
+                table,
+                adjusting,
+                mesh.enter,
+                prepared.chooser,
+                prepared.trees.accept,
+            ),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cluster.forward.chooser import FAR, first_of_nan, least_of
+from cluster.forward.chooser import FAR, first_of_nan
 from cluster.forward.draw import Draw
-from cluster.forward.noise import Noise, at_least_float32, keys_along
+from cluster.forward.filters import MASS
+from cluster.forward.noise import Noise, at_least_float32
 from cluster.kernels.choice import gpu
-from cluster.kernels.launch import WIDE, launch, whole
+from cluster.kernels.filters import gpu as filters
+from cluster.kernels.launch import INTERPRETED, WIDE, launch, warps, whole
 
 COLUMNS = 4096  # of a row, for one program
+AT_ONCE = 2048  # of a row, for one step of a program that looks for its threshold
 
 
 class TritonChooser:
@@ -22,7 +25,10 @@ class TritonChooser:
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """See `Chooser.noise`; none of it is made beforehand."""
-        return Noise(keys_along(seeds, first, count), hashes, dtype)
+        requests, first = first.shape[0], first.contiguous()
+        keys = first.new_empty(requests, count)
+        launch(gpu.keys_along, (requests,), seeds, first, keys, seeds.stride(0), count, BLOCK=whole(count))
+        return Noise(keys, hashes, dtype)
 
     def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Chooser.best`."""
@@ -94,11 +100,23 @@ def _drawn(values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple
     for draw in draws:
         sampling, stop = draw.sampling, start + draw.requests * draw.each
         parts.append((draw.by_row(sampling.inverse_temperature), draw.by_row(sampling.noise_scale), draw.keys()))
-        if least is None and stop > start and (found := least_of(values[start:stop], draw)) is not None:
-            kept.append(found)
+        if least is None and stop > start and sampling.filtered:
+            kept.append(least_kept(values[start:stop], draw))
         start = stop
     if start != values.shape[0]:
         raise ValueError(f"{values.shape[0]} rows of logits, and draws of {start}")
     inverse, scale, keys = (torch.cat(column) for column in zip(*parts, strict=True))
     least = torch.cat(kept) if kept else least
     return inverse, scale, keys, noise.hashes.contiguous(), None if least is None else least.contiguous()
+
+
+def least_kept(values: Tensor, draw: Draw) -> Tensor:
+    """What filters keep of rows of logits `values` `[R n, v]`, `[R n, 1]`: the decisions of `filters.least_kept`."""
+    sampling, wide, (rows, size) = draw.sampling, at_least_float32(values.dtype), values.shape
+    least = values.new_empty(rows, 1, dtype=wide)
+    given = (sampling.inverse_temperature, sampling.top_k, sampling.top_p, sampling.min_p.log())
+    block = min(AT_ONCE, whole(size))
+    how = {"MASS": MASS, "LIBRARY": not INTERPRETED, "WIDE": WIDE[wide], "BLOCK": block, "num_warps": warps(block, 256)}
+    numbers = values.stride(0), size
+    launch(filters.threshold, (rows,), values, *map(draw.by_row, given), least, *numbers, **how)
+    return least

@@ -71,6 +71,19 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Groups(NamedTuple):
+    """Rows that chose k experts each, `chosen` `[T, k]`, as T k places in order of the experts: `source` `[T k]` is the
+    row at each place, `expert` `[T k]` its expert, `ends` `[E]` int32 where each expert's places end, and `place`
+    `[T, k]` the place of each choice. One expert's rows stay in order.
+    """
+
+    chosen: Tensor
+    source: Tensor
+    expert: Tensor
+    ends: Tensor
+    place: Tensor
+
+
 class Activation(NamedTuple):
     """How a gate g and an up u become one number: f(g) u; `clamped` (gpt-oss): (u' + 1) g' sigmoid(alpha g'), where
     g' is at most `limit` and u' within it.
@@ -125,4 +138,14 @@ class Kernels(Protocol):
 
     def activate(self, both: Tensor, activation: Activation) -> Tensor:
         """Gates and ups side by side `[T, 2 I]` -> `[T, I]`."""
+        ...
+
+    def group(self, chosen: Tensor, experts: int) -> Groups:
+        """Rows by the experts that they chose, `[T, k]` of `experts`."""
+        ...
+
+    def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
+        """What experts `made` `[T k, H]` of rows at their places, plus each expert's `bias` `[E, H]`, times `weights`
+        `[T, k]`, added up for each row in order of its experts -> `[T, H]`.
+        """
         ...

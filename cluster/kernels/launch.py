@@ -32,3 +32,8 @@ def _started(program: Any, grid: Grid, given: tuple[Any, ...], constants: dict[s
 def whole(size: int, least: int = 16) -> int:
     """The power of two that holds `size` numbers, `least` or more: programs count in these."""
     return max(least, 1 << max(0, size - 1).bit_length())
+
+
+def warps(block: int, each: int = 128) -> int:
+    """The warps of a program that works on `block` numbers at once, a power of two, about `each` numbers to a warp."""
+    return max(1, min(32, block // each))

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.kernels.grouped_mm import grouped_mm
-from cluster.kernels.interface import Activation, Angles, HeadNorms, Stack, Weight
+from cluster.kernels.interface import Activation, Angles, Groups, HeadNorms, Stack, Weight
 from cluster.kernels.library import Library
 from cluster.kernels.quantised import Quantised
 
@@ -124,6 +125,20 @@ class TorchKernels:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
         return (up + 1) * gate * torch.sigmoid(gate * activation.alpha)
+
+    def group(self, chosen: Tensor, experts: int) -> Groups:
+        """See `Kernels.group`."""
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True, out_int32=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        return Groups(chosen, order // chosen.shape[1], expert, ends, place.view_as(chosen))
+
+    def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.combine`."""
+        made = made if bias is None else made + bias[groups.expert]
+        place, rank = groups.place.sort(-1)
+        parts = made.index_select(0, place.view(-1)).view(*place.shape, made.shape[1])
+        return reduce(torch.add, parts.mul_(weights.gather(1, rank)[..., None]).unbind(1))
 
 
 def rounded(matrix: Quantised, dtype: torch.dtype) -> Tensor:

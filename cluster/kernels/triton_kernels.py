@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 
 from cluster.kernels.activate import gpu as activate
-from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.experts import gpu as expert_programs
+from cluster.kernels.interface import Activation, Angles, Groups, HeadNorms
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole
 from cluster.kernels.norm import gpu as norm
 from cluster.kernels.rotary import gpu as rotary
 from cluster.kernels.torch_kernels import TorchKernels
 
-COLUMNS = 1024  # of an activation, for one program
+COLUMNS = 1024  # of an activation, or of a row's results, for one program
+CHOICES = 1024  # of experts, that one program reads at once
 
 
 class TritonKernels(TorchKernels):
@@ -57,6 +59,25 @@ class TritonKernels(TorchKernels):
         out, (kind, alpha, limit), block = both.new_empty(count, size), activation, min(COLUMNS, whole(size))
         how = {"KIND": kind, "WIDE": WIDE[both.dtype], "BLOCK": block}
         launch(activate.activate, (count, -(-size // block)), both, out, size, alpha, limit, **how)
+        return out
+
+    def group(self, chosen: Tensor, experts: int) -> Groups:
+        """See `Kernels.group`."""
+        chosen, count = chosen.contiguous(), chosen.numel()
+        source, expert = chosen.new_empty(count), chosen.new_empty(count)
+        place, ends = torch.empty_like(chosen), chosen.new_empty(experts, dtype=torch.int32)
+        numbers = count, chosen.shape[1]
+        how = {"BLOCK": min(CHOICES, whole(count))}
+        launch(expert_programs.group, (experts,), chosen, source, expert, place, ends, *numbers, **how)
+        return Groups(chosen, source, expert, ends, place)
+
+    def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.combine`."""
+        (rows, active), (count, size), block = weights.shape, made.shape, min(COLUMNS, whole(made.shape[1]))
+        out, given = made.new_empty(rows, size), (made.contiguous(), groups.place, weights.contiguous(), groups.chosen)
+        how = {"ACTIVE": active, "BIASED": bias is not None, "WIDE": WIDE[made.dtype], "SLOTS": whole(active, 1)}
+        places = rows, -(-size // block)
+        launch(expert_programs.combine, places, *given, bias, out, size, count, BLOCK=block, **how)
         return out
 
     def _normed(self, rows: Tensor, more: Tensor | None, total: Tensor, scale: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,6 @@ Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts o
 """
 
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -114,21 +113,20 @@ class Experts:
         Rows chose by `weights` and ids `experts`, `[T, k]`. What they chose elsewhere comes last, behind the rows of
         all experts here; nothing is computed for it, and what its memory holds is replaced by zeros.
         """
-        held, count, active = self.held, self.gate.moe.experts, experts.shape[1]
-        if held is not None:
-            count, experts = held.count, experts - held.first
-            experts = torch.where((experts < 0) | (experts >= count), count, experts)
-        chosen, rank = experts.sort(-1)
-        weights = weights.gather(1, rank)
-        expert, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-        expert = expert if held is None else expert.clamp(max=count - 1)
-        inner = self.gate_up(rows.index_select(0, order // active), ends)
+        if self.held is None:
+            groups = self.kernels.group(experts, self.gate.moe.experts)
+            made = self._made(rows, groups.source, groups.ends, groups.expert)
+            return self.kernels.combine(made, groups, weights, self.down_bias)
+        first, count = self.held.first, self.held.count
+        here = torch.where((experts < first) | (experts >= first + count), count, experts - first)
+        groups = self.kernels.group(here, count + 1)
+        own = groups.expert.clamp(max=count - 1)
+        made = self._made(rows, groups.source, groups.ends[:count], own)
+        made = made if self.down_bias is None else made + self.down_bias[own]
+        return self.kernels.combine(made.masked_fill_((groups.expert == count)[:, None], 0.0), groups, weights, None)
+
+    def _made(self, rows: Tensor, source: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
+        """What experts make of rows at their places, without the bias of `down`; see `Groups`."""
+        inner = self.gate_up(rows.index_select(0, source), ends)
         inner = inner if self.gate_up_bias is None else inner + self.gate_up_bias[expert]
-        made = self.down(self.kernels.activate(inner, self.activation), ends)
-        if self.down_bias is not None:
-            made = made + self.down_bias[expert]
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        parts = made.index_select(0, place).view(*chosen.shape, rows.shape[1]).mul_(weights[..., None])
-        parts = parts if held is None else parts.masked_fill_((chosen == count)[..., None], 0.0)
-        return reduce(torch.add, parts.unbind(1))
+        return self.down(self.kernels.activate(inner, self.activation), ends)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cluster.kernels.library import Library
 from cluster.spec.tree import DraftTree
-from cluster.spec.verify import Accept, Accepted, accept
+from cluster.spec.verify import Accepted
 from cluster.tape import native
 
 POINTERS = ("tokens", "parents", "depths", "chosen", "path", "taken", "lens", "bonus", "on")
@@ -19,11 +19,6 @@ class Arguments(Structure):
 
     _fields_ = (*((name, c_void_p) for name in POINTERS), *((name, c_int64) for name in NUMBERS))
     held: tuple[Tensor, ...]
-
-
-def accept_of(library: Library | None) -> Accept:
-    """How paths are accepted beside kernels of a `library`, or beside torch's."""
-    return accept if library is None else CAccept(library)
 
 
 class CAccept:

@@ -20,7 +20,7 @@ from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
 from cluster.spec.propose import Ranking, carry
-from cluster.spec.tree import DraftTree, chain
+from cluster.spec.tree import DraftTree, Sprout, TorchGrowth, chain
 from cluster.spec.verify import Accepted
 
 
@@ -66,8 +66,8 @@ class EagleDraft:
     the target, the pool is the runner's own.
     """
 
-    def __init__(self, runner: DraftRunner, ranking: Ranking) -> None:
-        self._runner, self._ranking = runner, ranking
+    def __init__(self, runner: DraftRunner, ranking: Ranking, sprout: Sprout = TorchGrowth) -> None:
+        self._runner, self._ranking, self._sprout = runner, ranking, sprout
 
     def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
@@ -75,7 +75,8 @@ class EagleDraft:
             return chain(carried.bonus[:, None])
         if shape.topk == 1:
             return self._chain(batch, carried, drawing, shape)
-        return grow(carried, drawing, shape, self._ranking, _Again(self._runner, batch, carried, shape))
+        levels = _Again(self._runner, batch, carried, shape)
+        return grow(carried, drawing, shape, self._ranking, levels, self._sprout)
 
     def _chain(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
         """The tree of topk 1: every level has one row, which sees all before it. Equals `grow`, faster."""

@@ -14,7 +14,7 @@ from cluster.forward.draw import Drawing
 from cluster.models.vocab import Columns
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
-from cluster.spec.tree import DraftTree, Growth
+from cluster.spec.tree import DraftTree, Sprout
 
 
 class Levels(Protocol):
@@ -27,12 +27,14 @@ class Levels(Protocol):
         ...
 
 
-def grow(carried: EagleDraftInput, drawing: Drawing, shape: TreeShape, ranking: Ranking, levels: Levels) -> DraftTree:
+def grow(
+    carried: EagleDraftInput, drawing: Drawing, shape: TreeShape, ranking: Ranking, levels: Levels, sprout: Sprout
+) -> DraftTree:
     """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
 
     At the end, the root and the N - 1 best candidates of all levels make the tree.
     """
-    grown = Growth(carried.topk_index, carried.topk_logprobs)
+    grown = sprout(carried.topk_index, carried.topk_logprobs, shape.num_steps)
     tokens, parent = carried.topk_index, None
     path = None if drawing.adjust is None else tokens[..., None]
     for level in range(1, shape.num_steps):

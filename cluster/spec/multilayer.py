@@ -27,7 +27,7 @@ from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
 from cluster.spec.propose import Ranking, carry
-from cluster.spec.tree import DraftTree, chain
+from cluster.spec.tree import DraftTree, Sprout, TorchGrowth, chain
 from cluster.spec.verify import Accepted
 
 
@@ -42,9 +42,11 @@ class MultiLayerDraft:
     Slots are shared with the target; pools, and what runners pass on (`_gave`), are their own.
     """
 
-    def __init__(self, draft_runner_list: list[DraftRunner], ranking: Ranking, table: PageTable) -> None:
+    def __init__(
+        self, draft_runner_list: list[DraftRunner], ranking: Ranking, table: PageTable, sprout: Sprout = TorchGrowth
+    ) -> None:
         """One runner per level; `table` is the page table that they share."""
-        self._runners, self._ranking, self._table = draft_runner_list, ranking, table
+        self._runners, self._ranking, self._table, self._sprout = draft_runner_list, ranking, table, sprout
         first = draft_runner_list[0]
         spec, pool = first.model.spec, first.pool
         self._chained = spec.chained
@@ -59,7 +61,7 @@ class MultiLayerDraft:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
-        return grow(carried, drawing, shape, self._ranking, _OneEach(self, batch, carried, shape))
+        return grow(carried, drawing, shape, self._ranking, _OneEach(self, batch, carried, shape), self._sprout)
 
     def run_level(
         self, batch: Batch, level: int, tokens: Tensor, source: Tensor, bits: Tensor

@@ -3,8 +3,10 @@
 Legend: R requests, N nodes (root included, node 0 is the bonus), C candidates = K + (S - 1) K^2.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,9 +57,14 @@ class Candidates:
     def of(levels: list[tuple[Tensor, Tensor, Tensor]]) -> "Candidates":
         """The candidates of all levels: tokens, scores and parents of each, `[R, K]` of the first, then `[R, K^2]`."""
         tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels, strict=True))
-        number, k = torch.arange(tokens.shape[1], device=tokens.device), levels[0][0].shape[1]
-        depths = (number - k).div(k * k, rounding_mode="floor").add_(2)  # K of depth 1, then K^2 of each depth
+        depths = depths_of(tokens.shape[1], levels[0][0].shape[1], tokens.device)
         return Candidates(tokens, scores, parents, depths, len(levels))
+
+
+def depths_of(count: int, topk: int, device: torch.device) -> Tensor:
+    """The depths `[C]` of C candidates: K of depth 1, then K^2 of each depth."""
+    number = torch.arange(count, device=device)
+    return (number - topk).div(topk * topk, rounding_mode="floor").add_(2)
 
 
 def clean(log_probabilities: Tensor) -> Tensor:
@@ -69,18 +76,38 @@ def clean(log_probabilities: Tensor) -> Tensor:
     return wide.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
 
 
-class Growth:
+class Growth(Protocol):
     """EAGLE-2's dynamic tree while it grows: the K best rows of a level by cumulative score are drafted further."""
 
-    def __init__(self, tokens: Tensor, likely: Tensor) -> None:
-        """The proposals after the bonus and their log-probabilities, `[R, K]` each."""
+    def add(self, proposed: Tensor, likely: Tensor) -> None:
+        """The proposals after each row of the level and their log-probabilities, `[R, K, K]` each."""
+        ...
+
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The K rows of the next level: their tokens, and the rows of this level that they follow, `[R, K]` each."""
+        ...
+
+    def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
+        """The root `bonus` `[R]` and the best `nodes - 1` candidates of all levels."""
+        ...
+
+
+Sprout = Callable[[Tensor, Tensor, int], Growth]
+"""Begins to grow trees: of the proposals after the bonus and their log-probabilities, `[R, K]` each, to a depth."""
+
+
+class TorchGrowth:
+    """`Growth` in torch's operators: the twin of the others."""
+
+    def __init__(self, tokens: Tensor, likely: Tensor, num_steps: int) -> None:
+        """See `Sprout`; the depth does not matter here."""
         self._number = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._tokens, self._score = tokens, clean(likely)
         self._levels = [(tokens, self._score, torch.full_like(tokens, -1))]
         self._before = 0
 
     def add(self, proposed: Tensor, likely: Tensor) -> None:
-        """The proposals after each row of the level and their log-probabilities, `[R, K, K]` each."""
+        """See `Growth.add`."""
         r, k = self._number.shape
         self._before += self._tokens.shape[1]
         self._score = (self._score[..., None] + clean(likely)).view(r, k * k)
@@ -89,14 +116,14 @@ class Growth:
         self._levels.append((self._tokens, self._score, parents))
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """The K rows of the next level: their tokens, and the rows of this level that they follow, `[R, K]` each."""
+        """See `Growth.best`."""
         k = self._number.shape[1]
         self._score, pick = self._score.topk(k, 1)
         self._number = self._before + pick
         return self._tokens.gather(1, pick), pick // k
 
     def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
-        """The root `bonus` `[R]` and the best `nodes - 1` candidates of all levels."""
+        """See `Growth.tree`."""
         return best_tree(Candidates.of(self._levels), bonus, nodes)
 
 

@@ -8,18 +8,16 @@ import sys
 import torch
 
 from tests.triton.compiling import SHARED_MEMORY, compiled
-from tests.triton.configurations import SHAPES, chosen, started
-
-VOCABULARY = "any vocabulary"
+from tests.triton.configurations import OTHERS, SHAPES, started
 
 
 def main(names: list[str]) -> int:
-    """Compile those of the shapes `names`, or of all."""
+    """Compile those of the shapes `names`, and of others, or of all."""
     known: dict[object, bool] = {}
     bad = 0
     print(f"{'shape':24} {'program':24} {'sm':>4} {'shared':>8} {'registers':>9} {'spilled':>8}")
-    for name in names or [*SHAPES, VOCABULARY]:
-        for what, one in chosen() if name == VOCABULARY else started(SHAPES[name], torch.bfloat16):
+    for name in names or [*SHAPES, *OTHERS]:
+        for what, one in OTHERS[name]() if name in OTHERS else started(SHAPES[name], torch.bfloat16):
             kinds = tuple(str(getattr(value, "dtype", type(value))) for value in one.given)
             key = one.program.__name__, kinds, tuple(one.constants.items())
             if key in known:

@@ -1,6 +1,7 @@
 """What models ask of the kernels on a GPU: attention and rows of shapes that are served, as they would be started."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,12 +13,13 @@ from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import SamplingBatch, Seen, Text, Tree
 from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise
-from cluster.forward.triton_chooser import TritonChooser
+from cluster.forward.triton_chooser import TritonChooser, least_kept
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.kv.triton_pool import TritonPool
+from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.triton.compiling import Started, watching
 
 CPU = torch.device("cpu")
@@ -56,6 +58,9 @@ SHAPES = {
     "DeepSeek, FP8 cache": Shape(7168, 128, 1, 576, 2048, value=512, turned=64, fp8=True),
     "GLM-4": Shape(4096, 32, 2, 128, 13696, turned=64),
 }
+# R, topk, depth and nodes; active experts, all, columns of their results, with biases or not.
+GROWN = ((64, 1, 3, 4), (64, 4, 3, 16), (32, 8, 5, 32), (8, 10, 8, 60), (2, 16, 16, 256))
+EXPERTS = ((8, 128, 2048, False), (4, 32, 2880, True), (6, 64, 2048, False), (8, 256, 7168, False))
 TREES = {"plain": (64, 1), "chain": (16, 4), "tree": (4, 32), "wide tree": (1, 60)}  # requests, rows of each
 
 
@@ -80,7 +85,7 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
 
 
 def chosen() -> Iterator[tuple[str, Started]]:
-    """The programs that choose tokens of a vocabulary, and that which compacts windows."""
+    """The programs that choose tokens of a vocabulary, their filters and noise, and that which compacts windows."""
     rows, vocab = 32, 128256
     noise = Noise(torch.zeros(rows, 1, dtype=torch.int64), torch.zeros(vocab, dtype=torch.int32), torch.bfloat16)
     numbers = [torch.ones(rows) for _ in range(2)]
@@ -92,11 +97,45 @@ def chosen() -> Iterator[tuple[str, Started]]:
             TritonChooser().best(logits, [draw], torch.zeros(rows, 1) if draw.noise else None)
             TritonChooser().likeliest(logits, [draw], None, 8)
         yield from ((f"{one.program.__name__}, {name}", one) for one in seen)
+    filtered = replace(sampling, filtered=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        with watching() as seen:
+            least_kept(logits.to(dtype), Draw(1, filtered, noise))
+        yield from ((f"{one.program.__name__}, {dtype}", one) for one in seen)
+    with watching() as seen:
+        TritonChooser().noise(whole, whole, 7, noise.hashes, torch.bfloat16)
+    yield from ((one.program.__name__, one) for one in seen)
     for name, coded in (("move", None), ("move, FP8", CodedCell((2, 8, 128)))):
         pool = TritonPool(2, 64, (2, 8, 128), torch.bfloat16, CPU, coded)
         with watching() as seen:
             pool.move_kv_cache(torch.zeros(8, 6, dtype=torch.int64), torch.zeros(8, 6, dtype=torch.int64))
         yield from ((name, one) for one in seen)
+
+
+def trees() -> Iterator[tuple[str, Started]]:
+    """The programs that grow trees and find their accepted paths."""
+    for r, k, steps, nodes in GROWN:
+        tokens, likely = torch.zeros(r, k, dtype=torch.int64), torch.zeros(r, k)
+        with watching() as seen:
+            grown = TritonGrowth(tokens, likely, steps)
+            for _ in range(1, steps):
+                grown.add(tokens[..., None].expand(r, k, k), likely[..., None].expand(r, k, k))
+            tree = grown.tree(tokens[:, 0], nodes)
+            accept(tree, tree.tokens, tokens[:, 0], steps)
+        yield from ((f"{one.program.__name__}, {k} x {steps}, {nodes} nodes", one) for one in seen)
+
+
+def expert_rows() -> Iterator[tuple[str, Started]]:
+    """The programs that bring rows to their experts and back: active ones, all, and columns of the result."""
+    kernels = TritonKernels()
+    for active, experts, size, biased in EXPERTS:
+        chosen = torch.zeros(512, active, dtype=torch.int64)
+        weights = torch.zeros(512, active, dtype=torch.bfloat16)
+        bias = torch.zeros(experts, size, dtype=torch.bfloat16) if biased else None
+        with watching() as seen:
+            groups = kernels.group(chosen, experts)
+            kernels.combine(torch.zeros(512 * active, size, dtype=torch.bfloat16), groups, weights, bias)
+        yield from ((f"{one.program.__name__}, {active} of {experts}", one) for one in seen)
 
 
 def _attend(shape: Shape, dtype: torch.dtype, rows: int, tree: Tree | None, text: Text | None) -> None:
@@ -124,3 +163,11 @@ def _rows(shape: Shape, dtype: torch.dtype, count: int = 64) -> None:
     kernels.add_norm(zeros(count, shape.hidden), zeros(count, shape.hidden), zeros(shape.hidden), 1e-5)
     kernels.rotate(heads, angles, HeadNorms(shape.heads, scale, scale, 1e-6) if shape.normed else None)
     kernels.activate(zeros(count, 2 * shape.inner), shape.activation)
+
+
+OTHERS: dict[str, Callable[[], Iterator[tuple[str, Started]]]] = {
+    "any vocabulary": chosen,
+    "trees": trees,
+    "experts": expert_rows,
+}
+"""Programs that no layer starts, by what they work on."""

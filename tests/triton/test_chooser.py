@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cluster.forward import filters
 from cluster.forward.chooser import TORCH
-from cluster.forward.triton_chooser import TritonChooser
+from cluster.forward.draw import Draw
+from cluster.forward.noise import at_least_float32, vocabulary_hashes
+from cluster.forward.triton_chooser import TritonChooser, least_kept
 from cluster.spec.tree import FLOOR
 from tests.unit.forward.test_c_chooser import DTYPES, draw_of, logits_of, unfiltered
 from tests.unit.forward.test_choose import mixed
@@ -43,8 +46,8 @@ def test_what_is_best(noisy: bool, vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_filters_keep_what_they_keep_for_the_twin(dtype: torch.dtype) -> None:
     sampling, vocab = mixed(dtype), 500
-    logits, draw = logits_of(24, vocab, dtype), draw_of(sampling, 4, vocab, dtype)
-    for least in (None, logits_of(24, vocab, dtype).topk(9).values[:, 8:]):
+    logits, draw = logits_of(12, vocab, dtype), draw_of(sampling, 2, vocab, dtype)
+    for least in (None, logits_of(12, vocab, dtype).topk(9).values[:, 8:]):
         columns, score = OWN.best(logits, [draw], least)
         wanted, best = TORCH.best(logits, [draw], least)
         assert torch.equal(columns, wanted)
@@ -86,3 +89,54 @@ def test_noise_for_other_columns_or_rows_is_refused() -> None:
         OWN.best(logits_of(6, 60, torch.float32), [draw], None)
     with pytest.raises(ValueError, match="7 rows of logits, and draws of 6"):
         OWN.best(logits_of(7, 50, torch.float32), [draw], None)
+
+
+def kept_by_the_twin(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+    rows = logits.view(draw.requests, draw.each, logits.shape[1])
+    wide = rows.to(draw.sampling.inverse_temperature.dtype) * draw.sampling.inverse_temperature[:, None, None]
+    return filters.least_kept(wide, draw.sampling).view(-1, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "each"), [(1, 1), (7, 2), (129, 1), pytest.param(700, 2, marks=pytest.mark.slow)])
+def test_thresholds_are_the_twins(vocab: int, each: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mix of filters; logits that repeat, so that many lie on a threshold."""
+    monkeypatch.setattr("cluster.forward.triton_chooser.AT_ONCE", 128)
+    sampling = mixed(at_least_float32(dtype))
+    count = sampling.seeds.shape[0]
+    draw = draw_of(sampling, each, vocab, dtype)
+    logits = logits_of(count * each, vocab, dtype)
+    for given in (logits, (2 * logits).round() / 2):
+        assert torch.equal(least_kept(given, draw), kept_by_the_twin(given, draw))
+
+
+def test_thresholds_of_rows_apart_and_of_no_rows() -> None:
+    sampling = mixed(torch.float32)
+    draw = draw_of(sampling, 1, 40, torch.float32)
+    logits = logits_of(sampling.seeds.shape[0], 100, torch.float32)[:, :40]
+    assert torch.equal(least_kept(logits, draw), kept_by_the_twin(logits.contiguous(), draw))
+    none = draw_of(sampling.narrow(0, 0), 3, 40, torch.float32)
+    assert least_kept(logits[:0], none).shape == (0, 1)
+
+
+def test_a_row_that_is_not_finite_keeps_all() -> None:
+    inf, nan = float("inf"), float("nan")
+    sampling = mixed(torch.float32)
+    rows = torch.tensor([[1, nan, 2, 3], [1, inf, 2, 3], [-inf] * 4, [1, -inf, 2, 3]])
+    for first in range(0, sampling.seeds.shape[0] - 4, 4):
+        draw = draw_of(sampling.narrow(first, first + 4), 1, 4, torch.float32)
+        least, twin = least_kept(rows, draw), kept_by_the_twin(rows, draw)
+        assert least[:3].isnan().all()
+        assert torch.equal(least[3], twin[3])
+        assert torch.equal(OWN.best(rows, [draw], None)[0][:2], torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize("count", [1, 5, 17])
+def test_keys_of_noise(count: int) -> None:
+    """For seeds that lie apart, the largest and negative ones too."""
+    seeds = torch.tensor([[0, 9], [2**63 - 1, 9], [-(2**63), 9], [-1, 9], [123456789, 9]])[:, 0]
+    first = torch.tensor([0, 1, 2**40, 7, 9])
+    for requests in (0, 1, 5):
+        given = seeds[:requests], first[:requests], count, vocabulary_hashes(3, torch.device("cpu")), torch.float32
+        own, twin = OWN.noise(*given), TORCH.noise(*given)
+        assert own.kept is None and torch.equal(own.keys, twin.keys)

@@ -6,12 +6,11 @@ import sys
 
 import pytest
 
-from tests.triton.compile_all import VOCABULARY
-from tests.triton.configurations import SHAPES
+from tests.triton.configurations import OTHERS, SHAPES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SHAPES, VOCABULARY])
+@pytest.mark.parametrize("name", [*SHAPES, *OTHERS])
 def test_it_fits(name: str) -> None:
     command = [sys.executable, "-m", "tests.triton.compile_all", name]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)

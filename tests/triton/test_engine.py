@@ -7,6 +7,7 @@ import pytest
 from cluster.config import ConfigError
 from cluster.engine import build_engine
 from cluster.request import SamplingParams
+from tests.families import FAMILIES, made
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -40,6 +41,18 @@ def test_tokens_with_caches_in_fp8_are_those_of_plain_decoding() -> None:
     expected = run(build_engine(config_of(target, attention_backend="torch", **kept)), requests(SAMPLING["0.8"]))
     engine = build_engine(config_of(target, draft, **SHAPES["tree"], attention_backend="triton", **kept))
     assert run(engine, requests(SAMPLING["0.8"])).tokens == expected.tokens
+
+
+def test_experts_get_their_rows_and_give_them_back() -> None:
+    """Plain decoding of a tiny Qwen3-MoE, some experts of which have no rows in a step."""
+    target = made("qwen3_moe", next(iter(FAMILIES["qwen3_moe"].cases)), 2).folder
+    prompts = [[3, 5, 2], [9]]
+    texts = []
+    for backend in ("torch", "triton"):
+        engine = build_engine(config_of(target, attention_backend=backend))
+        asked = [request(f"r{at}", prompt, SAMPLING["greedy"], max_tokens=3) for at, prompt in enumerate(prompts)]
+        texts.append(run(engine, asked).tokens)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow

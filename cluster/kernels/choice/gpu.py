@@ -1,4 +1,4 @@
-"""The best tokens after each row, and the log of the sum over its scores, in one pass over the logits.
+"""The best tokens after each row, and the log of the sum over its scores, in one pass over the logits; keys of noise.
 
 A score is a tempered logit plus keyed noise, made in registers; nothing that has the size of the vocabulary is written.
 """
@@ -41,6 +41,20 @@ def number_of(order, WIDE: tl.constexpr):
     """The number that `in_order` gave."""
     bits: tl.constexpr = WIDE.primitive_bitwidth - 1
     return (order ^ ((order >> bits) & ((1 << bits) - 1))).to(WIDE, bitcast=True)
+
+
+@triton.jit
+def unsigned(order):
+    """The integers of `in_order` as unsigned ones in the same order; what is looked for bit by bit begins at 0."""
+    KIND: tl.constexpr = tl.uint64 if order.dtype == tl.int64 else tl.uint32
+    return order.to(KIND, bitcast=True) ^ (tl.full([], 1, KIND) << (KIND.primitive_bitwidth - 1))
+
+
+@triton.jit
+def signed(order):
+    """The integers that `unsigned` gave."""
+    KIND: tl.constexpr = tl.int64 if order.dtype == tl.uint64 else tl.int32
+    return (order ^ (tl.full([], 1, order.dtype) << (KIND.primitive_bitwidth - 1))).to(KIND, bitcast=True)
 
 
 @triton.jit
@@ -131,3 +145,22 @@ def best_of_all(
         top = tl.max(most, 0)
         finite = tl.where(top == float("-inf"), 0.0, top)
         tl.store(total + row, finite + tl.log(tl.sum(below * tl.exp(most - finite), 0)))
+
+
+@triton.jit
+def mixed_64(x):
+    """SplitMix64's finaliser of unsigned numbers."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def keys_along(seeds, first, keys, stride, count, BLOCK: tl.constexpr):
+    """The keys `[B, count]` of positions `first` `[B]` and the next ones, for each of `seeds` `[B]`, `stride` apart."""
+    request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    golden = tl.full([BLOCK], 0x9E3779B97F4A7C15, tl.uint64)
+    seed = mixed_64(tl.load(seeds + request * stride).to(tl.uint64, bitcast=True) + golden)
+    position = tl.load(first + request).to(tl.uint64, bitcast=True) + at.to(tl.uint64)
+    key = mixed_64(seed + position * golden)
+    tl.store(keys + request * count + at, key.to(tl.int64, bitcast=True), mask=at < count)

@@ -9,7 +9,7 @@ from cluster.config import TreeShape
 from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise, gumbel, gumbel_of, noise_keys, vocabulary_hashes
 from cluster.spec.propose import CoupledRanking
-from cluster.spec.tree import Growth
+from cluster.spec.tree import TorchGrowth
 from cluster.spec.verify import accept
 from tests.unit.forward.samplings import chosen, filtered, sampling_of, whole
 
@@ -158,7 +158,7 @@ class Tables:
         root = self.drafted[torch.zeros(r, 1, dtype=torch.int64)]
         first_p, first = ranking.propose(whole(root), Draw(1, sampling, noise.at(0)))
         second_p, second = ranking.propose(whole(self.drafted[first[:, 0]]), Draw(topk, sampling, noise.at(1)))
-        grown = Growth(first[:, 0], first_p[:, 0])
+        grown = TorchGrowth(first[:, 0], first_p[:, 0], 2)
         grown.add(second, second_p)
         none = torch.zeros(r, dtype=torch.int64)
         tree = grown.tree(none, shape.num_draft_tokens)

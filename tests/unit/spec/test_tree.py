@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.tree import Candidates, DraftTree, Growth, ancestors_of, best_tree, chain, clean
+from cluster.spec.tree import Candidates, DraftTree, TorchGrowth, ancestors_of, best_tree, chain, clean
 
 
 def candidates_of(topk: int, steps: int, draw: Tensor) -> Candidates:
@@ -15,7 +15,7 @@ def candidates_of(topk: int, steps: int, draw: Tensor) -> Candidates:
     r = draw.shape[0]
     tokens = torch.arange(100, 100 + topk + (steps - 1) * topk * topk).expand(r, -1)
     levels = tokens[:, topk:].split(topk * topk, 1)
-    grown = Growth(tokens[:, :topk], draw[:, 0, 0])
+    grown = TorchGrowth(tokens[:, :topk], draw[:, 0, 0], steps)
     for level in range(1, steps):
         if level > 1:
             grown.best()
@@ -69,7 +69,7 @@ def test_growth_is_that_of_each_request_alone(topk: int) -> None:
 
 
 def test_the_next_rows_know_their_tokens_and_the_rows_before() -> None:
-    grown = Growth(torch.tensor([[7, 8]]), torch.tensor([[-1.0, -2.0]]))
+    grown = TorchGrowth(torch.tensor([[7, 8]]), torch.tensor([[-1.0, -2.0]]), 3)
     grown.add(torch.tensor([[[11, 12], [13, 14]]]), torch.tensor([[[-5.0, -1.0], [-0.5, -9.0]]]))
     tokens, rows = grown.best()
     assert (tokens.tolist(), rows.tolist()) == ([[12, 13]], [[0, 1]])

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.c_verify import CAccept, accept_of
+from cluster.kernels.c_kernels import CKernels
+from cluster.kernels.torch_kernels import TorchKernels
+from cluster.spec.backends import tree_backend_of
+from cluster.spec.c_verify import CAccept
 from cluster.spec.tree import DraftTree, ancestors_of, chain
 from cluster.spec.verify import Accept, accept
 from tests.unit.kernels.library import c_library
@@ -80,30 +83,35 @@ def test_a_right_token_under_a_wrong_parent_does_not_count(accepting: Accept) ->
     assert accepted.tokens[0, :2].tolist() == [7, 6]
 
 
-def same(tree: DraftTree, chosen: Tensor, first: Tensor, steps: int) -> None:
-    ours, twin = CAccept(c_library())(tree, chosen, first, steps), accept(tree, chosen, first, steps)
+def same(accepting: Accept, tree: DraftTree, chosen: Tensor, first: Tensor, steps: int) -> None:
+    ours, twin = accepting(tree, chosen, first, steps), accept(tree, chosen, first, steps)
     for name in ("path", "tokens", "accept_len", "bonus"):
         mine, other = getattr(ours, name), getattr(twin, name)
         assert mine.dtype == other.dtype and torch.equal(mine, other), name
 
 
-def test_c_accepts_what_torch_accepts() -> None:
-    """Beyond the accepted path too; in chains, whose requests share their numbers, with nodes that only fill
-    a tree, and for no requests at all."""
+def check_accepted(accepting: Accept, trees: int = 20) -> None:
+    """That it accepts what torch accepts: beyond the accepted path too; in chains, whose requests share their numbers,
+    with nodes that only fill a tree, and for no requests at all.
+    """
     none = torch.zeros(0, dtype=torch.int64)
-    for requests, nodes in ((0, 1), (1, 1), (5, 4), (32, 9)):
+    for requests, nodes in ((0, 1), (1, 1), (5, 4), (trees, 9)):
         tokens = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes))
         chosen = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes + 1))
-        same(chain(tokens), chosen, none, nodes - 1)
-        same(chain(tokens), chosen.t().contiguous().t(), torch.tensor([7]), nodes + 2)
+        same(accepting, chain(tokens), chosen, none, nodes - 1)
+        same(accepting, chain(tokens), chosen.t().contiguous().t(), torch.tensor([7]), nodes + 2)
     for seed in range(4):
-        tree, padding = random_tree(20, 11, 4, 3, seed), torch.arange(11, 15).expand(20, 4)
+        tree, padding = random_tree(trees, 11, 4, 3, seed), torch.arange(11, 15).expand(trees, 4)
         parents = torch.cat([tree.parents, padding], 1)
         tokens, depths = (torch.cat([each, torch.zeros_like(padding)], 1) for each in (tree.tokens, tree.depths))
-        chosen = torch.randint(3, (20, 15), generator=torch.Generator().manual_seed(seed))
-        same(DraftTree(tokens, parents, depths, ancestors_of(parents, 4), padded=True), chosen, none, 4)
+        chosen = torch.randint(3, (trees, 15), generator=torch.Generator().manual_seed(seed))
+        same(accepting, DraftTree(tokens, parents, depths, ancestors_of(parents, 4), padded=True), chosen, none, 4)
+
+
+def test_c_accepts_what_torch_accepts() -> None:
+    check_accepted(CAccept(c_library()))
 
 
 def test_paths_are_accepted_by_the_same_kernels() -> None:
-    assert accept_of(None) is accept
-    assert isinstance(accept_of(c_library()), CAccept)
+    assert tree_backend_of(TorchKernels()).accept is accept
+    assert isinstance(tree_backend_of(CKernels(c_library())).accept, CAccept)

@@ -1,0 +1,316 @@
+"""`aerie bench roofline`: what each phase of a step takes, against the least that this machine could take for it.
+
+The least is the longer of two times: that of reading what a phase has to read, and that of its operations, at the
+rates that this machine shows in the same run (`demand`, `ceilings`). Steps are measured as they are, phase by phase,
+and as captured programs, which are one phase each. Any folder, or a made-up model of a real one's shape; with its
+draft's own accept length or any other. Without the command line: `measure(Pair(target, draft), Size(..))`.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cluster.arch.resolve import ResolvedModels
+from cluster.bench.ceilings import Ceilings, ceilings
+from cluster.bench.demand import Demand, least_seconds, step_demand
+from cluster.bench.loaded import Loaded, Wrap
+from cluster.bench.made_up import made_up
+from cluster.bench.pair import PLAIN, Pair, Shape, short_path
+from cluster.bench.report import Say, machine, mean, median, ratio, records
+from cluster.bench.runs import params_of
+from cluster.bench.steady import PHASES, REPLAY, WARM, NotSteadyError, Steps, steady
+from cluster.bench.told import Counting, ToldDraft, Truth, Written
+from cluster.config import ConfigError, EngineConfig
+from cluster.request import Request
+from cluster.spec.draft import Draft
+
+CHUNK = 2048  # prompt rows of a step before the steady ones
+SAMPLE_TOKENS = 256  # context that a draft's own sample may need
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Trees, `batches` of requests at once and their `contexts`, and how many steady `steps` of each are measured.
+
+    `accept_length`: what a step is to accept, as far as its tree is deep; None: what the draft gets by itself.
+    `shape`: a preset of `made_up` in place of folders, with so many `layers`; None: all that fit. `captured`: whether
+    steps are captured, each in turn.
+    """
+
+    trees: tuple[Shape, ...] = (PLAIN, Shape(3), Shape(5, 8, 32))
+    batches: tuple[int, ...] = (1, 8, 32)
+    contexts: tuple[int, ...] = (128, 1024)
+    steps: int = 24
+    accept_length: float | None = None
+    shape: str | None = None
+    layers: int | None = None
+    captured: tuple[bool, ...] = (False, True)
+
+
+QUICK = Size(batches=(1, 4), contexts=(64,), steps=6)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: folders, and if they are made up, of which shape and with how many layers."""
+
+    pair: Pair
+    shape: str | None = None
+    layers: int = 0
+    full: int = 0
+
+
+class Measured(NamedTuple):
+    """Steady steps of one tree at one batch, and the models that made them."""
+
+    tree: Shape
+    batch: int
+    captured: bool
+    steps: Steps
+    models: ResolvedModels
+
+
+def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
+    """Measure everything; JSON-ready.
+
+    Raises:
+        ConfigError: a shape that is not known, or an accept length that a tree cannot have.
+    """
+    trees = size.trees if pair.draft or size.shape else (PLAIN,)
+    deepest = max(tree.num_steps for tree in trees)
+    if size.accept_length is not None and not 1 <= size.accept_length <= deepest + 1:
+        raise ConfigError(f"accept_length {size.accept_length:g} is not within 1 and {deepest + 1}, the deepest tree's")
+    if size.layers is not None and size.shape is None:
+        raise ConfigError("layers belong to a made-up shape; give a shape as well")
+    with subject_of(pair, size, say) as subject:
+        return _measured(subject, replace(size, trees=trees), say)
+
+
+def _measured(subject: Subject, size: Size, say: Say) -> dict[str, Any]:
+    deepest = max(size.trees, key=lambda tree: (tree.num_steps, tree.nodes))
+    loaded = Loaded(config_of(subject.pair, deepest, size))
+    first = ceilings(device=loaded.device, dtype=loaded.dtype)
+    say(f"roofline: {first.bytes / 1e9:.1f} GB/s read, {first.flops / 1e9:.0f} GFLOP/s")
+    asked = _asked(subject, loaded, size)
+    truth = None if size.accept_length is None else _truth(subject, loaded, asked, size)
+    measured: list[Measured] = []
+    skipped: dict[str, str] = {}
+    for tree in size.trees:
+        for captured in size.captured:
+            say(f"roofline: {tree}, {'captured' if captured else 'as it is'}")
+            config, wrap = config_of(subject.pair, tree, size, captured), _wrap(truth, size, loaded)
+            measured += _of_engine(loaded, config, wrap, (tree, captured), asked, size, skipped)
+            gc.collect()  # or the next engine's KV cache would have to fit beside this one's
+    best = first.best(ceilings(device=loaded.device, dtype=loaded.dtype))
+    figures = [row for each in measured for row in rows_of(each, loaded.dtype.itemsize, best)]
+    return {
+        "what": "roofline",
+        "machine": machine(),
+        "device": _device_name(loaded.device),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "kernels": loaded.kernels,
+        "quantised": list(loaded.quantised),
+        "target": subject.shape or short_path(subject.pair.target),
+        "layers": [subject.layers, subject.full] if subject.shape else None,
+        "gigabytes_s": best.bytes / 1e9,
+        "gigaflops": best.flops / 1e9,
+        "steps": size.steps,
+        "asked_accept_length": size.accept_length,
+        "skipped": skipped,
+        "figures": figures,
+    }
+
+
+def _of_engine(
+    loaded: Loaded,
+    config: EngineConfig,
+    wrap: Wrap | None,
+    what: tuple[Shape, bool],
+    asked: dict[int, list[Request]],
+    size: Size,
+    skipped: dict[str, str],
+) -> list[Measured]:
+    """The steady steps of one engine, whose tree and whether it captures steps is `what`. If a step is not captured as
+    asked, the reason goes to `skipped`.
+
+    Raises:
+        ConfigError, NotSteadyError: an engine that captures nothing cannot be had, or gave too few steps.
+    """
+    (tree, captured), found = what, list[Measured]()
+    try:
+        engine, models = loaded.engine(config, wrap)
+    except ConfigError as error:
+        if not captured:
+            raise
+        skipped[f"{tree}, captured"] = str(error)
+        return found
+    for context in size.contexts:
+        for batch in size.batches:
+            try:
+                steps = steady(engine, asked[context][:batch], size.steps, REPLAY if captured else "target")
+            except NotSteadyError as error:
+                if not captured:
+                    raise
+                skipped[f"{tree}, batch {batch}, captured"] = str(error)
+                continue
+            found.append(Measured(tree, batch, captured, steps, models))
+    return found
+
+
+@contextmanager
+def subject_of(pair: Pair, size: Size, say: Say) -> Iterator[Subject]:
+    """The folders to measure; those of a made-up shape are gone afterwards."""
+    if size.shape is None:
+        yield Subject(pair)
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    say(f"roofline: writing {size.shape}")
+    with made_up(size.shape, size.layers, device) as made:
+        yield Subject(replace(pair, target=made.target, draft=made.draft), size.shape, made.layers, made.full)
+
+
+def most_new(size: Size) -> int:
+    """Tokens that a request may generate: also while the others' prompts are run."""
+    prompts = -(-max(size.batches) * max(size.contexts) // CHUNK) + 1
+    return (prompts + WARM + size.steps + 2) * (max(tree.num_steps for tree in size.trees) + 1)
+
+
+def config_of(pair: Pair, tree: Shape, size: Size, captured: bool = False) -> EngineConfig:
+    """An engine's config with room for the largest load."""
+    requests = max(size.batches)
+    length = max(max(size.contexts) + most_new(size), SAMPLE_TOKENS) + 16
+    room = requests * (length + 2 * tree.nodes + 2 * (tree.num_steps + 1) * tree.topk + 32)
+    base = pair.config(tree, requests)
+    return base.model_copy(
+        update={
+            "max_total_tokens": room,
+            "context_length": length,
+            "chunked_prefill_size": CHUNK,
+            "capture": "on" if captured else "off",
+        }
+    )
+
+
+def rows_of(measured: Measured, itemsize: int, best: Ceilings) -> Iterator[dict[str, Any]]:
+    """The figures of each phase, of all of them together, and of the step by the host's clock."""
+    tree, batch, captured, steps, models = measured
+    context = mean(steps.contexts)
+    demand = step_demand(models, batch, context, itemsize)
+    whole = [each for name in PHASES for each in demand[name]]
+    facts = {"setting": str(tree), "batch": batch, "captured": captured, "context": context}
+    facts |= {"accept_length": steps.tokens / len(steps.walls) / batch}
+    for name, seconds in steps.phases.items():
+        yield facts | {"phase": name} | _figure(whole if name == REPLAY else demand[name], median(seconds), best)
+    if REPLAY not in steps.phases:
+        together = [sum(each) for each in zip(*steps.phases.values(), strict=True)]
+        yield facts | {"phase": "all"} | _figure(whole, median(together), best)
+    yield facts | {"phase": "step"} | _figure(whole, median(steps.walls), best)
+
+
+def _figure(forwards: list[Demand], seconds: float, best: Ceilings) -> dict[str, Any]:
+    total, least = sum(forwards, Demand()), least_seconds(forwards, best)
+    return {
+        "ms": 1e3 * seconds,
+        "possible_ms": 1e3 * least,
+        "share": ratio(least, seconds) if forwards else None,
+        "megabytes": total.read / 1e6,
+        "gigaflop": total.computed / 1e9,
+        "gigabytes_s": ratio(total.read, seconds) / 1e9,
+        "gigaflops": ratio(total.computed, seconds) / 1e9,
+        "bound": ("reading" if total.read / best.bytes >= total.computed / best.flops else "computing")
+        if forwards
+        else "",
+    }
+
+
+def _asked(subject: Subject, loaded: Loaded, size: Size) -> dict[int, list[Request]]:
+    """The requests of each context, as many as the largest batch; each has a seed of its own, from 0 on. Texts are of
+    the folder's own kind where it can read them, else numbers.
+    """
+    count, new = max(size.batches), most_new(size)
+    readable = subject.shape is None and (Path(subject.pair.target) / "tokenizer.json").is_file()
+    asked: dict[int, list[Request]] = {}
+    for number, length in enumerate(size.contexts):
+        if readable:
+            prompts = subject.pair.prompts(count, length)
+        else:
+            dice = torch.Generator().manual_seed(length)
+            prompts = torch.randint(loaded.vocab_size, (count, length), generator=dice).tolist()
+        seeds = range(number * count, (number + 1) * count)
+        asked[length] = [
+            Request(str(seed), tuple(prompt), params_of(new, seed=seed))
+            for seed, prompt in zip(seeds, prompts, strict=True)
+        ]
+    return asked
+
+
+def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], size: Size) -> Truth:
+    """What is right after these prompts: known of a made-up target, written by plain decoding for any other."""
+    if subject.shape is not None:
+        return Counting(loaded.vocab_size)
+    engine, _ = loaded.engine(config_of(subject.pair, PLAIN, size))
+    texts: list[list[int]] = []
+    for requests in asked.values():
+        texts += [list(request.prompt_token_ids) for request in requests]
+        for request in requests:
+            engine.submit(request)
+        while engine.has_work:
+            for output in engine.step().outputs:
+                texts[int(output.request_id)] += output.token_ids
+    longest = max(map(len, texts))
+    return Written(torch.tensor([text + text[-1:] * (longest - len(text)) for text in texts]).to(loaded.device))
+
+
+def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
+    """What tells a draft the truth; None where nobody is to be told."""
+    if truth is None or size.accept_length is None:
+        return None
+    wanted, known = size.accept_length, truth
+
+    def told(draft: Draft, models: ResolvedModels) -> Draft:
+        most = min(wanted, models.shape.num_steps + 1)
+        return ToldDraft(draft, known, most, models.target.vocab_size, loaded.device)
+
+    return told
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def show(result: dict[str, Any]) -> str:
+    """The figures as a table."""
+    rows = [
+        {
+            "setting": one["setting"] + (", captured" if one["captured"] else ""),
+            "batch": one["batch"],
+            "context": round(one["context"]),
+            "accepted": one["accept_length"],
+            "phase": one["phase"],
+            "ms": one["ms"],
+            "possible ms": one["possible_ms"],
+            "of possible": one["share"],
+            "MB": round(one["megabytes"], 1),
+            "GB/s": one["gigabytes_s"],
+            "GFLOP": one["gigaflop"],
+            "bound by": one["bound"],
+        }
+        for one in result["figures"]
+    ]
+    layers = "" if result["layers"] is None else ", {} of {} layers".format(*result["layers"])
+    lines = [
+        f"roofline: {result['target']}{layers}, {result['dtype']}, on {result['device']}, kernels in "
+        f"{result['kernels']}",
+        f"at best {result['gigabytes_s']:.1f} GB/s read and {result['gigaflops']:.0f} GFLOP/s, measured in this run; "
+        f"medians of {result['steps']} steps",
+        *(f"weights count in {result['dtype']}, but {line}" for line in result["quantised"]),
+        records(rows),
+        *(f"not measured: {name}: {why}" for name, why in result["skipped"].items()),
+        "all: the phases together; step: from one step to the next by the host's clock",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,208 @@
+"""Models of real ones' shapes with random weights, and drafts for them: folders that any command takes.
+
+Such a target always says the next token id after the last one: its head is its embedding, moved on by one row, and what
+layers add is small. So it is known what is right (`told.Counting`), by margins that no rounding reaches, and experts
+are chosen as evenly as random numbers choose them.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil, prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from cluster.arch import TargetArch, read_target
+from cluster.arch.safetensors.tensors import parameters, target_tensors
+from cluster.config import ConfigError
+from cluster.kv.free_memory import free_memory
+
+COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+}
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256}
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": LLAMA
+    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 512}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "torch_dtype": "float32"},
+    "llama-1b": LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
+    "llama-8b": LLAMA
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "qwen3-30b-a3b": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936}
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "moe_intermediate_size": 768}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True}
+    | {"num_experts": 128, "num_experts_per_tok": 8},
+    "mla": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280}
+    | {"hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27, "moe_intermediate_size": 1408}
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512}
+    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+}
+"""config.json of each, `COMMON` left out. `mla` has the sizes of DeepSeek-V2-Lite, with DeepSeek-V3's gate."""
+
+DRAFT_VOCABULARY = 32000
+LEAST_LAYERS = 4  # from which on an EAGLE-3 draft's three aux hidden states differ
+SMALL = 0.05  # of what layers add to the residual stream, beside an embedding of 1
+MEMORY, DISK = 0.5, 0.8  # of what is free, that a target may take
+BLOCK = (1 << 24) + 3  # random numbers that repeat; odd, so that no two rows of a weight are alike
+DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
+
+
+class MadeUp(NamedTuple):
+    """The folders of a target and of its draft; `layers` of the `full` number of layers fit the machine."""
+
+    target: str
+    draft: str
+    layers: int
+    full: int
+
+
+@contextmanager
+def made_up(name: str, layers: int | None = None, device: torch.device | None = None) -> Iterator[MadeUp]:
+    """The preset `name` in a temporary folder, with `layers` layers, or as many as fit.
+
+    Raises:
+        ConfigError: there is no such preset, or it does not fit this machine even with few layers.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"shape {name!r} is not known; the shapes are {', '.join(PRESETS)}")
+    with TemporaryDirectory(prefix="aerie-made-up-") as folder:
+        yield write_pair(Path(folder), PRESETS[name], layers, device or torch.device("cpu"))
+
+
+def write_pair(folder: Path, preset: dict[str, Any], layers: int | None, device: torch.device) -> MadeUp:
+    """Write a target of these sizes and an EAGLE-3 draft of one layer for it.
+
+    Raises:
+        ConfigError: it does not fit this machine even with `LEAST_LAYERS` layers.
+    """
+    config = COMMON | preset
+    full = config["num_hidden_layers"]
+    target, draft = folder / "target", folder / "draft"
+    wanted = min(full, layers) if layers else full
+    if wanted < LEAST_LAYERS:
+        raise ConfigError(f"layers {wanted} are too few for a draft that reads three of them; give {LEAST_LAYERS}")
+    arch = _described(target, config | {"num_hidden_layers": wanted})
+    if layers is None and (count := _fitting(arch, folder, device)) < wanted:
+        if count < LEAST_LAYERS:
+            raise ConfigError(f"not even {LEAST_LAYERS} of {full} layers fit this machine; take a smaller shape")
+        arch = _described(target, config | {"num_hidden_layers": count})
+    dice = Dice(config["torch_dtype"])
+    write_tensors(target, [(arch.stored_name(name), shape) for name, shape in target_tensors(arch)], dice)
+    _write_draft(draft, arch, config, dice)
+    return MadeUp(str(target), str(draft), arch.num_layers, full)
+
+
+def _described(folder: Path, config: dict[str, Any]) -> TargetArch:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return read_target(str(folder))
+
+
+def _fitting(arch: TargetArch, folder: Path, device: torch.device) -> int:
+    """How many layers fit in memory and on the disk; they are about as large as the last."""
+    memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    room = min(MEMORY * memory, DISK * shutil.disk_usage(folder).free) / DTYPES[arch.dtype][0].itemsize
+    last = f"layers.{arch.num_layers - 1}."
+    layer = sum(prod(shape) for name, shape in target_tensors(arch) if name.startswith(last))
+    return arch.num_layers - max(0, ceil((parameters(arch) - room) / layer))
+
+
+class Dice:
+    """Random numbers, a normal distribution, of which the first `BLOCK` repeat."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype, self.name = DTYPES[dtype]
+        self._block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
+        self._scaled: dict[float, torch.Tensor] = {}
+
+    def write(self, file: BinaryIO, start: int, count: int, scale: float) -> None:
+        """Write the numbers from number `start` on, times `scale`."""
+        if scale not in self._scaled:
+            self._scaled[scale] = (self._block * scale).to(self.dtype)
+        block, at = self._scaled[scale], start % BLOCK
+        while count > 0:
+            part = block[at : at + min(count, BLOCK - at)]
+            file.write(part.view(torch.uint8).numpy().data)
+            count, at = count - part.shape[0], 0
+
+
+Named = Sequence[tuple[str, tuple[int, ...]]]
+
+
+def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: torch.Tensor | None = None) -> None:
+    """Write `model.safetensors`: random matrices, norms of 1, other vectors of 0, and `ids` as the draft's `d2t`."""
+    header: dict[str, Any] = {}
+    end, size = 0, dice.dtype.itemsize
+    for name, shape in tensors:
+        start, end = end, end + prod(shape) * size
+        header[name] = {"dtype": dice.name, "shape": list(shape), "data_offsets": [start, end]}
+    if ids is not None:
+        header["d2t"] = {"dtype": "I64", "shape": list(ids.shape), "data_offsets": [end, end + ids.nbytes]}
+    said = json.dumps(header).encode()
+    said += b" " * (-len(said) % 8)
+    shapes, number = dict(tensors), 0
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(said).to_bytes(8, "little") + said)
+        for name, shape in tensors:
+            if len(shape) == 1:
+                file.write(torch.full(shape, float("norm" in name), dtype=dice.dtype).view(torch.uint8).numpy().data)
+            elif name == "lm_head.weight" and "embed_tokens.weight" in shapes:
+                last, scale = prod(shape) - shape[1], shape[1] ** -0.5  # the embedding comes first, from number 0 on
+                dice.write(file, last, shape[1], scale)
+                dice.write(file, 0, last, scale)
+            else:
+                dice.write(file, number, prod(shape), scale_of(name, shape))
+            number += prod(shape)
+        if ids is not None:
+            file.write(ids.numpy().data)
+
+
+def scale_of(name: str, shape: tuple[int, ...]) -> float:
+    """Of a weight's numbers, so that rows keep their size; what joins the residual stream stays small beside it."""
+    if name == "embed_tokens.weight":
+        return 1.0
+    joins = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return float((SMALL if joins else 1.0) * shape[-1] ** -0.5)
+
+
+def _write_draft(folder: Path, arch: TargetArch, config: dict[str, Any], dice: Dice) -> None:
+    """A draft that ranks `DRAFT_VOCABULARY` of the target's ids, in one layer of the target's width."""
+    h, inner, d, count = arch.hidden, config["intermediate_size"], config.get("head_dim", 128), arch.num_layers
+    heads, kv_heads, vocab = config["num_attention_heads"], config["num_key_value_heads"], arch.vocab_size
+    ranked = min(DRAFT_VOCABULARY, vocab)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    data |= {key: config[key] for key in COMMON} | {"vocab_size": vocab, "draft_vocab_size": ranked}
+    data |= {"hidden_size": h, "intermediate_size": inner, "target_hidden_size": h, "head_dim": d}
+    data |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_aux_hidden_states": 3}
+    data |= {"eagle_aux_hidden_state_layer_ids": [1, count // 2, count - 1]}
+    (folder / "config.json").write_text(json.dumps(data), encoding="utf-8")
+    tensors = [
+        ("fc.weight", (h, 3 * h)),
+        *((f"midlayer.{name}.weight", (h,)) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
+        *(
+            (f"midlayer.self_attn.{part}_proj.weight", (n * d, 2 * h))
+            for part, n in zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+        ),
+        ("midlayer.self_attn.o_proj.weight", (h, heads * d)),
+        *((f"midlayer.mlp.{part}_proj.weight", (inner, h)) for part in ("gate", "up")),
+        ("midlayer.mlp.down_proj.weight", (h, inner)),
+        ("norm.weight", (h,)),
+        ("lm_head.weight", (ranked, h)),
+    ]
+    number = torch.arange(ranked)
+    write_tensors(folder, tensors, dice, None if ranked == vocab else number * (vocab // ranked) - number)

@@ -1,0 +1,71 @@
+"""Rows in order of the experts that they chose, and each row's results back together.
+
+Nothing is added up in an order that is not fixed, so results are the same each time.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def group(chosen, source, expert, place, ends, count, active, BLOCK: tl.constexpr):
+    """The places of one expert's rows for each program: those behind all that chose an expert of a lower number.
+
+    `chosen` `[count]` are the experts of rows, `active` of each. Writes which row has each place, `source` `[count]`,
+    and its expert, `expert` `[count]`; the `place` `[count]` of each choice; and `ends` `[E]`, where each expert's end.
+    """
+    own, at = tl.program_id(0), tl.arange(0, BLOCK)
+    below, mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        given = tl.load(chosen + start + at, mask=start + at < count, other=tl.num_programs(0))
+        below += (given < own).to(tl.int32)
+        mine += (given == own).to(tl.int32)
+    first = tl.sum(below, 0)
+    tl.store(ends + own, first + tl.sum(mine, 0))
+    for start in range(0, count, BLOCK):
+        given = tl.load(chosen + start + at, mask=start + at < count, other=tl.num_programs(0))
+        is_own = given == own
+        to = (first + tl.cumsum(is_own.to(tl.int32), 0) - 1).to(tl.int64)
+        tl.store(place + start + at, to, mask=is_own)
+        tl.store(source + to, ((start + at) // active).to(tl.int64), mask=is_own)
+        tl.store(expert + to, given, mask=is_own)
+        first += tl.sum(is_own.to(tl.int32), 0)
+
+
+@triton.jit
+def combine(
+    made,
+    place,
+    weights,
+    chosen,
+    bias,
+    out,
+    size,
+    count,
+    ACTIVE: tl.constexpr,
+    BIASED: tl.constexpr,
+    WIDE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`out` `[T, size]`: of each row what its `ACTIVE` experts `made` `[count, size]` at its places `place`, times
+    `weights` `[T, ACTIVE]`, added up in order of place. `BIASED`: plus `bias` `[E, size]` of each `chosen` expert.
+    """
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = at < size
+    places = tl.load(place + row * ACTIVE + slot, mask=slot < ACTIVE, other=count)
+    shares = tl.load(weights + row * ACTIVE + slot, mask=slot < ACTIVE, other=0.0).to(WIDE)
+    if BIASED:
+        experts = tl.load(chosen + row * ACTIVE + slot, mask=slot < ACTIVE, other=0)
+    total = tl.zeros([BLOCK], WIDE)
+    for _ in range(ACTIVE):
+        next_place = tl.min(places, 0)
+        is_next = places == next_place
+        part = tl.load(made + next_place * size + at, mask=held, other=0.0).to(WIDE)
+        if BIASED:
+            one = tl.sum(tl.where(is_next, experts, 0), 0)
+            part += tl.load(bias + one * size + at, mask=held, other=0.0).to(WIDE)
+        total += part * tl.sum(tl.where(is_next, shares, 0.0), 0)
+        places = tl.where(is_next, count, places)
+    tl.store(out + row * size + at, total.to(out.dtype.element_ty), mask=held)

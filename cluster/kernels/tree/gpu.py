@@ -1,0 +1,129 @@
+"""How a draft's trees grow: scores and best rows of a level, the nodes that a tree keeps, their ancestors.
+
+Equal scores: the candidate with the lower number comes first.
+"""
+
+import triton
+import triton.language as tl
+
+from cluster.kernels.choice.gpu import in_order, unsigned
+
+
+@triton.jit
+def level(
+    proposed,
+    likely,
+    score,
+    number,
+    tokens,
+    scores,
+    parents,
+    next_token,
+    next_parent,
+    next_score,
+    next_number,
+    before,
+    total,
+    FIRST: tl.constexpr,
+    TOPK: tl.constexpr,
+    WIDE: tl.constexpr,
+    FLOOR: tl.constexpr,
+    DECAY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The proposals of one level, of each of R requests `TOPK` after each of `TOPK` rows, as candidates from number
+    `before` on.
+
+    `proposed`, `likely` `[R, TOPK, TOPK]` (or with `FIRST` `[R, TOPK]`, after the root), `score`, `number` `[R, TOPK]`
+    of the rows: cumulative score and candidate number. Writes `tokens`, `scores`, `parents` `[R, total]`, and of the
+    `TOPK` best of the level (of the first level all, in order) token, row that it follows, score and number.
+    """
+    request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    COUNT: tl.constexpr = TOPK if FIRST else TOPK * TOPK
+    held = at < COUNT
+    token = tl.load(proposed + request * COUNT + at, mask=held, other=0)
+    own = tl.load(likely + request * COUNT + at, mask=held, other=0.0).to(WIDE)
+    lowest, decay = tl.full([], FLOOR, WIDE), tl.full([], DECAY, WIDE)
+    own = tl.where(own != own, lowest, own)
+    own = tl.where(own < lowest, lowest, tl.where(own > 0, 0.0, own)) - decay
+    place = request * total + before + at
+    if FIRST:
+        tl.store(parents + place, tl.full([BLOCK], -1, tl.int32), mask=held)
+    else:
+        own += tl.load(score + request * TOPK + at // TOPK, mask=held, other=0.0)
+        tl.store(parents + place, tl.load(number + request * TOPK + at // TOPK, mask=held, other=0), mask=held)
+    tl.store(tokens + place, token, mask=held)
+    tl.store(scores + place, own, mask=held)
+    left = tl.where(held, own, float("-inf"))
+    for one in range(TOPK):
+        if FIRST:
+            which = tl.full([], 0, tl.int32) + one
+        else:
+            _, which = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = at == which
+        next_place = request * TOPK + one
+        tl.store(next_token + next_place, tl.sum(tl.where(chosen, token, 0), 0))
+        tl.store(next_score + next_place, tl.sum(tl.where(chosen, own, 0.0), 0))
+        tl.store(next_parent + next_place, (which // TOPK).to(tl.int64))
+        tl.store(next_number + next_place, (before + which).to(tl.int32))
+        left = tl.where(chosen, float("-inf"), left)
+
+
+@triton.jit
+def keep(
+    tokens,
+    scores,
+    parents,
+    bonus,
+    node_tokens,
+    node_parents,
+    node_depths,
+    total,
+    wanted,
+    nodes,
+    TOPK: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of the candidates `tokens`, `scores`, `parents` `[R, total]` the `wanted` best, in their order, behind the root.
+
+    Writes tokens, parents and depths of the nodes, `[R, nodes]`. The least score that stays is found bit by bit.
+    """
+    request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    held, place = at < total, request * total + at
+    order = unsigned(in_order(tl.load(scores + place, mask=held, other=0.0)))
+    least = tl.full([], 0, order.dtype)
+    bit = tl.full([], 1, order.dtype) << (BITS - 1)
+    for _ in range(BITS):
+        tried = least | bit
+        bit = bit >> 1
+        least = tl.where(tl.sum((held & (order >= tried)).to(tl.int32), 0) >= wanted, tried, least)
+    above, equal = held & (order > least), held & (order == least)
+    spare = wanted - tl.sum(above.to(tl.int32), 0)
+    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
+    node = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0), 0)
+    parent = tl.load(parents + place, mask=held, other=-1)
+    above_node = tl.where(parent < 0, 0, tl.gather(node, tl.maximum(parent, 0), 0))
+    depth = tl.where(at < TOPK, 1, (at - TOPK) // (TOPK * TOPK) + 2)
+    out = request * nodes + node
+    tl.store(node_tokens + out, tl.load(tokens + place, mask=kept, other=0), mask=kept)
+    tl.store(node_parents + out, above_node.to(tl.int64), mask=kept)
+    tl.store(node_depths + out, depth.to(tl.int64), mask=kept)
+    tl.store(node_tokens + request * nodes, tl.load(bonus + request))
+    tl.store(node_parents + request * nodes, tl.full([], 0, tl.int64))
+    tl.store(node_depths + request * nodes, tl.full([], 0, tl.int64))
+
+
+@triton.jit
+def ancestry(parents, ancestors, nodes, deepest, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Who is whose ancestor or itself, `ancestors` `[R, nodes, nodes]`, in trees `parents` `[R, nodes]` at most
+    `deepest` deep.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    node, seen = row, row[:, None] == column[None, :]
+    for _ in range(deepest):
+        node = tl.load(parents + request * nodes + node, mask=row < nodes, other=0).to(tl.int32)
+        seen = seen | (node[:, None] == column[None, :])
+    held = (row < nodes)[:, None] & (column < nodes)[None, :]
+    tl.store(ancestors + (request * nodes + row[:, None]) * nodes + column[None, :], seen, mask=held)

@@ -1,0 +1,103 @@
+"""Trees by programs of Triton, for a GPU: one start for each level, two for the tree, one for its accepted path.
+
+Must equal `TorchGrowth` and `verify.accept`. Among equal scores the first candidate is kept, where torch takes any.
+Legend: R requests, K topk, N nodes, C candidates.
+"""
+
+import torch
+from torch import Tensor
+
+from cluster.forward.noise import at_least_float32
+from cluster.kernels.accept import gpu as accepting
+from cluster.kernels.launch import WIDE, launch, warps, whole
+from cluster.kernels.tree import gpu
+from cluster.spec.tree import DECAY, FLOOR, Candidates, DraftTree, best_tree, depths_of
+from cluster.spec.verify import Accepted
+
+ROWS = 16  # nodes whose ancestors one program finds
+MOST = 1 << 12  # candidates that the registers of one program hold; more are torch's
+
+
+class TritonGrowth:
+    """`Growth` by Triton: candidates of all levels lie side by side from the start, `[R, C]`."""
+
+    def __init__(self, tokens: Tensor, likely: Tensor, num_steps: int) -> None:
+        """See `Sprout`."""
+        (r, k), wide = tokens.shape, at_least_float32(likely.dtype)
+        self._depth, self._k, self._before = num_steps, k, 0
+        total = k + (num_steps - 1) * k * k
+        self._candidates = (
+            tokens.new_empty(r, total),
+            tokens.new_empty(r, total, dtype=wide),
+            tokens.new_empty(r, total, dtype=torch.int32),
+        )
+        self._wide = wide
+        self._rows = self._level(tokens, likely, None)
+        self._before = k
+
+    def add(self, proposed: Tensor, likely: Tensor) -> None:
+        """See `Growth.add`."""
+        self._rows = self._level(proposed, likely, self._rows)
+        self._before += self._k * self._k
+
+    def best(self) -> tuple[Tensor, Tensor]:
+        """See `Growth.best`."""
+        return self._rows[0], self._rows[1]
+
+    def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
+        """See `Growth.tree`; only candidates of levels that were added can be nodes."""
+        tokens, scores, parents = self._candidates
+        r, total = tokens.shape
+        if self._before != total:
+            raise ValueError(f"{self._before} candidates were added of the {total} of {self._depth} levels")
+        if not 1 <= nodes <= total + 1:
+            raise ValueError(f"{nodes} nodes of {total} candidates and a root")
+        if total > MOST:
+            depths = depths_of(total, self._k, tokens.device)
+            return best_tree(Candidates(tokens, scores, parents.long(), depths, self._depth), bonus, nodes)
+        made = tokens.new_empty(r, nodes), tokens.new_empty(r, nodes), tokens.new_empty(r, nodes)
+        how = {
+            "TOPK": self._k,
+            "BITS": 8 * scores.dtype.itemsize,
+            "BLOCK": whole(total),
+            "num_warps": warps(whole(total)),
+        }
+        launch(gpu.keep, (r,), tokens, scores, parents, bonus.contiguous(), *made, total, nodes - 1, nodes, **how)
+        ancestors = torch.empty(r, nodes, nodes, dtype=torch.bool, device=tokens.device)
+        places = r, -(-nodes // ROWS)
+        how = {"ROWS": ROWS, "BLOCK": whole(nodes)}
+        launch(gpu.ancestry, places, made[1], ancestors.view(torch.uint8), nodes, self._depth, **how)
+        return DraftTree(*made, ancestors)
+
+    def _level(
+        self, proposed: Tensor, likely: Tensor, rows: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One level's candidates; the K best of them: tokens, rows that they follow, scores, candidate numbers."""
+        r, k = proposed.shape[:2]
+        made = (
+            proposed.new_empty(r, k),
+            proposed.new_empty(r, k),
+            proposed.new_empty(r, k, dtype=self._wide),
+            proposed.new_empty(r, k, dtype=torch.int32),
+        )
+        score, number = (None, None) if rows is None else rows[2:]
+        given = proposed.contiguous(), likely.contiguous(), score, number
+        how = {"FIRST": rows is None, "TOPK": k, "WIDE": WIDE[self._wide], "FLOOR": FLOOR, "DECAY": DECAY}
+        count = k if rows is None else k * k
+        how |= {"BLOCK": whole(count), "num_warps": warps(whole(count))}
+        total = self._candidates[0].shape[1]
+        launch(gpu.level, (r,), *given, *self._candidates, *made, self._before, total, **how)
+        return made
+
+
+def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
+    """See `verify.accept`."""
+    (trees, nodes), wide = chosen.shape, num_steps + 1
+    tokens, parents = (each if each.stride(1) == 1 else each.contiguous() for each in (tree.tokens, tree.parents))
+    path, taken = chosen.new_empty(trees, wide), chosen.new_empty(trees, wide)
+    lens, bonus = chosen.new_empty(trees), chosen.new_empty(trees)
+    made = path, taken, lens, bonus
+    numbers = nodes, tokens.stride(0), parents.stride(0)
+    how = {"WIDE": wide, "BLOCK": whole(nodes), "num_warps": warps(whole(nodes))}
+    launch(accepting.accept, (trees,), tokens, parents, chosen.contiguous(), *made, *numbers, **how)
+    return Accepted(path, taken, lens, torch.cat([bonus, first]) if first.shape[0] else bonus)

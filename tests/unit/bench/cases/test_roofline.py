@@ -1,0 +1,135 @@
+"""The part of `aerie bench` that holds a step against what the machine could do."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.arch.resolve import ResolvedModels, resolve_models
+from cluster.bench import command
+from cluster.bench.cases import roofline
+from cluster.bench.cases.roofline import Measured, Size, rows_of
+from cluster.bench.ceilings import Ceilings
+from cluster.bench.demand import step_demand
+from cluster.bench.loaded import Loaded, Wrap
+from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.bench.steady import Steps
+from cluster.config import ConfigError, EngineConfig
+from cluster.dp_attention.sizes import Buckets
+from cluster.engine import Engine
+from tests.parity.harness import config_of, tiny_pair
+from tests.test_layers import SOURCES, imports_of, module_of, tree_of
+from tests.unit.bench.test_command import parsed
+
+SIZE = Size((PLAIN, Shape(2, 2, 4)), (1, 2), (8,), 3, 2.0, "tiny")
+
+
+def quiet(text: str) -> None:
+    """Say nothing."""
+
+
+@pytest.fixture(autouse=True)
+def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "ceilings", lambda **_: Ceilings(1e9, 1e10))
+
+
+def test_every_phase_as_it_is_and_captured() -> None:
+    result = roofline.measure(Pair(num_threads=1), SIZE, quiet)
+    assert not result["skipped"] and result["layers"] == [4, 4]
+    phases = [(one["setting"], one["batch"], one["captured"], one["phase"]) for one in result["figures"]]
+    names = ("draft", "target", "extend", "all", "step"), ("replay", "step")
+    assert phases == [
+        (str(tree), batch, captured, name)
+        for tree in SIZE.trees
+        for captured in (False, True)
+        for batch in SIZE.batches
+        for name in names[captured]
+    ]
+    for one in result["figures"]:
+        assert one["ms"] > 0
+        share = one["possible_ms"] / one["ms"] if one["megabytes"] else None
+        assert one["share"] == (share if share is None else pytest.approx(share))
+        assert one["accept_length"] == pytest.approx(1.0 if one["setting"] == "plain" else 2.0)
+        assert one["context"] >= 8
+    text = roofline.show(result)
+    assert "topk 2, 2 levels, 4 nodes, captured" in text and "tiny, 4 of 4 layers, float32, on cpu" in text
+
+
+def test_a_target_alone_and_a_pair_that_writes_its_own_truth() -> None:
+    target, draft = tiny_pair()
+    small = replace(SIZE, shape=None, accept_length=None, captured=(False,), batches=(1,))
+    alone = roofline.measure(Pair(target, "", "float64", 1), small, quiet)
+    assert {one["setting"] for one in alone["figures"]} == {"plain"}
+    told = roofline.measure(Pair(target, draft, "float64", 1), replace(small, accept_length=3.0), quiet)
+    assert told["figures"][-1]["accept_length"] == 3.0
+
+
+def test_a_device_that_captures_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Loaded.engine
+
+    def refused(self: Loaded, config: EngineConfig, wrap: Wrap | None = None) -> tuple[Engine, ResolvedModels]:
+        if config.capture == "on":
+            raise ConfigError("capture on runs elsewhere")
+        return real(self, config, wrap)
+
+    monkeypatch.setattr(Loaded, "engine", refused)
+    result = roofline.measure(Pair(num_threads=1), replace(SIZE, trees=(PLAIN,), accept_length=None), quiet)
+    assert result["skipped"] == {"plain, captured": "capture on runs elsewhere"}
+    assert "not measured: plain, captured: capture on runs elsewhere" in roofline.show(result)
+
+
+def test_steps_that_are_too_large_to_capture_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.engine.captures.buckets_of", lambda *_: Buckets((), rows=1))
+    size = replace(SIZE, trees=(PLAIN,), accept_length=None)
+    result = roofline.measure(Pair(num_threads=1), size, quiet)
+    assert list(result["skipped"]) == ["plain, batch 2, captured"]
+    assert "requests ended after 0 steady steps" in result["skipped"]["plain, batch 2, captured"]
+    assert {(one["batch"], one["captured"]) for one in result["figures"]} == {(1, False), (1, True), (2, False)}
+
+
+def test_possible_is_the_sum_over_forwards() -> None:
+    """Of a chain of 3: two levels, one verification, one extend, each bound by its own."""
+    models = resolve_models(config_of(*tiny_pair()))
+    steps = Steps({name: [0.1, 0.3, 0.2] for name in roofline.PHASES}, [0.7, 0.8, 0.9], [10.0, 12.0, 14.0], 12)
+    best = Ceilings(1e6, 1e9)
+    rows = {row["phase"]: row for row in rows_of(Measured(Shape(3), 2, False, steps, models), 8, best)}
+    demand = step_demand(models, 2, 12.0, 8)
+    for name in roofline.PHASES:
+        possible = sum(max(each.read / 1e6, each.computed / 1e9) for each in demand[name])
+        assert rows[name]["possible_ms"] == pytest.approx(1e3 * possible)
+        assert rows[name]["share"] == pytest.approx(possible / 0.2)
+    assert rows["all"]["ms"] == pytest.approx(600.0) and rows["step"]["ms"] == pytest.approx(800.0)
+    assert rows["step"]["accept_length"] == 2.0 and rows["step"]["context"] == 12.0
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"accept_length 3\.5 is not within 1 and 3"):
+        roofline.measure(Pair(), replace(SIZE, accept_length=3.5), quiet)
+    with pytest.raises(ConfigError, match="layers belong to a made-up shape"):
+        roofline.measure(Pair(), replace(SIZE, shape=None, layers=4), quiet)
+    with pytest.raises(ValueError, match="--shape makes its own model"):
+        command.run(parsed("roofline", "--shape", "tiny", "--model", "x", "--draft", "y"))
+    with pytest.raises(ValueError, match="--accept-length is an option of roofline"):
+        command.run(parsed("radix", "--accept-length", "2"))
+
+
+def test_flags_reach_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Size] = []
+    monkeypatch.setattr(roofline, "measure", lambda pair, size, say: given.append(size) or {})
+    monkeypatch.setattr(roofline, "show", lambda result: "")
+    flags = ("--shape", "tiny", "--layers", "4", "--contexts", "5", "6", "--batches", "2", "--accept-length", "1.5")
+    assert command.run(parsed("roofline", *flags)) == 0
+    (size,) = given
+    assert (size.shape, size.layers, size.contexts, size.batches, size.accept_length) == ("tiny", 4, (5, 6), (2,), 1.5)
+
+
+def test_it_works_without_ray() -> None:
+    """No module that it imports, however indirectly, imports Ray."""
+    paths = {module_of(path): path for path in SOURCES}
+    seen, left = set[str](), ["cluster.bench.cases.roofline"]
+    while left:
+        if (module := left.pop()) not in seen:
+            seen.add(module)
+            names = [name for _, name in imports_of(paths[module], tree_of(paths[module]))]
+            assert not any(name.split(".")[0] == "ray" for name in names), module
+            left += [name for name in names if name in paths]
+    assert "cluster.engine.build" in seen
