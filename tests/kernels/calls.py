@@ -18,6 +18,7 @@ from cluster.forward.c_chooser import CChooser
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.library import Library, opened
+from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, case
 from tests.unit.forward.test_c_chooser import draw_of, logits_of, unfiltered
 from tests.unit.kernels.test_codes import KINDS as KINDS_OF_CODES
@@ -67,6 +68,11 @@ def results(library: Library) -> Iterator[tuple[str, Tensor]]:
                 f"attend {shape} {kind}",
                 case(shape, kind, 4, "tail").given(make=partial(CAttention, library=library)),
             )
+    for dtype in FUSED[::2]:
+        for kind in ("FP8", "FP8, latent", "wide window"):
+            given = {"heads": 4, "kv_heads": 2} | SHAPES["all"] | KINDS[kind]
+            one = Case(page_size=4, lies="tail", dtype=dtype, d=40, **given)
+            yield f"attend {dtype} {kind}", one.given(make=partial(CAttention, library=library))
 
 
 def digests(library: Library) -> dict[str, str]:
