@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 
 from cluster.attention.triton_backend import TritonAttention
+from cluster.forward import filters
+from cluster.forward.draw import Draw
+from cluster.forward.noise import keys_along
+from cluster.forward.triton_chooser import TritonChooser, least_kept
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.spec import verify
+from cluster.spec.tree import TorchGrowth
+from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
+from tests.unit.forward.test_c_chooser import logits_of
+from tests.unit.forward.test_choose import mixed
 from tests.unit.kernels.test_product import close, made
 
 pytestmark = [
@@ -76,3 +85,56 @@ def test_rows(dtype: torch.dtype) -> None:
     both = made(33, 3000, dtype=dtype) * 4
     for kind in (Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 7.0)):
         close(own.activate(both.to(CUDA), kind).cpu(), twin.activate(both.double(), kind), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_thresholds_are_those_of_torch_there(dtype: torch.dtype) -> None:
+    """To the bit: masses are whole numbers of the same exponentials."""
+    sampling, vocab = there(mixed(torch.promote_types(dtype, torch.float32))), 20000
+    count = sampling.seeds.shape[0]
+    logits = there(logits_of(4 * count, vocab, dtype))
+    draw = Draw(4, sampling, None)
+    wide = logits.to(sampling.inverse_temperature.dtype).view(count, 4, vocab)
+    twin = filters.least_kept(wide * sampling.inverse_temperature[:, None, None], sampling)
+    assert torch.equal(least_kept(logits, draw), twin.view(-1, 1))
+
+
+@pytest.mark.parametrize(("k", "steps", "nodes"), [(4, 3, 16), (8, 5, 32), (10, 8, 60)])
+def test_trees_and_paths(k: int, steps: int, nodes: int) -> None:
+    dice, shapes = torch.Generator().manual_seed(k), [(7, k), *[(7, k, k)] * (steps - 1)]
+    likely = [there(torch.randn(shape, generator=dice, dtype=torch.float64).sub(2).clamp(max=0)) for shape in shapes]
+    tokens = [there(torch.randint(9000, shape, generator=dice)) for shape in shapes]
+    trees = []
+    for sprout in (TritonGrowth, TorchGrowth):
+        grown = sprout(tokens[0], likely[0], steps)
+        for level in range(1, steps):
+            grown.add(tokens[level], likely[level])
+            grown.best()
+        trees.append(grown.tree(tokens[0][:, 0], nodes))
+    for name in ("tokens", "parents", "depths", "ancestors"):
+        assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
+    chosen = trees[1].tokens.roll(-1, 1)
+    own, twin = (accepting(trees[1], chosen, chosen[:2, 0], steps) for accepting in (accept, verify.accept))
+    for name in ("path", "tokens", "accept_len", "bonus"):
+        assert torch.equal(getattr(own, name), getattr(twin, name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_of_experts(dtype: torch.dtype) -> None:
+    own, twin = TritonKernels(), TorchKernels()
+    for rows, active, experts, size in ((1, 8, 128, 2048), (70, 4, 32, 2880), (3000, 6, 64, 512)):
+        chosen = torch.rand(rows, experts, generator=torch.Generator().manual_seed(rows)).topk(active, 1).indices
+        groups = twin.group(chosen, experts)
+        given = own.group(there(chosen), experts)
+        for name, one, other in zip(groups._fields, given, groups, strict=True):
+            assert torch.equal(one.cpu(), other), name
+        results, weights = made(rows * active, size, dtype=dtype), made(rows, active, dtype=dtype, seed=1)
+        out = own.combine(there(results), given, there(weights), None)
+        close(out.cpu(), twin.combine(results.double(), groups, weights.double(), None), dtype)
+        assert torch.equal(out, own.combine(there(results), given, there(weights), None)), "the same each time"
+
+
+def test_keys_of_noise() -> None:
+    seeds, first = torch.tensor([0, 2**63 - 1, -1, 7]), torch.tensor([0, 1, 2**40, 9])
+    own = TritonChooser().noise(there(seeds), there(first), 9, there(torch.zeros(3, dtype=torch.int32)), torch.float32)
+    assert torch.equal(own.keys.cpu(), keys_along(seeds, first, 9))

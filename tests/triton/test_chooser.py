@@ -110,6 +110,17 @@ def test_thresholds_are_the_twins(vocab: int, each: int, dtype: torch.dtype, mon
         assert torch.equal(least_kept(given, draw), kept_by_the_twin(given, draw))
 
 
+def test_top_p_counts_the_mass_that_top_k_leaves() -> None:
+    """Of flat rows half of the mass of ten tokens is about five, half of that of all is more than ten."""
+    sampling = replace(mixed(torch.float32).narrow(0, 3), filtered=True)
+    sampling = replace(sampling, top_k=torch.full((3,), 10), top_p=torch.tensor([0.5, 0.9, 0.1]), min_p=torch.zeros(3))
+    draw, logits = draw_of(sampling, 1, 60, torch.float32), logits_of(3, 60, torch.float32, 0.1)
+    least = least_kept(logits, draw)
+    assert torch.equal(least, kept_by_the_twin(logits, draw))
+    kept = (logits * sampling.inverse_temperature[:, None] >= least).sum(1)
+    assert kept[0] in (4, 5, 6) and kept[1] in (8, 9) and kept[2] == 1
+
+
 def test_thresholds_of_rows_apart_and_of_no_rows() -> None:
     sampling = mixed(torch.float32)
     draw = draw_of(sampling, 1, 40, torch.float32)
