@@ -113,10 +113,10 @@ class EngineConfig(Settings):
         "for a target in bfloat16 of 134 million parameters and more, where the kernels are in C",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention_backend: Literal["auto", "torch", "c", "triton"] = Field(
+    attention_backend: Literal["auto", "torch", "c", "triton", "flashinfer"] = Field(
         default="auto",
         description="what attention and the kernels beside it run in; auto: C on a CPU, Triton on "
-        "a GPU, torch where these cannot be had",
+        "a GPU, torch where these cannot be had; flashinfer: attention by FlashInfer, the rest as triton",
     )
     context_length: int | None = Field(default=None, ge=8)
     page_size: int = Field(default=16, ge=1, le=1024)

@@ -1,7 +1,8 @@
 """Paged attention over trees and texts (`Seen` in batch.py): the prefix is read once per request and KV head.
 
 A line is one query head of one row. A program has `LINES` lines of one request that share a KV head, and goes over one
-of `SPLITS` parts of what they see, a tile of positions at a time.
+of `SPLITS` parts of what they see, a tile of positions at a time. What another library attended of the first positions
+is left out here and put to the rest in `join`.
 """
 
 import triton
@@ -104,6 +105,7 @@ def attend(
     starts,
     bits,
     indptr,
+    until,
     q_stride,
     bits_stride,
     first_row,
@@ -125,6 +127,7 @@ def attend(
     BEHIND: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
+    APART: tl.constexpr,
     LINES: tl.constexpr,
     TILE: tl.constexpr,
     FRONT: tl.constexpr,
@@ -134,10 +137,11 @@ def attend(
     WIDEN: tl.constexpr,
 ):
     """Rows of q `[T, HEADS, SIZE]` over `memory` `[slots, CELL]` -> `out` `[T, HEADS, VALUE]`, or where `SPLITS` > 1
-    parts of it in `partials`. In a cell the keys of KV heads come first, the values `BEHIND` numbers after them.
+    or `APART` parts of it in `partials`. In a cell the keys of KV heads come first, the values `BEHIND` numbers after.
 
     Of a tree, program p has lines of request p // blocks; its `each` rows see the first `starts[p]` positions and what
-    `bits` say of `width` slots after them. Of a text, rows `indptr[i]` onwards are at `starts[i]` onwards.
+    `bits` say of `width` slots after them, of which, if `APART`, those from `until[p]` on are read. Of a text, rows
+    `indptr[i]` onwards are at `starts[i]` onwards.
     Keys are taken in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of two.
     """
     REPEAT: tl.constexpr = HEADS // KV_HEADS
@@ -178,6 +182,8 @@ def attend(
             own += ones(tl.load(ancestors + own_row * WORDS + word, mask=live, other=0))
     lowest = tl.where(window > 0, tl.maximum(own - window + 1, 0), 0)
     lowest = tl.where((first > 0) & (own >= first), tl.maximum(lowest, first), lowest)
+    if APART:
+        lowest = tl.maximum(lowest, tl.load(until + request).to(tl.int32))
     begin = tl.min(tl.where(live, lowest, end), 0) // TILE
     tiles = tl.cdiv(end, TILE) - begin
     share = tl.cdiv(tiles, SPLITS)
@@ -225,7 +231,7 @@ def attend(
     deep = tl.arange(0, WIDTH)
     place = batch_row * HEADS + own_head
     fits = live[:, None] & (deep < VALUE)[None, :]
-    if SPLITS > 1:
+    if SPLITS > 1 or APART:
         kept_at = (place * SPLITS + split) * (WIDTH + 2)
         tl.store(partials + kept_at[:, None] + deep[None, :], sums, mask=fits)
         tl.store(partials + kept_at + WIDTH, highest, mask=live)
@@ -243,20 +249,29 @@ def attend(
         tl.store(out + place[:, None] * VALUE + deep[None, :], sums.to(out.dtype.element_ty), mask=fits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def join(
     partials,
     bad,
     sinks,
+    before,
+    before_lse,
+    until,
     out,
+    each,
     SINKS: tl.constexpr,
+    BEFORE: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE: tl.constexpr,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score, the sum) -> `out`."""
+    """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score, the sum) -> `out`.
+
+    With `BEFORE` also what was attended of other positions: `before` `[T, HEADS, VALUE]` and the logarithm to base 2 of
+    its sum, `before_lse` `[T, HEADS]`; where there is `until`, only for requests of `each` rows whose entry is not 0.
+    """
     row, head, deep = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     place = row * HEADS + head
     highest = tl.full([], float("-inf"), WIDE)
@@ -264,6 +279,13 @@ def join(
         highest = tl.maximum(highest, tl.load(partials + (place * SPLITS + split) * (WIDTH + 2) + WIDTH))
     if SINKS:
         highest = tl.maximum(highest, tl.load(sinks + head).to(WIDE))
+    if BEFORE:
+        counts = True
+        if until is not None:
+            counts = tl.load(until + row // each) > 0
+        edge = tl.load(before_lse + place).to(WIDE) * 0.6931471805599453
+        edge = tl.where(counts, edge, float("-inf"))
+        highest = tl.maximum(highest, edge)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total, sums = tl.zeros([], WIDE), tl.zeros([WIDTH], WIDE)
     for split in tl.static_range(SPLITS):
@@ -271,7 +293,21 @@ def join(
         kept = tl.exp(tl.load(part + WIDTH) - highest)
         total += tl.load(part + WIDTH + 1) * kept
         sums += tl.load(part + deep, mask=deep < VALUE, other=0.0) * kept
+    if BEFORE:
+        kept = tl.exp(edge - highest)
+        total += kept
+        sums += tl.load(before + place * VALUE + deep, mask=(deep < VALUE) & counts, other=0.0).to(WIDE) * kept
     if SINKS:
         total += tl.exp(tl.load(sinks + head).to(WIDE) - highest)
     sums = tl.where(tl.load(bad + row) != 0, float("nan"), sums / tl.where(total == 0, 1.0, total))
     tl.store(out + place * VALUE + deep, sums.to(out.dtype.element_ty), mask=deep < VALUE)
+
+
+@triton.jit(do_not_specialize=["pages_each"])
+def list_pages(pages, rows, indptr, listed, pages_each, BLOCK: tl.constexpr):
+    """The first `indptr[i + 1] - indptr[i]` pages of table row `rows[i]`, request after request, into `listed`."""
+    request, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.load(indptr + request)
+    held = at < tl.load(indptr + request + 1) - begin
+    row = tl.load(rows + request).to(tl.int64)
+    tl.store(listed + begin + at, tl.load(pages + row * pages_each + at, mask=held, other=0), mask=held)
