@@ -62,6 +62,7 @@ class RankInfo:
     """What a rank runs with: its resolved settings, and what was chosen automatically.
 
     `config` holds the settings; `draft` is None without one; `captured` is None where steps are run as they are;
+    `attention` says in words what the backend leaves to other kernels, and why;
     `quantised` says in words which weights stay packed and which were dequantised; `kv_gb` is in 10^9 bytes;
     `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
     None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the network, between ranks) are
@@ -78,6 +79,7 @@ class RankInfo:
     eos_token_ids: tuple[int, ...]
     attention_backend: str
     kernels: str
+    attention: tuple[str, ...]
     quantised: tuple[str, ...]
     steps_ahead: int
     captured: CaptureInfo | None

@@ -87,6 +87,7 @@ class Plans:
             self._asked.append(key)
         return self._planned(key)
 
+    @torch.inference_mode()  # wrappers write to what they made in an earlier call
     def _planned(self, key: Key) -> Plan | None:
         held = self._sets[self._step % 2]
         plan = held.get(key)

@@ -8,6 +8,7 @@ from cluster.arch import LayerGeometry
 from cluster.arch.dtypes import compute_dtype
 from cluster.arch.resolve import ResolvedModels
 from cluster.attention.bind import pool_bytes
+from cluster.config import ConfigError
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Ops
 from cluster.forward.noise import at_least_float32
@@ -54,6 +55,21 @@ class RankModels:
         return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
 
     @property
+    def attention(self) -> tuple[str, ...]:
+        """What of attention is not computed by FlashInfer although it is set, in words; nothing where it is not."""
+        flashinfer, config = self.kernels.flashinfer, self.resolved.config
+        if flashinfer is None:
+            return ()
+        prompts = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
+        most, said = max(prompts, config.max_running_requests * self.resolved.shape.forcing().window), list[str]()
+        for at, layers in enumerate(self.layers):
+            name = f"draft {at - 1}" if at else "target"
+            said += [f"{name}, {line}" for line in flashinfer.left(layers, most)]
+            if at > 1:
+                said.append(f"{name}: all by Triton: rows of a later runner do not see the first cells")
+        return tuple(said)
+
+    @property
     def layers(self) -> list[list[LayerGeometry]]:
         """The layers of every runner as this rank holds them, the target's first."""
         attention = self.target_context.sharding.attention
@@ -93,7 +109,14 @@ def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
     Raises:
         ConfigError: what is set cannot be had here.
     """
-    return choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
+    kernels = choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
+    if kernels.flashinfer is not None:
+        shares = [kernels.flashinfer.share(layer) for layer in resolved.target.layers]
+        if not any(share.trees or share.texts for share in shares):
+            raise ConfigError(
+                f"attention_backend flashinfer has no part in this target: {shares[0].why}; set it to triton"
+            )
+    return kernels
 
 
 def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:

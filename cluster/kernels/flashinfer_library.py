@@ -6,7 +6,7 @@ versions, so one version is taken, whose signatures `tests/flashinfer/signatures
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -59,6 +59,17 @@ class FlashInfer:
         if layer.sliding_window is not None:
             return Share(False, True, "in its sliding windows a row's place counts, in a tree a node's depth")
         return Share(True, True)
+
+    def left(self, layers: Sequence[LayerGeometry], most_rows: int) -> Iterator[str]:
+        """What of the attention of a runner's layers is left to Triton's programs, and why; a forward has `most_rows`."""
+        shares, heads = [self.share(layer) for layer in layers], layers[0].heads
+        for share in dict.fromkeys(share for share in shares if share.why):
+            own = ", ".join(str(at) for at, one in enumerate(shares) if one == share)
+            what = "prompts" if share.trees else "trees" if share.texts else "all"
+            yield f"layers {own}: {what} by Triton: {share.why}"
+        limit = LINES if layers[0].latent is None else LATENT_LINES
+        if most_rows * heads > limit and any(share.trees or share.texts for share in shares):
+            yield f"forwards of more than {limit // heads} rows: all by Triton: a plan has no room for more"
 
 
 def find(device: torch.device, dtype: torch.dtype) -> FlashInfer | str:

@@ -7,14 +7,17 @@ copied but read where they lie. What is not said of all kernels (no tokens at al
 
 import ast
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cluster.engine.lockstep import GangStep, Lockstep
+from cluster.kernels import flashinfer_library
 from cluster.kernels.flashinfer_library import FlashInfer
+from cluster.spec.result import Decided
 from tests.flashinfer.signatures import LATENT, METADATA, PREFILL, signature
 
 SIGNATURES = {
@@ -225,3 +228,28 @@ def stand_in(sizes: bool = True) -> FlashInfer:
     if not sizes:
         return FlashInfer(Paged, Latent, csr, "fa3")
     return FlashInfer(Paged, Latent, csr, "fa3", All(), All())
+
+
+def stand_in_serves(set_attribute: Callable[[object, str, Any], None], sizes: bool = True) -> None:
+    """Have engines on a CPU get the stand-in where FlashInfer is asked for; it is told when steps begin and are read."""
+    set_attribute(flashinfer_library, "find", lambda device, dtype: stand_in(sizes))
+    begin, read = Lockstep.run, Lockstep.read
+
+    def begun(self: Lockstep, *given: Any, **named: Any) -> GangStep:
+        DEVICE.begin()
+        try:
+            ran = begin(self, *given, **named)
+        except BaseException:
+            DEVICE.finish()
+            raise
+        if ran.output is None:
+            DEVICE.finish()
+        return ran
+
+    def finished(self: Lockstep, ran: GangStep) -> Decided:
+        given = read(self, ran)
+        DEVICE.finish()
+        return given
+
+    set_attribute(Lockstep, "run", begun)
+    set_attribute(Lockstep, "read", finished)
