@@ -83,6 +83,7 @@ LATE_IMPORTS = {
     "cluster/attention/bind.py": "Triton takes a second to load, and only GPUs need it",
     "cluster/kernels/choose.py": "the same",
     "cluster/forward/choosers.py": "the same",
+    "cluster/kernels/flashinfer_library.py": "FlashInfer is an extra, and only GPUs have it",
     "cluster/actors/shard.py": "the replica names the engine's factory, so that tests can put in another",
     "cluster/tools/inspect.py": "torch is imported only where more than a summary is asked for",
     "cluster/tools/chat.py": "torch is imported only where the engine runs in this process",

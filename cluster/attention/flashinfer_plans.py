@@ -48,8 +48,8 @@ class Plan:
 
 
 class Plans:
-    """The plans of one runner. There are two sets of wrappers, which take turns from step to step: while a step is under
-    way, its plan may still be on its way to the device, out of memory that the wrapper's next plan is written to.
+    """The plans of one runner. There are two sets of wrappers, which take turns from step to step: while a step is
+    under way, its plan may be on its way to the device, out of memory that the wrapper's next plan is written to.
     """
 
     def __init__(self, reader: Reader, table: PageTable) -> None:
@@ -118,7 +118,7 @@ class Plans:
         told = torch.tensor([*starts, *lens], dtype=torch.int32)
         if device.type == "cuda":
             told = told.pin_memory().to(device, non_blocking=True)
-        plan.starts, plan.until = told.split([len(starts), len(lens)])
+        plan.starts, plan.until = told.split_with_sizes([len(starts), len(lens)])
         seen = torch.tensor([max(1, count) for count in lens], dtype=torch.int32)
         ends = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
         work = Work(ends, torch.tensor(starts, dtype=torch.int32), seen, plan.listed, not key.each, key.window)

@@ -14,7 +14,7 @@ WORKSPACE = 384 << 20
 
 class Work(NamedTuple):
     """n requests, the first `pages[i + 1] - pages[i]` pages of request i being `listed`, on the device, from `pages[i]`
-    on: rows `rows[i]` to `rows[i + 1] - 1` see its first `lens[i]` >= 1 tokens, all of them or, if `causal`, as the last
+    on: rows `rows[i]` to `rows[i + 1] - 1` see its first `lens[i]` >= 1 tokens, all of them, or if `causal` as the last
     rows of a text, back to `window` tokens before themselves (-1: all). All but `listed` is on the host, all int32.
     """
 

@@ -21,4 +21,6 @@ def padded(order: Order, plan: StepPlan, group: int, idle_row: int) -> Order:
     if requests == 0 and rows == 0:
         return order
     idle = PromptChunk(idle_row, 0, 1, False, (0, 0))
-    return order._replace(decodes=order.decodes + (Decode(idle_row, 0),) * requests, chunks=(idle,) * rows + order.chunks)
+    return order._replace(
+        decodes=order.decodes + (Decode(idle_row, 0),) * requests, chunks=(idle,) * rows + order.chunks
+    )

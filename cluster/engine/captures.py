@@ -38,6 +38,10 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels) 
     Raises:
         ConfigError: the device has no attention that can be captured.
     """
+    if models.kernels.flashinfer is not None and device.type == "cuda":  # a graph would hold one plan of two for good
+        if config.capture == "on":
+            raise ConfigError("capture on: FlashInfer plans every step anew; set capture or attention_backend to auto")
+        return None
     if device.type == "cuda" and config.capture == "on":
         raise ConfigError("capture on runs on a CPU so far, and device is cuda; set capture to auto")
     if config.capture == "on":

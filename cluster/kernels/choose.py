@@ -6,9 +6,9 @@ import importlib.util
 import torch
 
 from cluster.config import ConfigError
+from cluster.kernels import flashinfer_library
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.interface import Kernels
-from cluster.kernels import flashinfer_library
 from cluster.kernels.library import KIND_OF, library
 from cluster.kernels.torch_kernels import TorchKernels
 

@@ -50,12 +50,16 @@ class FlashInfer:
         if layer.latent is not None:
             parts = layer.value_dim, layer.head_dim - layer.value_dim
             if parts not in self.latent_sizes or layer.sliding_window is not None:
-                return Share(False, False, f"it has no latents of {parts[0]} + {parts[1]} numbers, or none with a window")
+                return Share(
+                    False, False, f"it has no latents of {parts[0]} + {parts[1]} numbers, or none with a window"
+                )
             if layer.heads & (layer.heads - 1) or layer.heads > 128:
                 return Share(True, False, "prompts over latents need a power of two of heads, at most 128")
             return Share(True, True)
         if layer.head_dim not in self.head_sizes:
-            return Share(False, False, f"it is asked for heads of {sorted(self.head_sizes)} numbers, not {layer.head_dim}")
+            return Share(
+                False, False, f"it is asked for heads of {sorted(self.head_sizes)} numbers, not {layer.head_dim}"
+            )
         if layer.sliding_window is not None:
             return Share(False, True, "in its sliding windows a row's place counts, in a tree a node's depth")
         return Share(True, True)

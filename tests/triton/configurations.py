@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from cluster.attention.bits import line_bits
-from cluster.attention.triton_backend import TritonAttention
+from cluster.attention.flashinfer_plans import LISTING
+from cluster.attention.triton_backend import Before, TritonAttention
 from cluster.batch import SamplingBatch, Seen, Text, Tree
 from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise
 from cluster.forward.triton_chooser import TritonChooser
+from cluster.kernels.attend import gpu
 from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.launch import launch
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
@@ -20,6 +23,26 @@ from cluster.kv.triton_pool import TritonPool
 from tests.triton.compiling import Started, watching
 
 CPU = torch.device("cpu")
+
+
+class Window(TritonAttention):
+    """What is left of a tree where FlashInfer attends its committed tokens, and of a text's sinks."""
+
+    def _attend_tree(
+        self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int, before: Before | None = None
+    ) -> None:
+        super()._attend_tree(given, tree, first, window, self._before(given, tree.lens.to(torch.int32)))
+
+    def _attend_text(self, given: tuple[Tensor | None, ...], text: Text, after: int, first: int, window: int) -> None:
+        _, _, _, bad, sinks, out = given
+        assert bad is not None and out is not None
+        self._join(None, 0, bad, sinks, self._before(given, None), out)
+
+    def _before(self, given: tuple[Tensor | None, ...], until: Tensor | None) -> Before:
+        q, *_, out = given
+        assert q is not None and out is not None
+        lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        return Before(out.view(q.shape[0], self._heads, self._value_dim), lse, until)
 
 
 class Shape(NamedTuple):
@@ -65,10 +88,16 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
         tree = Tree(rows, torch.full((requests,), 9), line_bits(each, width, CPU).expand(requests, -1, -1), width)
         with watching() as seen:
             _attend(shape, dtype, requests * each, tree, None)
+            if shape.window is None:
+                _attend(shape, dtype, requests * each, tree, None, Window)
         yield from ((f"{one.program.__name__}, {name}", one) for one in seen if one.program.__name__ != "store")
     text = Text(torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 100, 512]))
     with watching() as seen:
         _attend(shape, dtype, 512, None, text)
+        _attend(shape, dtype, 512, None, text, Window)
+        table = PageTable(2, 4096, 16, CPU)
+        listing = table.device_pages, text.rows, text.rows.to(torch.int32), torch.zeros(9, dtype=torch.int32)
+        launch(gpu.list_pages, (2, 1), *listing, table.device_pages.stride(0), BLOCK=LISTING)
     yield from ((f"{one.program.__name__}, prompts", one) for one in seen)
 
 
@@ -91,10 +120,17 @@ def chosen() -> Iterator[tuple[str, Started]]:
     yield from (("move", one) for one in seen)
 
 
-def _attend(shape: Shape, dtype: torch.dtype, rows: int, tree: Tree | None, text: Text | None) -> None:
+def _attend(
+    shape: Shape,
+    dtype: torch.dtype,
+    rows: int,
+    tree: Tree | None,
+    text: Text | None,
+    made: type[TritonAttention] = TritonAttention,
+) -> None:
     table, cell = PageTable(64, 4096, 16, CPU), (2, shape.kv_heads, shape.size)
     pool = KVPool(1, 32, cell if shape.value is None else (1, 1, shape.size), dtype, CPU)
-    backend = TritonAttention(pool, table, shape.heads, (shape.window,), None, shape.value)
+    backend = made(pool, table, shape.heads, (shape.window,), None, shape.value)
     backend._processors = 132
     backend.bind(Seen(torch.zeros(rows, dtype=torch.int64), tree, text))
     kv = torch.zeros(rows, *pool.kv.shape[2:], dtype=dtype)
