@@ -1,5 +1,6 @@
 """`BACKEND=torch` runs tests on the twins of the kernels, as on a machine without a compiler; `BACKEND=triton` on the
-programs of Triton, without a GPU in its interpreter; `BACKEND=flashinfer` on these and FlashInfer's stand-in. Tests that name their own `attention_backend` keep it.
+programs of Triton, without a GPU in its interpreter; `BACKEND=flashinfer` on these with FlashInfer's stand-in. Tests
+that name their own `attention_backend` keep it.
 """
 
 import os

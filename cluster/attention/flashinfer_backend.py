@@ -1,8 +1,8 @@
 """The attention primitive with FlashInfer: what is committed and whole texts by its kernels, the window by Triton's.
 
 Its kernels that take a mask are slower, and those for latents take none. So its pass over a tree's committed tokens is
-without one, and gives the logarithms of its sums; the program of Triton attends what comes after, by the ancestors' bits,
-and puts both together. It must equal `TorchAttention`.
+without one, and gives the logarithms of its sums; the program of Triton attends what comes after, by the ancestors'
+bits, and puts both together. It must equal `TorchAttention`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from cluster.tape import opaque
 
 
 class FlashInferAttention(TritonAttention):
-    """Attends over one runner's pool. What `shares` leave and what later runners see, Triton's program attends whole."""
+    """Attends over one runner's pool. Triton's program attends whole what `shares` leave and what later runners see."""
 
     def __init__(
         self,

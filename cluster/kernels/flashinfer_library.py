@@ -1,7 +1,7 @@
 """What is used of FlashInfer, and which attention it is asked for.
 
-It is imported when the setting `attention_backend` names it, and runs on a GPU only. Its interface changes between minor
-versions, so one version is taken, whose signatures `tests/flashinfer/signatures.json` holds.
+It is imported when the setting `attention_backend` names it, and runs on a GPU only. Its interface changes between
+minor versions, so one version is taken, whose signatures `tests/flashinfer/signatures.json` holds.
 """
 
 import importlib
@@ -23,8 +23,8 @@ LATENT_LINES = 900_000
 
 
 class Share(NamedTuple):
-    """What of a layer's attention FlashInfer computes: of trees their committed tokens, of texts all. `why` says what it
-    does not, and for which reason; empty where it does both.
+    """What of a layer's attention FlashInfer computes: of trees their committed tokens, of texts all. `why` it does not
+    compute the rest, empty where it does both.
     """
 
     trees: bool
@@ -50,22 +50,22 @@ class FlashInfer:
         if layer.latent is not None:
             parts = layer.value_dim, layer.head_dim - layer.value_dim
             if parts not in self.latent_sizes or layer.sliding_window is not None:
-                return Share(
-                    False, False, f"it has no latents of {parts[0]} + {parts[1]} numbers, or none with a window"
-                )
+                kind = " with a sliding window" if layer.sliding_window else ""
+                return Share(False, False, f"it is not asked for latents of {parts[0]} + {parts[1]} numbers{kind}")
             if layer.heads & (layer.heads - 1) or layer.heads > 128:
                 return Share(True, False, "prompts over latents need a power of two of heads, at most 128")
             return Share(True, True)
         if layer.head_dim not in self.head_sizes:
-            return Share(
-                False, False, f"it is asked for heads of {sorted(self.head_sizes)} numbers, not {layer.head_dim}"
-            )
+            known = sorted(self.head_sizes)
+            return Share(False, False, f"it is asked for heads of {known} numbers, and these have {layer.head_dim}")
         if layer.sliding_window is not None:
             return Share(False, True, "in its sliding windows a row's place counts, in a tree a node's depth")
         return Share(True, True)
 
     def left(self, layers: Sequence[LayerGeometry], most_rows: int) -> Iterator[str]:
-        """What of the attention of a runner's layers is left to Triton's programs, and why; a forward has `most_rows`."""
+        """What of the attention of a runner's layers is left to Triton's programs, in words; a forward has `most_rows`
+        at most.
+        """
         shares, heads = [self.share(layer) for layer in layers], layers[0].heads
         for share in dict.fromkeys(share for share in shares if share.why):
             own = ", ".join(str(at) for at, one in enumerate(shares) if one == share)

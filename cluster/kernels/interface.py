@@ -84,7 +84,8 @@ class Activation(NamedTuple):
 
 class Kernels(Protocol):
     """The operators of a step beside attention. `name` is that of the backend, `about` says which of its kind it is, or
-    why it serves, `library` is what it is compiled into, `flashinfer` what attends where that is its. Those with the same `digits` give the same bits.
+    why it serves, `library` is what it is compiled into, `flashinfer` what attends where that is set. Those with the
+    same `digits` give the same bits.
     """
 
     name: str

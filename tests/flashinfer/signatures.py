@@ -1,7 +1,7 @@
 """The signatures of what is used of FlashInfer, read from its source without importing it.
 
-`python -m tests.flashinfer.signatures FOLDER`, where FOLDER is its package, installed or of an unpacked wheel, writes them
-anew to `signatures.json`. These are facts: of each argument its name, its type and whether it may be left out.
+`python -m tests.flashinfer.signatures FOLDER`, where FOLDER is its package, installed or of an unpacked wheel, writes
+them anew to `signatures.json`: of each argument its name, its type and whether it may be left out.
 """
 
 import ast

@@ -1,8 +1,8 @@
 """FlashInfer's wrappers on a CPU, in float64: what they are told they hold to the committed signatures, to the letter.
 
-They do what its documentation and source say of eager use: a plan comes before a run, lies in a pinned workspace that the
-next plan of the same wrapper writes to, and is copied from there when the device comes to it; lists of pages are not
-copied but read where they lie. What is not said of all kernels (no tokens at all, other layouts) is refused.
+They do what its documentation and source say of eager use: a plan comes before a run, lies in a pinned workspace that
+the next plan of the same wrapper writes to, and is copied from there when the device comes to it; lists of pages are
+not copied but read where they lie. What is not said of all kernels (no tokens at all, other layouts) is refused.
 """
 
 import ast
@@ -231,7 +231,7 @@ def stand_in(sizes: bool = True) -> FlashInfer:
 
 
 def stand_in_serves(set_attribute: Callable[[object, str, Any], None], sizes: bool = True) -> None:
-    """Have engines on a CPU get the stand-in where FlashInfer is asked for; it is told when steps begin and are read."""
+    """Have engines on a CPU get the stand-in where FlashInfer is asked for; it learns when steps begin and are read."""
     set_attribute(flashinfer_library, "find", lambda device, dtype: stand_in(sizes))
     begin, read = Lockstep.run, Lockstep.read
 

@@ -55,9 +55,8 @@ def calls(dtype: torch.dtype = torch.bfloat16) -> dict[tuple[str, str], dict[str
     noted = Noted()
     flashinfer = FlashInfer(noted.wrapper(PREFILL), noted.wrapper(LATENT), noted.csr, "fa3")
     numbers = torch.tensor([0, 3], dtype=torch.int32)
-    for pool, size, value in ((torch.zeros(1, 32, 2, 2, 64, dtype=dtype), 64, 64),) + (
-        (torch.zeros(1, 32, 1, 1, 576, dtype=dtype), 576, 512),
-    ):
+    for cell, size, value in (((2, 2, 64), 64, 64), ((1, 1, 576), 576, 512)):
+        pool = torch.zeros(1, 32, *cell, dtype=dtype)
         given = flashinfer, pool, 16, 4, 0.125
         reader: Reader = PagedReader(*given) if size == value else LatentReader(*given, value)
         wrapper = reader.wrapper()
