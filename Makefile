@@ -83,7 +83,7 @@ parity: $(VENV)/.stamp-dev
 
 # Triton's programs without a GPU: all that they compute, in its interpreter; and what they take of one when compiled.
 kernels: $(VENV)/.stamp-dev
-	TRITON_INTERPRET=1 $(SIDE_BY_SIDE) tests/triton
+	TRITON_INTERPRET=1 $(SIDE_BY_SIDE) tests/triton tests/flashinfer
 
 kernels-compile: $(VENV)/.stamp-dev
 	TRITON_INTERPRET=0 $(BIN)/python -m tests.triton.compile_all

@@ -39,6 +39,14 @@ class Mode(IntFlag):
         return not self & (Mode.WORDS | Mode.PROMPT_LOGPROBS | Mode.TREES)
 
 
+class Decode(NamedTuple):
+    """The request in table row `row` decodes; `most` tokens of it are committed at most, `least` for certain."""
+
+    row: int
+    most: int
+    least: int = 0
+
+
 class PromptChunk(NamedTuple):
     """Prompt rows `start` to `stop - 1` of the request in table row `row`.
 
@@ -110,16 +118,16 @@ class PageCopy(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What a rank is to run in one step: `decodes` are (table row, most tokens committed), `chunks` in order of length.
+    """What a rank is to run in one step: requests that decode, and prompt `chunks` in order of length.
 
-    How many tokens of a row are committed is the device's to know; the host knows a bound. Before the step, `lens`
+    How many tokens of a row are committed is the device's to know; the host knows bounds. Before the step, `lens`
     (table row, tokens committed), `samplings`, `adjustings`, `constraints` (a row in `samplings` alone has none)
     and `writes` are applied to the tables, then `copies` to the pools.
     `mode` is what its own requests need; a step runs in the mode of its plan. Padding to a plan adds `idle_finals`
     ends of prompts, all at the first prompt row, which then is idle, and has room for `chunk_places` chunks.
     """
 
-    decodes: tuple[tuple[int, int], ...] = ()
+    decodes: tuple[Decode, ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
     lens: tuple[tuple[int, int], ...] = ()
     samplings: tuple[Sampling, ...] = ()
@@ -134,12 +142,14 @@ class Order(NamedTuple):
 
 class HostBounds(NamedTuple):
     """What the host knows of a step before it runs: no request has more than `longest` tokens committed, and prompt
-    chunks, in order of length, have rows `(start, stop - 1)`; windows have `forced` more slots than others.
+    chunks, in order of length, have rows `(start, stop - 1)`; windows have `forced` more slots than others. Decoding
+    request i has `least[i]` tokens committed or more; empty: nothing is known.
     """
 
     longest: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
     forced: int = 0
+    least: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

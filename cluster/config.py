@@ -1,4 +1,4 @@
-"""The frozen settings of one engine. Names are SGLang's; `ALIASES` maps vLLM's spellings onto them.
+"""The frozen settings of one engine. Names are SGLang's; `spellings.py` maps vLLM's onto them.
 
 Everything that can be known to be wrong without opening a file is refused here, naming the setting and the remedy.
 """
@@ -10,35 +10,12 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from cluster.spellings import ALIASES, SPECULATIVE_CONFIG, spelled
+
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Cache = Literal["auto", "fp8_e4m3"]
 CACHES: tuple[str, ...] = get_args(Cache)
 
-ALIASES: dict[str, str] = {
-    "model": "model_path",
-    "tokenizer": "tokenizer_path",
-    "tensor_parallel_size": "tp_size",
-    "data_parallel_size": "attn_dp_size",
-    "enable_expert_parallel": "ep_size",
-    "dp_size": "attn_dp_size",
-    "block_size": "page_size",
-    "max_model_len": "context_length",
-    "max_num_seqs": "max_running_requests",
-    "max_num_batched_tokens": "chunked_prefill_size",
-    "seed": "random_seed",
-    "gpu_memory_utilization": "mem_fraction_static",
-    "cuda_graph_bs": "capture_sizes",
-    "cudagraph_capture_sizes": "capture_sizes",
-    "speculative_draft_model": "speculative_draft_model_path",
-}
-SPECULATIVE_CONFIG: dict[str, str] = {
-    "method": "speculative_algorithm",
-    "model": "speculative_draft_model_path",
-    "num_speculative_tokens": "speculative_num_steps",
-    "draft_parallel": "speculative_draft_parallel",
-    "draft_overrides": "speculative_draft_overrides",
-    "token_map": "speculative_token_map",
-}
 NEED_A_DRAFT = (
     "speculative_num_steps",
     "speculative_eagle_topk",
@@ -58,13 +35,6 @@ DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
 """Values of `speculative_draft_overrides`: whether aux layer ids count outputs (0: of layer 0) or boundaries (0: before
 layer 0), whether the next level reads the hidden state before or after the final norm, whether layer 0's residual is
 the normed hidden state, and whether rotary pairs are half-split (neox) or neighbours (interleaved)."""
-
-
-def spelled(sub: str, value: Any) -> Any:
-    """A value of `speculative_config` as `EngineConfig` spells it: methods in upper case, vLLM's `*mtp` as NEXTN."""
-    if sub != "method" or not isinstance(value, str):
-        return value
-    return "NEXTN" if value.lower().endswith("mtp") else value.upper()
 
 
 class ConfigError(ValueError):
@@ -121,10 +91,10 @@ class EngineConfig(Settings):
         description="what the KV caches of target and draft hold; auto: numbers of the dtype that models compute in; "
         "fp8_e4m3: a byte a number, and a scale for each cell and KV head",
     )
-    attention_backend: Literal["auto", "torch", "c", "triton"] = Field(
+    attention_backend: Literal["auto", "torch", "c", "triton", "flashinfer"] = Field(
         default="auto",
         description="what attention and the kernels beside it run in; auto: C on a CPU, Triton on "
-        "a GPU, torch where these cannot be had",
+        "a GPU, torch where these cannot be had; flashinfer: attention by FlashInfer, the rest as triton",
     )
     context_length: int | None = Field(default=None, ge=8)
     page_size: int = Field(default=16, ge=1, le=1024)
@@ -272,6 +242,11 @@ class EngineConfig(Settings):
             for name in NEED_A_DRAFT:
                 if getattr(self, name) not in (None, {}):
                     raise ConfigError(f"{name} needs speculative_draft_model_path: the folder of the draft")
+        if self.attention_backend == "flashinfer" and self.kv_cache_dtype == "fp8_e4m3":
+            raise ConfigError(
+                "attention_backend flashinfer cannot read kv_cache_dtype fp8_e4m3, whose scales, one for each cell and "
+                "KV head, are not those of FlashInfer; set kv_cache_dtype to auto, or attention_backend to triton"
+            )
         sized = [name for name in KV_SIZES if getattr(self, name) is not None]
         if len(sized) > 1:
             raise ConfigError(f"{' and '.join(sized)} each size the KV cache; give one of them")

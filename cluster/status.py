@@ -62,9 +62,9 @@ class RankInfo:
     """What a rank runs with: its resolved settings, and what was chosen automatically.
 
     `config` holds the settings; `draft` is None without one; `captured` is None where steps are run as they are;
-    `quantised` says in words which weights stay packed and which were dequantised, `experts` which ranks hold which
-    experts; `kv_cache_dtype` is what KV caches hold, `kv_bytes_per_token` what a token takes in all of them, scales
-    included; `kv_gb` is in 10^9 bytes;
+    `attention` says in words what the backend leaves to other kernels, and why, `quantised` which weights stay packed
+    and which were dequantised, `experts` which ranks hold which experts; `kv_cache_dtype` is what KV caches hold,
+    `kv_bytes_per_token` what a token takes in all of them, scales included; `kv_gb` is in 10^9 bytes;
     `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
     None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the network, between ranks) are
     those of the process that holds the rank, where one does.
@@ -80,6 +80,7 @@ class RankInfo:
     eos_token_ids: tuple[int, ...]
     attention_backend: str
     kernels: str
+    attention: tuple[str, ...]
     quantised: tuple[str, ...]
     experts: tuple[str, ...]
     steps_ahead: int

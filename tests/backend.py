@@ -1,5 +1,6 @@
 """`BACKEND=torch` runs tests on the twins of the kernels, as on a machine without a compiler; `BACKEND=triton` on the
-programs of Triton, without a GPU in its interpreter. Tests that name their own `attention_backend` keep it.
+programs of Triton, without a GPU in its interpreter; `BACKEND=flashinfer` on these with FlashInfer's stand-in. Tests
+that name their own `attention_backend` keep it.
 """
 
 import os
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cluster.kernels.choose as choose
+from tests.flashinfer.stand_in import stand_in_serves
 
 
 def force(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:
@@ -16,5 +18,8 @@ def force(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:
         set_attribute(choose, "library", lambda: None)
     elif named == "triton":
         set_attribute(choose, "_c", lambda device, dtype: choose._triton(device))
+    elif named == "flashinfer":
+        stand_in_serves(set_attribute)
+        set_attribute(choose, "_c", lambda device, dtype: choose._flashinfer(device, dtype))
     else:
-        assert named == "c", f"BACKEND={named}: one of c, torch, triton"
+        assert named == "c", f"BACKEND={named}: one of c, torch, triton, flashinfer"

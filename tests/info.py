@@ -19,6 +19,7 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> Rank
         "eos_token_ids": (1,),
         "attention_backend": "torch",
         "kernels": "torch",
+        "attention": (),
         "quantised": (),
         "experts": (),
         "steps_ahead": 0,

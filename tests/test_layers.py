@@ -18,6 +18,7 @@ PACKAGE = ROOT / "cluster"
 GROUND = (
     "__init__",
     "config",
+    "spellings",
     "checkout",
     "request",
     "status",
@@ -84,6 +85,7 @@ LATE_IMPORTS = {
     "cluster/kernels/choose.py": "the same",
     "cluster/forward/choosers.py": "the same",
     "cluster/spec/backends.py": "the same",
+    "cluster/kernels/flashinfer_library.py": "FlashInfer is an extra, and only GPUs have it",
     "cluster/actors/shard.py": "the replica names the engine's factory, so that tests can put in another",
     "cluster/tools/inspect.py": "torch is imported only where more than a summary is asked for",
     "cluster/tools/chat.py": "torch is imported only where the engine runs in this process",

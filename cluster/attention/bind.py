@@ -14,6 +14,7 @@ from cluster.kernels.interface import Kernels
 from cluster.kv.pool import KVPool, slot_bytes
 
 if TYPE_CHECKING:
+    from cluster.attention.flashinfer_backend import FlashInferAttention
     from cluster.attention.triton_backend import TritonAttention
 
 
@@ -24,15 +25,19 @@ def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -
 
 def bind_attention(
     layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather, kernels: Kernels, fp8: bool = False
-) -> tuple[KVPool, "TorchAttention | CAttention | TritonAttention"]:
+) -> tuple[KVPool, "TorchAttention | CAttention | TritonAttention | FlashInferAttention"]:
     """A pool of `slots` for `layers` (of one rank, all with the same cell), in FP8 or in `dtype`, which is that of
     queries, and the attention bound to it, in what the other `kernels` are.
     """
     g = layers[0]
     room = len(layers), slots, g.cell, dtype, gather.device, g.coded_cell if fp8 else None
     how = g.heads, tuple(layer.sliding_window for layer in layers), g.scale, g.value_dim
-    if kernels.name == "triton":  # takes a second to load
+    if kernels.name in ("triton", "flashinfer"):  # takes a second to load
         made: KVPool = importlib.import_module("cluster.kv.triton_pool").TritonPool(*room)
+        if kernels.flashinfer is not None:
+            attention = importlib.import_module("cluster.attention.flashinfer_backend").FlashInferAttention
+            shares = [kernels.flashinfer.share(layer) for layer in layers]
+            return made, attention(made, gather.table, *how, kernels.flashinfer, shares)
         attention = importlib.import_module("cluster.attention.triton_backend").TritonAttention
         return made, attention(made, gather.table, *how)
     pool = KVPool(*room)

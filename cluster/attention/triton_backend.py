@@ -5,7 +5,7 @@ It must equal `TorchAttention`. Nothing that it starts depends on a length, so a
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from cluster.attention.whole import fitting, with_rows_whole
 from cluster.batch import HostBounds, Seen, Text, Tree
 from cluster.kernels.attend import gpu
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole
+from cluster.kernels.store.gpu import store, store_coded
 from cluster.kv.codes import largest
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
@@ -21,6 +22,17 @@ from cluster.kv.pool import KVPool
 MOST_SPLITS = 16
 INTERPRETED_PROCESSORS = 4  # few requests are split in the interpreter too
 MOST_LINES = 64
+
+
+class Before(NamedTuple):
+    """What was attended of positions that the program is to leave out: values `out` `[T, nh, dv]` and the logarithm to
+    base 2 of their sum, `lse` `[T, nh]`. Of request i of a tree these are the first `until[i]`, `[R]` int32, and where
+    that is 0 the two say nothing; None: of all rows.
+    """
+
+    out: Tensor
+    lse: Tensor
+    until: Tensor | None = None
 
 
 class TritonAttention:
@@ -90,35 +102,55 @@ class TritonAttention:
     def _store(self, kv: Tensor, write: Tensor, memory: Tensor, bad: Tensor) -> None:
         count, numbers, coded = kv.shape[0], self._constants["NUMBERS"], self._pool.coded
         if coded is None:
-            launch(gpu.store, (count,), kv, write, memory, bad, kv.stride(0), CELL=numbers, BLOCK=whole(numbers))
+            launch(store, (count,), kv, write, memory, bad, kv.stride(0), CELL=numbers, BLOCK=whole(numbers))
             return
         (groups, size), *rest = coded.groups
         more = rest[0][1] if rest else 0
         how = {"NUMBERS": numbers, "GROUPS": groups, "SIZE": size, "REST": more, "BYTES": coded.nbytes}
         blocks = {"ALL": whole(numbers), "BLOCK": whole(max(size, more)), "WIDE": self._wide["WIDE"]}
         given = kv, write, memory, bad, kv.stride(0), largest(self._pool.dtype)
-        launch(gpu.store_coded, (count,), *given, **how, **blocks)
+        launch(store_coded, (count,), *given, **how, **blocks)
 
-    def _attend_tree(self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int) -> None:
+    def _attend_tree(
+        self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int, before: Before | None = None
+    ) -> None:
         bits = with_rows_whole(tree.bits)
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
         lines = self._lines(each)
         tasks = requests * -(-each * self._heads // self._kv_heads // lines)
         splits = min(MOST_SPLITS, max(1, 2 * self._processors // max(1, tasks * self._kv_heads)))
-        partials = None
+        if before is not None:
+            splits = 1  # a window is short
+        partials, until = None, None if before is None else before.until
         q, _, pages, bad, sinks, out = given
-        assert q is not None and pages is not None
-        if splits > 1:
+        assert q is not None and pages is not None and bad is not None and out is not None
+        if splits > 1 or before is not None:
             shape = requests * each, self._heads, splits, self._constants["WIDTH"] + 2
             partials = torch.empty(shape, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
         strides = q.stride(0), 0 if bits.shape[0] == 1 else bits.stride(0)
         numbers = *strides, 0, each, tree.width, 0, pages.stride(0), first, window, self._scale
-        where = partials, tree.rows, tree.lens, bits, None
+        where = partials, tree.rows, tree.lens, bits, None, until
         how = {"TEXT": False, "SINKS": sinks is not None, "WORDS": words, "SPLITS": splits, **self._lines_of(each)}
+        how["APART"] = before is not None
         launch(gpu.attend, (tasks, self._kv_heads, splits), *given, *where, *numbers, **how, **self._constants)
-        if splits > 1:
-            how = {"SINKS": sinks is not None, "HEADS": self._heads, "VALUE": self._value_dim, "SPLITS": splits}
-            launch(gpu.join, (requests * each, self._heads), partials, bad, sinks, out, **how, **self._wide)
+        if partials is not None:
+            self._join(partials, splits, bad, sinks, before, out[: requests * each], each)
+
+    def _join(
+        self,
+        partials: Tensor | None,
+        splits: int,
+        bad: Tensor,
+        sinks: Tensor | None,
+        before: Before | None,
+        out: Tensor,
+        each: int = 1,
+    ) -> None:
+        """`out` `[T, nh * dv]` of `partials` and what was attended `before`; a request has `each` rows."""
+        how = {"SINKS": sinks is not None, "BEFORE": before is not None, "SPLITS": splits}
+        sizes = {"HEADS": self._heads, "VALUE": self._value_dim}
+        given = partials, bad, sinks, *(before or (None, None, None)), out, each
+        launch(gpu.join, (out.shape[0], self._heads), *given, **how, **sizes, **self._wide)
 
     def _attend_text(self, given: tuple[Tensor | None, ...], text: Text, after: int, first: int, window: int) -> None:
         q, _, pages, _, sinks, _ = given
@@ -127,8 +159,9 @@ class TritonAttention:
         lines = self._lines(rows)
         tasks = -(-rows * self._heads // self._kv_heads // lines) + chunks
         numbers = q.stride(0), 0, after, 0, 0, chunks, pages.stride(0), first, window, self._scale
-        where = None, text.rows, text.starts, None, text.indptr
-        how = {"TEXT": True, "SINKS": sinks is not None, "WORDS": 1, "SPLITS": 1, **self._lines_of(rows)}
+        where = None, text.rows, text.starts, None, text.indptr, None
+        how = {"TEXT": True, "SINKS": sinks is not None, "WORDS": 1, "SPLITS": 1, "APART": False}
+        how |= self._lines_of(rows)
         launch(gpu.attend, (tasks, self._kv_heads, 1), *given, *where, *numbers, **how, **self._constants)
 
     def _lines(self, rows: int) -> int:

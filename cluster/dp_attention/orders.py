@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cluster.batch import Adjusting, Constraint, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Adjusting, Constraint, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.mesh import Axis
 from cluster.staging import bits_of, float_of
 
@@ -19,8 +19,8 @@ WORD = 8  # bytes of text in an integer
 def pack(order: Order) -> list[int]:
     """`order` as 64-bit integers."""
     words = [int(order.mode), len(order.decodes)]
-    for pair in order.decodes:
-        words += pair
+    for decode in order.decodes:
+        words += decode
     words.append(len(order.lens))
     for pair in order.lens:
         words += pair
@@ -50,7 +50,7 @@ def unpack(words: list[int]) -> Order:
     w = iter(words)
     return Order(
         mode=Mode(next(w)),
-        decodes=tuple((next(w), next(w)) for _ in range(next(w))),
+        decodes=tuple(Decode(next(w), next(w), next(w)) for _ in range(next(w))),
         lens=tuple((next(w), next(w)) for _ in range(next(w))),
         chunks=tuple(_chunk(w) for _ in range(next(w))),
         samplings=tuple(

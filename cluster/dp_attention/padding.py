@@ -4,7 +4,7 @@ An idle request uses the page table's last row, whose slots are all in the sink;
 table of carriers, come from `EagleDraftInput.create_idle_input`, so their widths are those of `hidden_size_for`.
 """
 
-from cluster.batch import Order, PromptChunk
+from cluster.batch import Decode, Order, PromptChunk
 from cluster.dp_attention.plan import StepPlan
 
 
@@ -21,4 +21,6 @@ def padded(order: Order, plan: StepPlan, group: int, idle_row: int) -> Order:
     if requests == 0 and rows == 0:
         return order
     idle = PromptChunk(idle_row, 0, 1, False, (0, 0))
-    return order._replace(decodes=order.decodes + ((idle_row, 0),) * requests, chunks=(idle,) * rows + order.chunks)
+    return order._replace(
+        decodes=order.decodes + (Decode(idle_row, 0),) * requests, chunks=(idle,) * rows + order.chunks
+    )

@@ -67,7 +67,7 @@ class Assembler:
         if order.adjustings or Mode.ADJUSTED in order.mode:
             self._adjusting.adjustments.make()
         finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
-        staging.add("rows", [row for row, _ in order.decodes] + finals)
+        staging.add("rows", [decode.row for decode in order.decodes] + finals)
         if order.chunks:
             _stage_prompt(order, staging, self.idle_row)
         if Mode.PROMPT_LOGPROBS in order.mode:
@@ -85,9 +85,9 @@ class Assembler:
         if changes:
             sent, rest = sent.cut(inputs)
             self._change(order, rest.lists())
-        longest = max((most for _, most in order.decodes), default=0)
+        longest = max((decode.most for decode in order.decodes), default=0)
         chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
-        bounds = HostBounds(longest, chunks, forced)
+        bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes))
         for attention in self._attentions:
             attention.prepare(bounds)
         return Inputs(sent, len(order.decodes), order.mode, forced)

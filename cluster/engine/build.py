@@ -172,6 +172,8 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
     info = _info(prepared, pace, captured)
     logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)
+    for line in info.attention:
+        logger.info("rank %d: attention of the %s", mesh.rank, line)
     kept = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
     logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kept)
     if not mesh.leads:
@@ -325,6 +327,7 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         eos_token_ids=tuple(resolved.target.eos_token_ids),
         attention_backend=prepared.models.kernels.name,
         kernels=prepared.models.kernels.about,
+        attention=prepared.models.attention,
         quantised=prepared.models.quantised,
         experts=prepared.models.experts,
         steps_ahead=_lag(config, prepared.device),

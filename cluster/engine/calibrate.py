@@ -7,7 +7,7 @@ machine which is busy for a moment does not distort the pace for good.
 import time
 from dataclasses import dataclass, field
 
-from cluster.batch import Order, PromptChunk, Sampling
+from cluster.batch import Decode, Order, PromptChunk, Sampling
 from cluster.config import EngineConfig
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.prefill_share import DEEP, Limits, Load, Pace, fit
@@ -88,7 +88,7 @@ class _Trial:
         if self.lease is not None:
             order, self._first = self._first, Order()
             at = (self.lease.row, load.committed)
-            order = order._replace(decodes=(at,) * load.decodes, lens=(at,))
+            order = order._replace(decodes=(Decode(*at, load.committed),) * load.decodes, lens=(at,))
             if load.rows and (load.crowd or self.lockstep.mesh.dp_rank == 0):
                 stop = load.start + load.rows
                 chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.batch import Mode, Order
+from cluster.batch import Decode, Mode, Order
 from cluster.config import ConfigError, EngineConfig, TreeShape
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, sizes_up_to
 from cluster.engine.lockstep import Lockstep
@@ -38,6 +38,10 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels) 
     Raises:
         ConfigError: the device has no attention that can be captured.
     """
+    if models.kernels.flashinfer is not None and device.type == "cuda":  # a graph would hold one plan of two for good
+        if config.capture == "on":
+            raise ConfigError("capture on: FlashInfer plans every step anew; set capture or attention_backend to auto")
+        return None
     if device.type == "cuda" and config.capture == "on":
         raise ConfigError("capture on runs on a CPU so far, and device is cuda; set capture to auto")
     if config.capture == "on":
@@ -89,7 +93,7 @@ def capture_decoding(lockstep: Lockstep, config: EngineConfig, buckets: Buckets)
     """Capture them, with idle requests, before the first request; all ranks must call this."""
     began, programs = time.perf_counter(), lockstep.programs
     for step in decoding_steps(config, lockstep.shapes[-1], buckets):
-        order = Order(decodes=((programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
+        order = Order(decodes=(Decode(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
         for _ in range(2):  # the first run makes what is made once, the second is captured
             ran = lockstep.run(order if lockstep.mesh.leads else Order(), 0, step.num_steps)
             if ran.output is not None:

@@ -70,6 +70,21 @@ class RankModels:
         return tuple(said)
 
     @property
+    def attention(self) -> tuple[str, ...]:
+        """What of attention is not computed by FlashInfer although it is set, in words; nothing where it is not."""
+        flashinfer, config = self.kernels.flashinfer, self.resolved.config
+        if flashinfer is None:
+            return ()
+        prompts = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
+        most, said = max(prompts, config.max_running_requests * self.resolved.shape.forcing().window), list[str]()
+        for at, layers in enumerate(self.layers):
+            name = f"draft {at - 1}" if at else "target"
+            said += [f"{name}, {line}" for line in flashinfer.left(layers, most)]
+            if at > 1:
+                said.append(f"{name}: all by Triton: rows of a later runner do not see the first cells")
+        return tuple(said)
+
+    @property
     def layers(self) -> list[list[LayerGeometry]]:
         """The layers of every runner as this rank holds them, the target's first."""
         attention = self.target_context.sharding.attention
@@ -120,6 +135,12 @@ def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
     kernels = choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
     if resolved.config.kv_cache_dtype == "fp8_e4m3" and kernels.name == "triton" and device.type == "cuda":
         _refuse_gpus_without_fp8(torch.cuda.get_device_capability(device))
+    if kernels.flashinfer is not None:
+        shares = [kernels.flashinfer.share(layer) for layer in resolved.target.layers]
+        if not any(share.trees or share.texts for share in shares):
+            raise ConfigError(
+                f"attention_backend flashinfer has no part in this target: {shares[0].why}; set it to triton"
+            )
     return kernels
 
 

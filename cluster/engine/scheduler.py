@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.batch import Mode, Order, PageCopy, PageWrite, PromptChunk
+from cluster.batch import Decode, Mode, Order, PageCopy, PageWrite, PromptChunk
 from cluster.config import EngineConfig, TreeShape, tree_shape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.prefill_share import Bargain, Pace
@@ -79,7 +79,7 @@ class Schedule:
         decodes = [sequence for sequence, _ in self.decodes]
         drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]
         return Order(
-            decodes=tuple((lease.row, min(s.reach, s.longest)) for s, lease in self.decodes),
+            decodes=tuple(Decode(lease.row, min(s.reach, s.longest), s.committed) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
             adjustings=tuple(s.adjusting() for s in self.admitted if s.request.params.adjustments is not None),

@@ -11,7 +11,7 @@ def chooser_of(kernels: Kernels) -> Chooser:
     """The one that computes as `kernels` do."""
     if kernels.library is not None:
         return CChooser(kernels.library)
-    if kernels.name == "triton":
+    if kernels.name in ("triton", "flashinfer"):
         loaded = importlib.import_module("cluster.forward.triton_chooser")  # takes a second
         chooser: Chooser = loaded.TritonChooser()
         return chooser

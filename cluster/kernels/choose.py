@@ -6,6 +6,7 @@ import importlib.util
 import torch
 
 from cluster.config import ConfigError
+from cluster.kernels import flashinfer_library
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.interface import Kernels
 from cluster.kernels.library import KIND_OF, library
@@ -14,6 +15,7 @@ from cluster.kernels.torch_kernels import TorchKernels
 
 def choose_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     """Those of the setting `attention_backend`; auto: C on a CPU, Triton on a GPU, where they can be had, or torch.
+    FlashInfer serves where it is named, as nothing has been measured yet.
 
     Raises:
         ConfigError: what is asked for cannot be had here.
@@ -21,7 +23,10 @@ def choose_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> Ke
     if backend == "torch":
         return TorchKernels()
     name = backend if backend != "auto" else "triton" if device.type == "cuda" else "c"
-    kernels = _triton(device) if name == "triton" else _c(device, dtype)
+    if name == "triton":
+        kernels = _triton(device)
+    else:
+        kernels = _flashinfer(device, dtype) if name == "flashinfer" else _c(device, dtype)
     if not isinstance(kernels, str):
         return kernels
     if backend == "auto":
@@ -52,4 +57,13 @@ def _triton(device: torch.device) -> Kernels | str:
             "environment, which is slow"
         )
     kernels: Kernels = loaded.TritonKernels()
+    return kernels
+
+
+def _flashinfer(device: torch.device, dtype: torch.dtype) -> Kernels | str:
+    """FlashInfer's attention and Triton's kernels, or why there are none."""
+    found = flashinfer_library.find(device, dtype)
+    if isinstance(found, str) or isinstance(triton := _triton(device), str):
+        return found if isinstance(found, str) else triton
+    kernels: Kernels = importlib.import_module("cluster.kernels.flashinfer_kernels").FlashInferKernels(found)
     return kernels

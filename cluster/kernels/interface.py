@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cluster.kernels.flashinfer_library import FlashInfer
 from cluster.kernels.library import Library
 from cluster.kernels.quantised import Quantised
 
@@ -96,13 +97,15 @@ class Activation(NamedTuple):
 
 class Kernels(Protocol):
     """The operators of a step beside attention. `name` is that of the backend, `about` says which of its kind it is, or
-    why it serves, `library` is what it is compiled into. Those with the same `digits` give the same bits.
+    why it serves, `library` is what it is compiled into, `flashinfer` what attends where that is set. Those with the
+    same `digits` give the same bits.
     """
 
     name: str
     about: str
     digits: str
     library: Library | None
+    flashinfer: FlashInfer | None
 
     def weight(self, matrix: Tensor) -> Weight:
         """`matrix` `[inputs, outputs]`, laid out for its products."""

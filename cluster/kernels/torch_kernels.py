@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.kernels.flashinfer_library import FlashInfer
 from cluster.kernels.grouped_mm import grouped_mm
 from cluster.kernels.interface import Activation, Angles, Groups, HeadNorms, Stack, Weight
 from cluster.kernels.library import Library
@@ -71,6 +72,7 @@ class TorchKernels:
 
     name = "torch"
     library: Library | None = None
+    flashinfer: FlashInfer | None = None
 
     def __init__(self, about: str = "torch") -> None:
         self.about, self.digits = about, "torch"

@@ -20,7 +20,7 @@ def tree_backend_of(kernels: Kernels) -> TreeBackend:
     """The one that computes as `kernels` do."""
     if kernels.library is not None:
         return TreeBackend(TorchGrowth, CAccept(kernels.library))
-    if kernels.name == "triton":
+    if kernels.name in ("triton", "flashinfer"):
         loaded = importlib.import_module("cluster.spec.triton_tree")  # takes a second
         return TreeBackend(loaded.TritonGrowth, loaded.accept)
     return TreeBackend(TorchGrowth, accept)

@@ -11,7 +11,8 @@ from cluster.api.launch.overlay import lay_over
 from cluster.api.launch.plan import LOCAL_DEPLOYMENT, make_plan
 from cluster.api.settings import DEPLOYMENT_OPTIONS, parse, resolve_engine_paths, resolve_path
 from cluster.checkout import CHECKOUT
-from cluster.config import ALIASES, ConfigError, EngineConfig
+from cluster.config import ConfigError, EngineConfig
+from cluster.spellings import ALIASES
 from tests.tiny import draft_folder, target_folder
 
 

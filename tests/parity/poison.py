@@ -50,7 +50,8 @@ def poison(engine: Engine, memory: list[Tensor], value: float, order: Order = NO
     size = table.page_size
     for copy in order.copies:
         held[copy.source * size : copy.source * size + copy.tokens] = True
-    read = [(row, int(table.lens[row])) for row, _ in order.decodes]
+    read = [(decode.row, int(table.lens[decode.row])) for decode in order.decodes]
+    assert all(decode.least <= count for decode, (_, count) in zip(order.decodes, read, strict=True))
     for row, count in read + [(chunk.row, chunk.start) for chunk in order.chunks]:
         held[table.first_slots(torch.tensor([row]), min(count, table.held.shape[1] * size))] = True
     held[:size] = False  # the sink

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorDeviceMismatchError,
 )
 
-from cluster.batch import Adjusting, Batch, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Adjusting, Batch, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.config import TreeShape, tiers
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
@@ -37,7 +37,7 @@ CHANGES = {
     "copies": (PageCopy(3, 5, 2),),
 }
 ADJUSTING = Adjusting(0, 0.5, 0.5, 1.2, 3, 2, (3, 4, 5), (1,), ((2, 1.0),), (1, 2, 3), ((3, 4), (2,)))
-DECODES = ((0, 7), (1, 9), (2, 0))
+DECODES = (Decode(0, 7), Decode(1, 9), Decode(2, 0))
 
 
 def engine_of(pair: Pair, topk: int) -> Engine:

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from cluster.arch.cell import CodedCell
 from cluster.attention.bits import line_bits
-from cluster.attention.triton_backend import TritonAttention
+from cluster.attention.flashinfer_plans import LISTING
+from cluster.attention.triton_backend import Before, TritonAttention
 from cluster.batch import SamplingBatch, Seen, Text, Tree
 from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise
 from cluster.forward.triton_chooser import TritonChooser, least_kept
+from cluster.kernels.attend import gpu
 from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.launch import launch
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
@@ -23,6 +26,26 @@ from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.triton.compiling import Started, watching
 
 CPU = torch.device("cpu")
+
+
+class Window(TritonAttention):
+    """What is left of a tree where FlashInfer attends its committed tokens, and of a text's sinks."""
+
+    def _attend_tree(
+        self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int, before: Before | None = None
+    ) -> None:
+        super()._attend_tree(given, tree, first, window, self._before(given, tree.lens.to(torch.int32)))
+
+    def _attend_text(self, given: tuple[Tensor | None, ...], text: Text, after: int, first: int, window: int) -> None:
+        _, _, _, bad, sinks, out = given
+        assert bad is not None and out is not None
+        self._join(None, 0, bad, sinks, self._before(given, None), out)
+
+    def _before(self, given: tuple[Tensor | None, ...], until: Tensor | None) -> Before:
+        q, *_, out = given
+        assert q is not None and out is not None
+        lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        return Before(out.view(q.shape[0], self._heads, self._value_dim), lse, until)
 
 
 class Shape(NamedTuple):
@@ -75,12 +98,19 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
         tree = Tree(rows, torch.full((requests,), 9), line_bits(each, width, CPU).expand(requests, -1, -1), width)
         with watching() as seen:
             _attend(shape, dtype, requests * each, tree, None)
+            if shape.window is None and not shape.fp8:
+                _attend(shape, dtype, requests * each, tree, None, Window)
         yield from (
             (f"{one.program.__name__}, {name}", one) for one in seen if not one.program.__name__.startswith("store")
         )
     text = Text(torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 100, 512]))
     with watching() as seen:
         _attend(shape, dtype, 512, None, text)
+        if not shape.fp8:
+            _attend(shape, dtype, 512, None, text, Window)
+        table = PageTable(2, 4096, 16, CPU)
+        listing = table.device_pages, text.rows, text.rows.to(torch.int32), torch.zeros(9, dtype=torch.int32)
+        launch(gpu.list_pages, (2, 1), *listing, table.device_pages.stride(0), BLOCK=LISTING)
     yield from ((f"{one.program.__name__}, prompts", one) for one in seen)
 
 
@@ -138,11 +168,18 @@ def expert_rows() -> Iterator[tuple[str, Started]]:
         yield from ((f"{one.program.__name__}, {active} of {experts}", one) for one in seen)
 
 
-def _attend(shape: Shape, dtype: torch.dtype, rows: int, tree: Tree | None, text: Text | None) -> None:
+def _attend(
+    shape: Shape,
+    dtype: torch.dtype,
+    rows: int,
+    tree: Tree | None,
+    text: Text | None,
+    made: type[TritonAttention] = TritonAttention,
+) -> None:
     table, cell = PageTable(64, 4096, 16, CPU), (2, shape.kv_heads, shape.size)
     cell = cell if shape.value is None else (1, 1, shape.size)
     pool = KVPool(1, 32, cell, dtype, CPU, CodedCell(cell, shape.value) if shape.fp8 else None)
-    backend = TritonAttention(pool, table, shape.heads, (shape.window,), None, shape.value)
+    backend = made(pool, table, shape.heads, (shape.window,), None, shape.value)
     backend._processors = 132
     backend.bind(Seen(torch.zeros(rows, dtype=torch.int64), tree, text))
     kv = torch.zeros(rows, *cell, dtype=dtype)

@@ -5,16 +5,15 @@ from typing import Any
 import pytest
 
 from cluster.config import (
-    ALIASES,
     DEFAULT_NUM_STEPS,
     DEFAULT_TOPK,
     PLAIN,
-    SPECULATIVE_CONFIG,
     ConfigError,
     EngineConfig,
     TreeShape,
     tree_shape,
 )
+from cluster.spellings import ALIASES, SPECULATIVE_CONFIG
 
 EAGLE = {"model_path": "target", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}
 # A value per aliased setting, so that every alias is tried with something valid.
@@ -160,6 +159,10 @@ def test_speculative_config_is_checked_like_the_rest(given: dict[str, Any], mess
         ({"model_path": "m", "kv_cache_dtype": "fp8"}, ["kv_cache_dtype: 'fp8' is not served", "set fp8_e4m3"]),
         ({"model_path": "m", "kv_cache_dtype": "int8"}, ["kv_cache_dtype: 'int8'", "auto for the dtype of the model"]),
         ({"model_path": "m", "kv_cache_dtype": ["auto"]}, ["kv_cache_dtype"]),
+        (
+            {"model_path": "m", "attention_backend": "flashinfer", "kv_cache_dtype": "fp8_e4m3"},
+            ["attention_backend flashinfer", "kv_cache_dtype fp8_e4m3", "set kv_cache_dtype to auto, or", "to triton"],
+        ),
         ({"model_path": "m", "max_total_tokens": -1}, ["max_total_tokens"]),
         ({"model_path": "m", "max_running_requests": 0}, ["max_running_requests"]),
         ({"model_path": "m", "max_queued_tokens": 0}, ["max_queued_tokens"]),

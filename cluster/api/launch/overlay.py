@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from cluster.api.settings import DEPLOYMENT_OPTIONS, AppSettings, LLMConfig, read_yaml, resolve_path
-from cluster.config import ALIASES, SPECULATIVE_CONFIG, ConfigError, EngineConfig, nearest, spelled
+from cluster.config import ConfigError, EngineConfig, nearest
+from cluster.spellings import ALIASES, SPECULATIVE_CONFIG, spelled
 
 Override = str | tuple[str, Any]  # `key=value`, the value read as YAML, or a key with its value
 

@@ -1,93 +1,14 @@
 """Paged attention over trees and texts (`Seen` in batch.py): the prefix is read once per request and KV head.
 
 A line is one query head of one row. A program has `LINES` lines of one request that share a KV head, and goes over one
-of `SPLITS` parts of what they see, a tile of positions at a time.
+of `SPLITS` parts of what they see, a tile of positions at a time. What another library attended of the first positions
+is left out here and put to the rest in `join`.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def store(kv, write, memory, bad, kv_stride, CELL: tl.constexpr, BLOCK: tl.constexpr):
-    """New cells `kv` `[T, CELL]` go to their slots `write` `[T]` of `memory`: zeros in place of those that are not
-    finite, whose rows are noted in `bad` `[T]`.
-    """
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    held = at < CELL
-    cell = tl.load(kv + row * kv_stride + at, mask=held, other=0.0)
-    spoiled = tl.max((held & (cell - cell != 0)).to(tl.int32), 0)
-    cell = tl.where(spoiled != 0, 0.0, cell)
-    tl.store(memory + tl.load(write + row).to(tl.int64) * CELL + at, cell, mask=held)
-    tl.store(bad + row, spoiled)
-
-
-@triton.jit
-def power(byte):
-    """2 ** (byte - 127)."""
-    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def code_of(x):
-    """The byte of the nearest e4m3, ties to even, of float32 numbers from -448 to 448. Below the smallest normal number
-    codes are 2^-9 apart, as floats are from 2^14 on.
-    """
-    bits = x.to(tl.uint32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
-    return (tl.where(size < 0x3C800000, tiny, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def store_group(kv, cell, scale_at, first, spoiled, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """The numbers `first` to `first` + `SIZE` - 1 of `kv` go to their `cell` as codes with one scale (arch/cell.py)."""
-    at = tl.arange(0, BLOCK)
-    held = at < SIZE
-    own = tl.load(kv + first + at, mask=held, other=0.0).to(WIDE)
-    own = tl.where(spoiled != 0, 0.0, own)
-    most = tl.max(tl.abs(own), 0)
-    if tl.float64 == WIDE:
-        exponent = ((most.to(tl.int64, bitcast=True) + ((1 << 50) - 1)) >> 52).to(tl.int32) - 1023 + 127
-    else:
-        exponent = (most.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
-    scale = tl.where(spoiled != 0, 0, tl.maximum(exponent - 8, 10))
-    fitted = (own * power(tl.where(spoiled != 0, 127, 254 - scale)).to(WIDE)).to(tl.float32)
-    tl.store(cell + first + at, code_of(fitted), mask=held)
-    tl.store(cell + scale_at, scale.to(tl.uint8))
-
-
-@triton.jit
-def store_coded(
-    kv,
-    write,
-    memory,
-    bad,
-    kv_stride,
-    most,
-    NUMBERS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    REST: tl.constexpr,
-    BYTES: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """As `store`, in FP8: `GROUPS` of `SIZE` numbers, then one of `REST` if that is not 0, to cells of `BYTES`. What
-    has a number above `most` is not finite.
-    """
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
-    kv += row * kv_stride
-    cell = memory + tl.load(write + row).to(tl.int64) * BYTES
-    whole = tl.load(kv + at, mask=at < NUMBERS, other=0.0).to(WIDE)
-    spoiled = tl.max((~(tl.abs(whole) <= most)).to(tl.int32), 0)
-    for group in range(GROUPS):
-        store_group(kv, cell, NUMBERS + group, group * SIZE, spoiled, SIZE, WIDE, BLOCK)
-    if REST:
-        store_group(kv, cell, NUMBERS + GROUPS, GROUPS * SIZE, spoiled, REST, WIDE, BLOCK)
-    tl.store(bad + row, spoiled)
+from cluster.kernels.store.gpu import power
 
 
 @triton.jit
@@ -193,6 +114,7 @@ def attend(
     starts,
     bits,
     indptr,
+    until,
     q_stride,
     bits_stride,
     first_row,
@@ -217,6 +139,7 @@ def attend(
     CODED: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
+    APART: tl.constexpr,
     LINES: tl.constexpr,
     TILE: tl.constexpr,
     FRONT: tl.constexpr,
@@ -226,11 +149,13 @@ def attend(
     WIDEN: tl.constexpr,
 ):
     """Rows of q `[T, HEADS, SIZE]` over `memory` `[slots, CELL]` -> `out` `[T, HEADS, VALUE]`, or where `SPLITS` > 1
-    parts of it in `partials`. In a cell the keys of KV heads come first, the values `BEHIND` numbers after them. In FP8
-    (`CODED`) `CELL` are bytes, and behind `NUMBERS` codes are the scales of keys, those of values `SCALES` after them.
+    or `APART` parts of it in `partials`. In a cell the keys of KV heads come first, the values `BEHIND` numbers after.
+    In FP8 (`CODED`) `CELL` are bytes, and behind `NUMBERS` codes are the scales of keys, those of values `SCALES` after
+    them.
 
     Of a tree, program p has lines of request p // blocks; its `each` rows see the first `starts[p]` positions and what
-    `bits` say of `width` slots after them. Of a text, rows `indptr[i]` onwards are at `starts[i]` onwards.
+    `bits` say of `width` slots after them, of which, if `APART`, those from `until[p]` on are read. Of a text, rows
+    `indptr[i]` onwards are at `starts[i]` onwards.
     Keys are taken in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of two.
     """
     REPEAT: tl.constexpr = HEADS // KV_HEADS
@@ -272,6 +197,8 @@ def attend(
             own += ones(tl.load(ancestors + own_row * WORDS + word, mask=live, other=0))
     lowest = tl.where(window > 0, tl.maximum(own - window + 1, 0), 0)
     lowest = tl.where((first > 0) & (own >= first), tl.maximum(lowest, first), lowest)
+    if APART:
+        lowest = tl.maximum(lowest, tl.load(until + request).to(tl.int32))
     begin = tl.min(tl.where(live, lowest, end), 0) // TILE
     tiles = tl.cdiv(end, TILE) - begin
     share = tl.cdiv(tiles, SPLITS)
@@ -320,7 +247,7 @@ def attend(
     deep = tl.arange(0, WIDTH)
     place = batch_row * HEADS + own_head
     fits = live[:, None] & (deep < VALUE)[None, :]
-    if SPLITS > 1:
+    if SPLITS > 1 or APART:
         kept_at = (place * SPLITS + split) * (WIDTH + 2)
         tl.store(partials + kept_at[:, None] + deep[None, :], sums, mask=fits)
         tl.store(partials + kept_at + WIDTH, highest, mask=live)
@@ -338,20 +265,29 @@ def attend(
         tl.store(out + place[:, None] * VALUE + deep[None, :], sums.to(out.dtype.element_ty), mask=fits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def join(
     partials,
     bad,
     sinks,
+    before,
+    before_lse,
+    until,
     out,
+    each,
     SINKS: tl.constexpr,
+    BEFORE: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE: tl.constexpr,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score, the sum) -> `out`."""
+    """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score, the sum) -> `out`.
+
+    With `BEFORE` also what was attended of other positions: `before` `[T, HEADS, VALUE]` and the logarithm to base 2 of
+    its sum, `before_lse` `[T, HEADS]`; where there is `until`, only for requests of `each` rows whose entry is not 0.
+    """
     row, head, deep = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     place = row * HEADS + head
     highest = tl.full([], float("-inf"), WIDE)
@@ -359,6 +295,13 @@ def join(
         highest = tl.maximum(highest, tl.load(partials + (place * SPLITS + split) * (WIDTH + 2) + WIDTH))
     if SINKS:
         highest = tl.maximum(highest, tl.load(sinks + head).to(WIDE))
+    if BEFORE:
+        counts = True
+        if until is not None:
+            counts = tl.load(until + row // each) > 0
+        edge = tl.load(before_lse + place).to(WIDE) * 0.6931471805599453
+        edge = tl.where(counts, edge, float("-inf"))
+        highest = tl.maximum(highest, edge)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total, sums = tl.zeros([], WIDE), tl.zeros([WIDTH], WIDE)
     for split in tl.static_range(SPLITS):
@@ -366,7 +309,21 @@ def join(
         kept = tl.exp(tl.load(part + WIDTH) - highest)
         total += tl.load(part + WIDTH + 1) * kept
         sums += tl.load(part + deep, mask=deep < VALUE, other=0.0) * kept
+    if BEFORE:
+        kept = tl.exp(edge - highest)
+        total += kept
+        sums += tl.load(before + place * VALUE + deep, mask=(deep < VALUE) & counts, other=0.0).to(WIDE) * kept
     if SINKS:
         total += tl.exp(tl.load(sinks + head).to(WIDE) - highest)
     sums = tl.where(tl.load(bad + row) != 0, float("nan"), sums / tl.where(total == 0, 1.0, total))
     tl.store(out + place * VALUE + deep, sums.to(out.dtype.element_ty), mask=deep < VALUE)
+
+
+@triton.jit(do_not_specialize=["pages_each"])
+def list_pages(pages, rows, indptr, listed, pages_each, BLOCK: tl.constexpr):
+    """The first `indptr[i + 1] - indptr[i]` pages of table row `rows[i]`, request after request, into `listed`."""
+    request, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.load(indptr + request)
+    held = at < tl.load(indptr + request + 1) - begin
+    row = tl.load(rows + request).to(tl.int64)
+    tl.store(listed + begin + at, tl.load(pages + row * pages_each + at, mask=held, other=0), mask=held)

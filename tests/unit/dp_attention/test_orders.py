@@ -1,10 +1,10 @@
 """An order arrives at a follower as it left its leader."""
 
-from cluster.batch import Adjusting, Constraint, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import Adjusting, Constraint, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.dp_attention.orders import checksum, pack, unpack
 
 FULL = Order(
-    decodes=((0, 9), (2, 4)),
+    decodes=(Decode(0, 9, 7), Decode(2, 4)),
     lens=((2, 3),),
     chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6), 2), PromptChunk(3, 15, 18, True, (7, 8, 9))),
     samplings=(Sampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),

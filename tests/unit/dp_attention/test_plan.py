@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from cluster.batch import Mode, Order, PromptChunk
+from cluster.batch import Decode, Mode, Order, PromptChunk
 from cluster.config import PLAIN, TreeShape, tiers
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.padding import padded
@@ -271,9 +271,9 @@ def test_tiers_keep_the_width_and_never_outgrow_what_their_levels_propose() -> N
 def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
     plan = rule("padded").plan([facts(2, 5), facts(3, 8)], SHAPE)
     chunk = PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4))
-    order = Order(decodes=((0, 9), (2, 4)), chunks=(chunk,))
+    order = Order(decodes=(Decode(0, 9), Decode(2, 4)), chunks=(chunk,))
     made = padded(order, plan, 0, idle_row=7)
-    assert made.decodes == ((0, 9), (2, 4), (7, 0))
+    assert made.decodes == (Decode(0, 9), Decode(2, 4), Decode(7, 0))
     assert made.chunks[-1] == chunk and [c.row for c in made.chunks] == [7, 7, 7, 1]
     assert sum(c.stop - c.start for c in made.chunks) == 8 and not any(c.final for c in made.chunks[:3])
     assert padded(order, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is order
@@ -281,7 +281,7 @@ def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
 
 def test_a_captured_step_has_idle_ends_and_room_for_any_chunks() -> None:
     plan = rule(buckets=(4, 8)).plan([facts(2, 5, 1)], SHAPE)
-    order = Order(decodes=((0, 9), (2, 4)), chunks=(PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4)),))
+    order = Order(decodes=(Decode(0, 9), Decode(2, 4)), chunks=(PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4)),))
     made = padded(order, plan, 0, idle_row=7)
     assert (len(made.decodes), made.idle_finals, made.chunk_places) == (4, 3, 8)
     assert [chunk.row for chunk in made.chunks] == [7, 7, 7, 1]

@@ -1,0 +1,131 @@
+"""What FlashInfer is planned for: of each step the forwards that the last one made, before it runs.
+
+Its kernels take lengths from the plan, not from the device: those of family fa3, and all that read latents. So a plan
+never has a bound for a length. Of a tree it has the tokens that are committed for certain (`HostBounds.least`), and
+what a step under way has committed since is left to the program that reads the window anyway. A text's are known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cluster.attention.flashinfer_readers import Reader, Work
+from cluster.batch import HostBounds, Text, Tree
+from cluster.kernels.attend import gpu
+from cluster.kernels.launch import launch
+from cluster.kv.page_table import PageTable
+
+LISTING = 128  # pages of a request, for one program
+KEPT = 16
+
+
+class Key(NamedTuple):
+    """A kind of forward: trees of `each` rows a request, or with 0 the texts, seen back to `window` tokens before."""
+
+    each: int
+    window: int = -1
+
+
+@dataclass(slots=True)
+class Plan:
+    """Work that a `wrapper` is planned for, in step `step`, of `requests` with `rows` rows in all, the longest of which
+    has `pages`. The requests' pages are to be `listed` by `starts`; the first `until` `[n]` tokens are read. All three
+    are int32 on the device.
+    """
+
+    wrapper: Any
+    step: int
+    requests: int = 0
+    rows: int = 0
+    pages: int = 0
+    listed: Tensor | None = None
+    starts: Tensor | None = None
+    until: Tensor | None = None
+
+
+class Plans:
+    """The plans of one runner. There are two sets of wrappers, which take turns from step to step: while a step is
+    under way, its plan may be on its way to the device, out of memory that the wrapper's next plan is written to.
+    """
+
+    def __init__(self, reader: Reader, table: PageTable) -> None:
+        self.reader = reader
+        self._table, self._bounds, self._step = table, HostBounds(), 0
+        self._sets: tuple[dict[Key, Plan], dict[Key, Plan]] = ({}, {})
+        self._asked: list[Key] = []
+
+    def begin(self, bounds: HostBounds) -> None:
+        """A step within these bounds begins; it probably asks for what the last one asked for."""
+        self._step, self._bounds = self._step + 1, bounds
+        asked, self._asked = self._asked, []
+        for key in asked:
+            self._planned(key)
+
+    def tree(self, tree: Tree) -> Plan | None:
+        """What reads the tokens that are committed for certain; None where none are known."""
+        plan = self._asked_for(Key(tree.bits.shape[1]))
+        if plan is None or plan.requests != tree.rows.shape[0]:
+            return None
+        self._list(plan, tree.rows)
+        return plan
+
+    def text(self, text: Text, window: int) -> Plan | None:
+        """What reads these texts, whose layers have a sliding window if `window` is not 0; None where the step was not
+        announced.
+        """
+        plan = self._asked_for(Key(0, window - 1))
+        if plan is not None:
+            self._list(plan, text.rows)
+        return plan
+
+    def _asked_for(self, key: Key) -> Plan | None:
+        if key not in self._asked:
+            self._asked.append(key)
+        return self._planned(key)
+
+    @torch.inference_mode()  # wrappers write to what they made in an earlier call
+    def _planned(self, key: Key) -> Plan | None:
+        held = self._sets[self._step % 2]
+        plan = held.get(key)
+        if plan is not None and plan.step == self._step:
+            return plan
+        chunks, least = self._bounds.chunks, self._bounds.least
+        rows = [key.each] * len(least) if key.each else [stop - start for start, stop in chunks]
+        lens = least if key.each else [stop for _, stop in chunks]
+        if not any(lens) or not self.reader.fits(sum(rows)):
+            return None
+        if plan is None:
+            unused = [old for old, other in held.items() if other.step < self._step]
+            for old in unused[: max(0, len(held) + 1 - KEPT)]:
+                del held[old]
+            plan = held[key] = Plan(self.reader.wrapper(), self._step)
+        self._plan(plan, key, rows, lens)
+        return plan
+
+    def _plan(self, plan: Plan, key: Key, rows: Sequence[int], lens: Sequence[int]) -> None:
+        """Requests of which nothing is known are planned with one token, which `until` says not to count: what becomes
+        of requests without any is not said of all kernels.
+        """
+        device, size = self._table.device_pages.device, self._table.page_size
+        pages = [-(-max(1, count) // size) for count in lens]
+        starts = [0, *accumulate(pages)]
+        plan.step, plan.requests, plan.rows, plan.pages = self._step, len(rows), sum(rows), max(pages)
+        plan.listed = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        told = torch.tensor([*starts, *lens], dtype=torch.int32)
+        if device.type == "cuda":
+            told = told.pin_memory().to(device, non_blocking=True)
+        plan.starts, plan.until = told.split_with_sizes([len(starts), len(lens)])
+        seen = torch.tensor([max(1, count) for count in lens], dtype=torch.int32)
+        ends = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
+        work = Work(ends, torch.tensor(starts, dtype=torch.int32), seen, plan.listed, not key.each, key.window)
+        self.reader.plan(plan.wrapper, work)
+
+    def _list(self, plan: Plan, rows: Tensor) -> None:
+        """List the pages of `rows`, the first of which are the plan's requests, as they are now on the device."""
+        pages = self._table.device_pages
+        grid = plan.requests, -(-plan.pages // LISTING)
+        launch(gpu.list_pages, grid, pages, rows, plan.starts, plan.listed, pages.stride(0), BLOCK=LISTING)

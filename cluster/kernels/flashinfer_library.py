@@ -1,0 +1,94 @@
+"""What is used of FlashInfer, and which attention it is asked for.
+
+It is imported when the setting `attention_backend` names it, and runs on a GPU only. Its interface changes between
+minor versions, so one version is taken, whose signatures `tests/flashinfer/signatures.json` holds.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+
+from cluster.arch import LayerGeometry
+
+VERSION = "0.7.2.post1"
+LINES = 4_000_000
+"""Query heads of rows, all counted, that one plan is asked for: its list of work has room for 131,072 blocks of 64."""
+LATENT_LINES = 900_000
+"""The same of latents, where there is room for 16,384."""
+
+
+class Share(NamedTuple):
+    """What of a layer's attention FlashInfer computes: of trees their committed tokens, of texts all. `why` it does not
+    compute the rest, empty where it does both.
+    """
+
+    trees: bool
+    texts: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInfer:
+    """Its two wrappers, for keys and values and for latents, and `csr`, which makes metadata for the latter. `variant`
+    is the family of its kernels, fa2 or fa3. Sizes are those of heads; of latents, of the value and what follows it.
+    """
+
+    paged: Callable[..., Any]
+    latent: Callable[..., Any]
+    csr: Callable[..., Any]
+    variant: str
+    head_sizes: frozenset[int] = frozenset({64, 128, 256})
+    latent_sizes: frozenset[tuple[int, int]] = frozenset({(512, 64)})
+
+    def share(self, layer: LayerGeometry) -> Share:
+        """What it computes in a layer of this kind."""
+        if layer.latent is not None:
+            parts = layer.value_dim, layer.head_dim - layer.value_dim
+            if parts not in self.latent_sizes or layer.sliding_window is not None:
+                kind = " with a sliding window" if layer.sliding_window else ""
+                return Share(False, False, f"it is not asked for latents of {parts[0]} + {parts[1]} numbers{kind}")
+            if layer.heads & (layer.heads - 1) or layer.heads > 128:
+                return Share(True, False, "prompts over latents need a power of two of heads, at most 128")
+            return Share(True, True)
+        if layer.head_dim not in self.head_sizes:
+            known = sorted(self.head_sizes)
+            return Share(False, False, f"it is asked for heads of {known} numbers, and these have {layer.head_dim}")
+        if layer.sliding_window is not None:
+            return Share(False, True, "in its sliding windows a row's place counts, in a tree a node's depth")
+        return Share(True, True)
+
+    def left(self, layers: Sequence[LayerGeometry], most_rows: int) -> Iterator[str]:
+        """What of the attention of a runner's layers is left to Triton's programs, in words; a forward has `most_rows`
+        at most.
+        """
+        shares, heads = [self.share(layer) for layer in layers], layers[0].heads
+        for share in dict.fromkeys(share for share in shares if share.why):
+            own = ", ".join(str(at) for at, one in enumerate(shares) if one == share)
+            what = "prompts" if share.trees else "trees" if share.texts else "all"
+            yield f"layers {own}: {what} by Triton: {share.why}"
+        limit = LINES if layers[0].latent is None else LATENT_LINES
+        if most_rows * heads > limit and any(share.trees or share.texts for share in shares):
+            yield f"forwards of more than {limit // heads} rows: all by Triton: a plan has no room for more"
+
+
+def find(device: torch.device, dtype: torch.dtype) -> FlashInfer | str:
+    """FlashInfer for this device and numbers of `dtype`, or why it cannot be had and what to do."""
+    if device.type != "cuda":
+        return f"runs on a GPU and device is {device.type}; set attention_backend to auto"
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        return f"computes in bfloat16 and float16, and dtype is {name}; set one of them, or attention_backend to triton"
+    remedy = f"pip install flashinfer-python=={VERSION}, or set attention_backend to triton"
+    if importlib.util.find_spec("flashinfer") is None:
+        return f"is not installed; {remedy}"
+    if (installed := version("flashinfer-python")) != VERSION:
+        return f"is written for flashinfer-python {VERSION}, and {installed} is installed; {remedy}"
+    loaded, mla = importlib.import_module("flashinfer"), importlib.import_module("flashinfer.mla")
+    variant = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+    paged, latent = loaded.BatchPrefillWithPagedKVCacheWrapper, mla.BatchMLAPagedAttentionWrapper
+    return FlashInfer(paged, latent, mla.MLAPlanMetadata.csr, variant)

@@ -1,0 +1,36 @@
+"""vLLM's names of settings, by which `EngineConfig` may be given too, and what they are called here."""
+
+from typing import Any
+
+ALIASES: dict[str, str] = {
+    "model": "model_path",
+    "tokenizer": "tokenizer_path",
+    "tensor_parallel_size": "tp_size",
+    "data_parallel_size": "attn_dp_size",
+    "enable_expert_parallel": "ep_size",
+    "dp_size": "attn_dp_size",
+    "block_size": "page_size",
+    "max_model_len": "context_length",
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "seed": "random_seed",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "cuda_graph_bs": "capture_sizes",
+    "cudagraph_capture_sizes": "capture_sizes",
+    "speculative_draft_model": "speculative_draft_model_path",
+}
+SPECULATIVE_CONFIG: dict[str, str] = {
+    "method": "speculative_algorithm",
+    "model": "speculative_draft_model_path",
+    "num_speculative_tokens": "speculative_num_steps",
+    "draft_parallel": "speculative_draft_parallel",
+    "draft_overrides": "speculative_draft_overrides",
+    "token_map": "speculative_token_map",
+}
+
+
+def spelled(sub: str, value: Any) -> Any:
+    """A value of `speculative_config` as `EngineConfig` spells it: methods in upper case, vLLM's `*mtp` as NEXTN."""
+    if sub != "method" or not isinstance(value, str):
+        return value
+    return "NEXTN" if value.lower().endswith("mtp") else value.upper()

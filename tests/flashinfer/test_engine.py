@@ -1,0 +1,88 @@
+"""The engine on FlashInfer's stand-in gives the tokens of plain decoding by torch: chain, tree, prompts in chunks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.config import ConfigError
+from cluster.engine import build_engine
+from tests.families import made
+from tests.flashinfer.stand_in import DEVICE, stand_in_serves
+from tests.late import delay
+from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
+from tests.tiny import draft_folder
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_steps": 3},
+    "tree": {"topk": 3, "num_steps": 3, "speculative_num_draft_tokens": 7},
+}
+FAMILIES = {"grouped": None, "latent": ("deepseek_v3", "low-rank queries"), "sinks, windows": ("gpt_oss", "yarn")}
+QUICK = (("tree", "grouped", True), ("chain", "latent", False))
+ALL = [(shape, family, overlap) for shape in SHAPES for family in FAMILIES for overlap in (False, True)]
+
+
+@pytest.fixture(autouse=True)
+def serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_serves(monkeypatch.setattr)
+
+
+def requests(sampling: str = "0.8") -> list[Any]:
+    prompts = [[3, 5, 2], [1, *range(2, 15)]]
+    return [request(f"r{at}", prompt, SAMPLING[sampling], max_tokens=5, seed=at) for at, prompt in enumerate(prompts)]
+
+
+def pair(family: str) -> tuple[str, str]:
+    named = FAMILIES[family]
+    if named is None:
+        return tiny_pair()
+    target = made(*named).folder
+    return target, draft_folder(target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "family", "overlap"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in ALL],
+)
+def test_tokens_are_those_of_plain_decoding(shape: str, family: str, overlap: bool) -> None:
+    """Also with the host a step ahead, when a step is planned for lengths of before the one under way."""
+    target, draft = pair(family)
+    expected = run(build_engine(config_of(target, attention_backend="torch")), requests())
+    given = {"attention_backend": "flashinfer", "chunked_prefill_size": 8, **SHAPES[shape]}
+    engine = build_engine(config_of(target, draft, **given))
+    if overlap:
+        delay(engine)
+    before = DEVICE.plans, DEVICE.runs
+    assert run(engine, requests()).tokens == expected.tokens
+    assert DEVICE.plans > before[0] and DEVICE.runs > before[1] + 10
+
+
+@pytest.mark.slow
+def test_captured_steps_are_planned_anew() -> None:
+    """A tape decides anew which wrapper it runs."""
+    target, draft = tiny_pair()
+    expected = run(build_engine(config_of(target, attention_backend="torch")), requests()).tokens
+    engine = build_engine(config_of(target, draft, attention_backend="flashinfer", capture="on"))
+    assert [run(engine, requests()).tokens for _ in range(2)] == [expected] * 2
+
+
+def test_what_is_left_to_triton_is_said() -> None:
+    info = build_engine(config_of(made("gpt_oss", "yarn").folder, attention_backend="flashinfer")).info()
+    assert info.attention_backend == "flashinfer" and "attention by FlashInfer 0." in info.kernels
+    assert info.attention == (
+        "target, layers 0, 2: trees by Triton: in its sliding windows a row's place counts, in a tree a node's depth",
+    )
+    assert build_engine(config_of(tiny_pair()[0], attention_backend="torch")).info().attention == ()
+
+
+def test_a_target_without_a_part_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_serves(monkeypatch.setattr, sizes=False)
+    with pytest.raises(ConfigError, match=r"flashinfer has no part in this target: .*\[64, 128, 256\] .*; set it to"):
+        build_engine(config_of(tiny_pair()[0], attention_backend="flashinfer"))
+
+
+def test_without_its_stand_in_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="attention_backend flashinfer runs on a GPU and device is cpu; set"):
+            build_engine(config_of(tiny_pair()[0], attention_backend="flashinfer"))

@@ -1,0 +1,119 @@
+"""What is passed to FlashInfer is held to the signatures of the one version that is installed with the `cuda` extra."""
+
+import importlib.util
+import re
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.attention.flashinfer_readers import LatentReader, PagedReader, Reader, Work
+from cluster.kernels import flashinfer_library
+from cluster.kernels.flashinfer_library import VERSION, FlashInfer
+from tests.flashinfer.signatures import LATENT, METADATA, METHODS, PREFILL, known, read, signature
+
+FOUND = importlib.util.find_spec("flashinfer")
+CALLED = {(name, method) for name, (_, methods) in METHODS.items() for method in methods}
+
+
+class Noted:
+    """Takes every call that the signatures allow, and notes it."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def note(self, name: str, method: str, *args: Any, **kwargs: Any) -> None:
+        given = signature(name, method).bind(*args, **kwargs)
+        assert not {one.kind for one in given.signature.parameters.values()} & {Parameter.VAR_KEYWORD}
+        self.calls[name, method] = dict(given.arguments)
+
+    def wrapper(self, name: str) -> Any:
+        noted = self
+
+        class Wrapper:
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                noted.note(name, "__init__", *args, **kwargs)
+
+            def plan(self, *args: Any, **kwargs: Any) -> None:
+                noted.note(name, "plan", *args, **kwargs)
+
+            def run(self, *args: Any, **kwargs: Any) -> Any:
+                noted.note(name, "run", *args, **kwargs)
+                return kwargs["out"], kwargs["out"][..., 0]
+
+        return Wrapper
+
+    def csr(self, **kwargs: Any) -> str:
+        self.note(METADATA, "csr", **kwargs)
+        return "metadata"
+
+
+def calls(dtype: torch.dtype = torch.bfloat16) -> dict[tuple[str, str], dict[str, Any]]:
+    """All calls that the readers make."""
+    noted = Noted()
+    flashinfer = FlashInfer(noted.wrapper(PREFILL), noted.wrapper(LATENT), noted.csr, "fa3")
+    numbers = torch.tensor([0, 3], dtype=torch.int32)
+    for cell, size, value in (((2, 2, 64), 64, 64), ((1, 1, 576), 576, 512)):
+        pool = torch.zeros(1, 32, *cell, dtype=dtype)
+        given = flashinfer, pool, 16, 4, 0.125
+        reader: Reader = PagedReader(*given) if size == value else LatentReader(*given, value)
+        wrapper = reader.wrapper()
+        reader.plan(wrapper, Work(numbers, numbers, numbers[1:], numbers, True))
+        reader.run(wrapper, pool[0], torch.zeros(3, 4, size, dtype=dtype), torch.zeros(3, 4, value, dtype=dtype))
+    return noted.calls
+
+
+def test_every_call_is_one_of_the_signatures() -> None:
+    made = calls()
+    assert made.keys() == CALLED
+    plan = made[PREFILL, "plan"]
+    indices = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+    assert {plan[name].dtype for name in indices} == {torch.int32}
+    assert plan["q_data_type"] == plan["kv_data_type"] == torch.bfloat16
+    assert {f"{one.dtype}" for one in made[METADATA, "csr"].values()} == {"torch.int32"}
+    assert known()["mentioned"]["dtypes of MLA metadata"] == ["int32"]
+
+
+def test_what_it_is_asked_for_is_what_its_source_mentions() -> None:
+    mentioned, offered = known()["mentioned"], FlashInfer(None, None, None, "fa3")  # type: ignore[arg-type]
+    assert offered.head_sizes <= set(mentioned["head sizes of fa3"])
+    assert {"bfloat16", "float16"} <= set(mentioned["dtypes of MLA queries and latents"])
+    assert known()["named"] == [PREFILL, LATENT, METADATA]
+
+
+def test_one_version_is_meant_everywhere() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    pinned = re.findall(r'"flashinfer-python==([^"]+)"', text)
+    assert pinned == [VERSION] == [known()["version"]]
+
+
+@pytest.mark.skipif(FOUND is None, reason="flashinfer is not installed here")
+def test_the_installed_one_has_these_signatures() -> None:
+    assert FOUND is not None and FOUND.origin is not None
+    assert read(Path(FOUND.origin).parent) == known()
+
+
+def test_an_argument_of_another_version_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    less = known()
+    plan = less["methods"][f"{PREFILL}.plan"]
+    plan.remove("sm_scale: Optional[float] =")
+    monkeypatch.setattr("tests.flashinfer.signatures.known", lambda: less)
+    with pytest.raises(TypeError, match="sm_scale"):
+        calls()
+
+
+def test_what_cannot_be_had_is_said_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> str:
+        found = flashinfer_library.find(torch.device(device), dtype)
+        assert isinstance(found, str)
+        return found
+
+    assert said("cpu") == "runs on a GPU and device is cpu; set attention_backend to auto"
+    assert "computes in bfloat16 and float16, and dtype is float32; set one of them" in said(dtype=torch.float32)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert said() == f"is not installed; pip install flashinfer-python=={VERSION}, or set attention_backend to triton"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: FOUND or object())
+    monkeypatch.setattr(flashinfer_library, "version", lambda name: "0.6.6")
+    assert said().startswith(f"is written for flashinfer-python {VERSION}, and 0.6.6 is installed; pip install")
