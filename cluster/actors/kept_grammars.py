@@ -13,7 +13,7 @@ from threading import Lock
 from cluster.actors.messages import Commands
 from cluster.request import Request
 
-KEPT_CHARACTERS = 256 << 20
+KEPT_CHARACTERS = 64 << 20
 KEPT_S = 60.0
 """A grammar that was read is kept so long at least: its request follows at once."""
 

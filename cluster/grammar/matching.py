@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 Spell = Callable[[bytes], list[int]]
-CACHED_KEYS = 32  # of texts
+CACHED_KEYS = 8  # of texts
 CACHED_BYTES = 512 << 20  # of compiled grammars that are kept as xgrammar reads them
 
 
