@@ -7,8 +7,14 @@ import torch
 
 from cluster.config import ConfigError
 from cluster.engine import build_engine
+from cluster.forward.choosers import chooser_of
+from cluster.forward.triton_chooser import TritonChooser
+from cluster.kernels.flashinfer_kernels import FlashInferKernels
+from cluster.kernels.triton_kernels import TritonKernels
+from cluster.spec.backends import tree_backend_of
+from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.families import made
-from tests.flashinfer.stand_in import DEVICE, stand_in_serves
+from tests.flashinfer.stand_in import DEVICE, stand_in, stand_in_serves
 from tests.late import delay
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
 from tests.tiny import draft_folder
@@ -73,6 +79,12 @@ def test_what_is_left_to_triton_is_said() -> None:
         "target, layers 0, 2: trees by Triton: in its sliding windows a row's place counts, in a tree a node's depth",
     )
     assert build_engine(config_of(tiny_pair()[0], attention_backend="torch")).info().attention == ()
+
+
+def test_all_beside_attention_is_as_with_triton() -> None:
+    kernels = FlashInferKernels(stand_in())
+    assert tree_backend_of(kernels) == tree_backend_of(TritonKernels()) == (TritonGrowth, accept)
+    assert isinstance(chooser_of(kernels), TritonChooser)
 
 
 def test_a_target_without_a_part_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
