@@ -80,7 +80,7 @@ class SimulatedOutput:
 class NoScript:
     """Stands for an `Exchange`: the simulated step makes none of its calls."""
 
-    def begin(self, step: int, calls: Iterable[Call]) -> None:
+    def begin(self, step: int, calls: Iterable[Call], counted: bool) -> None:
         """Expect no call."""
 
     def end(self) -> None:

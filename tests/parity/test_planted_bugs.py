@@ -12,7 +12,7 @@ import cluster.forward.noise
 import cluster.kernels.choose
 import cluster.kv.radix
 import cluster.models.draft
-import cluster.spec.c_verify
+import cluster.spec.backends
 import cluster.spec.draft
 import cluster.spec.step
 from cluster.attention.cells import Cells
@@ -254,7 +254,7 @@ def _(patch: Patch) -> None:
 
         return wrong
 
-    changed(patch, cluster.spec.c_verify, "accept", make)
+    changed(patch, cluster.spec.backends, "accept", make)
 
 
 @bug("the draft vocabulary map is read as target ids, not as offsets")

@@ -28,7 +28,7 @@ def grown(growth: Growth, tokens: list[Tensor], likely: list[Tensor]) -> list[Te
 def proposals(r: int, k: int, steps: int, dtype: torch.dtype, odd: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     dice = torch.Generator().manual_seed(100 * r + 10 * k + steps)
     shapes = [(r, k), *[(r, k, k)] * (steps - 1)]
-    likely = [torch.randn(shape, generator=dice, dtype=torch.float64).sub(2).clamp(max=0) for shape in shapes]
+    likely = [torch.randn(shape, generator=dice, dtype=torch.float64).abs().neg() for shape in shapes]  # no ties
     if odd:
         likely = [
             torch.where(torch.rand(each.shape, generator=dice) < 0.2, ODD[level], each)
