@@ -11,6 +11,7 @@ import pytest
 from cluster.batch import Mode
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
+from cluster.engine.programs import Programs
 from cluster.grammar.asked import GrammarError
 from cluster.request import Adjustments, Request
 from tests.parity.automata import EOS, Walker, automaton, follows, walked
@@ -86,8 +87,9 @@ def test_captured_steps_call_the_host(topk: int, num_steps: int, sampling: str) 
     for _ in range(2):
         ended = run(engine, requests).ended
         assert all(ended[name] == each[name] for name, each in alone.items())
-    keys = engine._p.lockstep.programs.captured
-    assert any(Mode.CONSTRAINED in Mode(key.mode) for key in keys), "some steps were replayed"
+    programs = engine._p.lockstep.programs
+    if isinstance(programs, Programs):  # a device that runs late replays nothing
+        assert any(Mode.CONSTRAINED in Mode(key.mode) for key in programs.captured), "some steps were replayed"
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])
