@@ -35,6 +35,7 @@ def test_tokens_are_those_of_plain_decoding(shape: str, sampling: str) -> None:
     assert engine.info().attention_backend == "triton"
 
 
+@pytest.mark.slow
 def test_tokens_with_caches_in_fp8_are_those_of_plain_decoding() -> None:
     target, draft = tiny_pair()
     kept = {"kv_cache_dtype": "fp8_e4m3"}

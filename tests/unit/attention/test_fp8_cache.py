@@ -58,15 +58,15 @@ def test_what_is_stored_is_what_the_twin_stores(backend: str, name: str, dtype: 
     cell, heads, _ = CELLS[name]
     table, pool, attention = one_row(backend, dtype, name)
     dice = torch.Generator().manual_seed(2)
-    kv = torch.randn(60, *cell.shape, generator=dice, dtype=torch.float64)
+    kv = torch.randn(30, *cell.shape, generator=dice, dtype=torch.float64)
     kv *= 2.0 ** torch.randint(-20, 1, kv.shape, generator=dice)
-    kv = (kv * torch.logspace(least, 37, 60, dtype=torch.float64).view(-1, 1, 1, 1)).to(dtype)
+    kv = (kv * torch.logspace(least, 37, 30, dtype=torch.float64).view(-1, 1, 1, 1)).to(dtype)
     kv[7], kv[8, 0, 0] = 0, largest(dtype)
     row, lens = torch.tensor([0]), torch.tensor([0])
-    seen = Seen(table.slots(row, torch.arange(60)), Tree(row, lens, line_bits(60, 60, CPU), 60))
+    seen = Seen(table.slots(row, torch.arange(30)), Tree(row, lens, line_bits(30, 30, CPU), 30))
     attention.prepare(HostBounds())
     attention.bind(seen)
-    attention(0, torch.zeros(60, heads, cell.shape[2], dtype=dtype), kv)
+    attention(0, torch.zeros(30, heads, cell.shape[2], dtype=dtype), kv)
     assert torch.equal(pool.kv[0, seen.write], coded(kv, cell))
 
 
