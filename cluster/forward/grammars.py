@@ -72,11 +72,6 @@ class Place:
         self._spent = self._longest = 0.0
 
     @property
-    def failed(self) -> bool:
-        """Whether the grammar has failed."""
-        return self._matcher is None
-
-    @property
     def slow(self) -> bool:
         """Whether the grammar takes more of the processor than others can wait for."""
         return self._spent - self._longest > BURST_S
