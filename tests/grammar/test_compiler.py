@@ -86,6 +86,9 @@ def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None
         assert None not in after and not set(before) & set(after)
         polite = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
         assert {os.getpriority(os.PRIO_PROCESS, pid or 0) for pid in after} == {polite}
+        assert {os.getsid(pid or 0) for pid in after} == set(after), "Linux shares processors among sessions first"
+        shares = [Path(f"/proc/{pid}/autogroup") for pid in after]
+        assert all(share.read_text().endswith(f" nice {NICENESS}\n") for share in shares if share.exists())
 
     asyncio.run(killed())
 

@@ -1,6 +1,7 @@
 """Constrained requests over trees: always in the grammar, and what plain decoding gives under the same masks."""
 
 import json
+import os
 import time
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from tests.parity.harness import SAMPLING, Run, config_of, prompts, request, run
 
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
 WORDS = ((5,), (7, 3))
+OVERLAP = int(os.environ.get("OVERLAP", "0"))  # a step more has begun when results are read
 BANS = Adjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
 
 
@@ -186,7 +188,8 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request(
     result = run(walked(build_engine(config(topk, num_steps))), asked("0.8"))
     last = result.last["3"]
     assert (last.finish_reason, last.error_code) == ("error", "slow_grammar")
-    assert last.error is not None and "make it simpler" in last.error and burnt < 40
+    assert last.error is not None and "make it simpler" in last.error
+    assert burnt < 20 * (2 + OVERLAP), "more steps than can have begun before the second was read"
     kept = result.tokens["3"]
     assert kept == expected["3"][0][: len(kept)]
     assert result.ended == expected | {"3": result.ended["3"]}
