@@ -33,6 +33,13 @@ GROUND = (
     "timing",
     "tape",
     "graph",
+    "axis",
+    "cpu_progress",
+    "herald",
+    "losses",
+    "nccl",
+    "one_shot",
+    "watch",
 )
 LAYERS = (
     "ground",
