@@ -39,13 +39,11 @@ class Clock:
     def begin(self, timer: Timer = HOST) -> Any:
         """Note that a collective is entered; returns the moment, to be given to `end`."""
         self.begun += 1
-        return timer.now()
+        return self._noted(timer.now(), timer)
 
     def end(self, began: Any, timer: Timer = HOST) -> None:
         """Note that the collective entered at `began` has returned."""
-        ended = self._waits.add(timer, began)
-        if timer is not HOST:
-            self._ahead.append(ended)
+        self._noted(self._waits.add(timer, began), timer)
         self.calls += 1
 
     def replayed(self, count: int) -> None:
@@ -61,7 +59,7 @@ class Clock:
     def mark(self) -> None:
         """Have `look` tell when the device has come to this point of its work."""
         if self.device is not HOST:
-            self._ahead.append(self.device.now())
+            self._noted(self.device.now(), self.device)
 
     def look(self) -> int:
         """See how far the device is; returns `passed`. For the thread that queues its work."""
@@ -69,6 +67,11 @@ class Clock:
             self._ahead.popleft()
             self.passed += 1
         return self.passed
+
+    def _noted(self, moment: Any, timer: Timer) -> Any:
+        if timer is not HOST:
+            self._ahead.append(moment)
+        return moment
 
     def split(self) -> Spans:
         """The spans spent in collectives since the last call, to be taken when the device has done all of them."""

@@ -36,7 +36,7 @@ class StuckDeviceError(GangError):
 
 
 class Farewell(NamedTuple):
-    """Why a rank left, empty if by agreement. `blames` is the rank at fault, itself or a peer; None: it does not know."""
+    """Why a rank left, empty if by agreement. `blames` is the rank at fault, itself or a peer; None: not known."""
 
     blames: int | None
     reason: str
@@ -88,7 +88,7 @@ class Farewells:
                 silent = [rank for rank in silent if rank not in heard]
                 time.sleep(0.01)
         except RuntimeError:
-            silent = [0]  # the store went with rank 0
+            silent, fresh = [0], None  # the store went with rank 0
         gone = [rank for rank in silent if fresh is None or not fresh(rank)]
         if not gone:
             return PeerLostError(f"a peer closed its connection: {cause}", None, step, phase)
