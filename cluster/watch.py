@@ -39,6 +39,10 @@ class Watch:
         """A moment behind all that was queued so far, to `wait` for."""
         return self.timer.now()
 
+    def catch_up(self) -> None:
+        """Wait until the device has done all that was queued so far; raises as `wait`."""
+        self.wait(self.mark())
+
     def wait(self, moment: Any) -> None:
         """Wait until the device has come to a moment.
 

@@ -39,6 +39,7 @@ GROUND = (
     "losses",
     "nccl",
     "one_shot",
+    "waiting",
     "watch",
 )
 LAYERS = (

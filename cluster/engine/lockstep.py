@@ -22,6 +22,7 @@ from cluster.mesh import Mesh
 from cluster.spec.result import Decided, StepOutput
 from cluster.spec.step import Step
 from cluster.timing import Spans
+from cluster.waiting import watched
 from cluster.watch import Watch
 
 
@@ -101,7 +102,7 @@ class Lockstep:
             decode_us=decode_us,
             captured=self.programs.checksum,
         )
-        with self.mesh.naming():
+        with self.mesh.naming(), watched(self.watch.catch_up):
             plan = self.coordinator.agree(facts)
             if self.debug:
                 self.coordinator.confirm(plan)
@@ -123,7 +124,7 @@ class Lockstep:
             StuckDeviceError: this rank's device does nothing any more.
         """
         assert ran.output is not None, "nothing was run"
-        with self.mesh.naming():
+        with self.mesh.naming(), watched(self.watch.catch_up):
             self.watch.wait(ran.ended)
             decided = ran.output.read()
         if self.mesh.attn.size > 1:  # the next header carries this: ranks with other tokens have diverged

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from cluster import watch as watches
 from cluster.clock import Clock
 from cluster.herald import Sign
-from cluster.losses import Farewell, PeerLostError, StuckDeviceError, believed, bounded
+from cluster.losses import Farewell, Farewells, PeerLostError, StuckDeviceError, believed, bounded
 from cluster.mesh import Axis, Mesh
+from cluster.waiting import catch_up, watched
 from cluster.watch import Watch
 
 LIMIT_S = 0.4
@@ -174,3 +177,43 @@ def test_a_call_that_blocks_is_left_behind() -> None:
     forever = threading.Event()
     assert not bounded(forever.wait, 0.05) and bounded(lambda: None, 5.0)
     forever.set()
+
+
+def test_whoever_asks_the_device_amid_a_step_waits_under_watch() -> None:
+    catch_up()  # nobody watches
+    made = watch(0, Signs(3, silent=(2,)), Timer())
+    with watched(made.catch_up), pytest.raises(PeerLostError, match="rank 2 has given no sign"):
+        catch_up()
+    catch_up()
+
+
+class Heard(Farewells):
+    """Farewells of two ranks, of which rank 1 has left if it is `gone`."""
+
+    def __init__(self, gone: bool) -> None:
+        super().__init__(None, 0, 2)
+        self._gone = gone
+
+    def _say(self, farewell: Farewell, rank: int) -> None:
+        said.append(farewell)
+
+    def heard(self) -> dict[int, Farewell]:
+        return {1: Farewell(1, "its process is gone")} if self._gone else {}
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "after"),
+    [
+        (RuntimeError("[gloo/pair.cc] Connection closed"), "rank 0 and 1 is gone", "rank 1 left"),
+        (dist.DistBackendError("NCCL error: ncclRemoteError"), "rank 0 and 1 is gone", "rank 1 left"),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), "", "rank 1 left"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "", ""),
+        (RuntimeError("a bug"), "", ""),
+    ],
+)
+def test_an_error_is_a_peers_only_if_it_can_be(error: RuntimeError, alone: str, after: str) -> None:
+    for gone, words in ((False, alone), (True, after)):
+        mesh = Mesh(0, Axis(0, 2), _farewells=Heard(gone))
+        lost = mesh.loss(error)
+        assert (lost is None) == (not words) and words in str(lost or ""), lost
+    assert Mesh().loss(error) is None
