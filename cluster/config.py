@@ -161,6 +161,10 @@ class EngineConfig(Settings):
     )
     vocab_parallel: Literal["attention", "world"] = "attention"
     dp_padding: Literal["auto", "padded", "exact"] = "auto"
+    one_shot_all_reduce: bool = Field(
+        default=False,
+        description="on CUDA, sums of at most 512 KiB by a kernel that reads the peers' memory, in place of NCCL",
+    )
     overlap: bool = Field(
         default=True,
         description="begin a step before the results of the one before are read, on devices that run behind the host",

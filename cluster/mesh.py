@@ -1,14 +1,13 @@
-"""The ranks of a gang, the axes (groups) that they form, and every collective. One rank alone needs no process group.
+"""The ranks of a gang, and the axes (groups) that they form. One rank alone needs no process group.
 
 World: `tp_size` ranks in `attn_dp` groups of `attn_tp` ranks each; rank = dp_rank * attn_tp + attn_tp_rank. Facts
-(rows of integers) travel over gloo, tensors over NCCL on GPUs and gloo on CPUs. A wrong size ends a gloo process
-without a Python exception, so callers (`cluster.dp_attention`) compare sizes before they enter a collective.
+(rows of integers) travel over gloo, tensors over NCCL on GPUs and gloo on CPUs.
 """
 
+import logging
 import os
 import socket
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,11 +15,32 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from cluster import nccl
+from cluster.axis import Axis, Part, added
 from cluster.clock import Clock
+from cluster.herald import Herald
 from cluster.logs import first_line
-from cluster.timing import HOST, EventTimer, Timer
+from cluster.losses import Farewell, Farewells, GangError, OutOfStepError, PeerLostError, StuckDeviceError
+from cluster.timing import HOST, EventTimer
+
+__all__ = [
+    "Axis",
+    "GangError",
+    "Mesh",
+    "OutOfStepError",
+    "Part",
+    "PeerLostError",
+    "Rendezvous",
+    "Store",
+    "StuckDeviceError",
+    "added",
+    "join",
+    "open_store",
+    "threads_run_first",
+]
+
+logger = logging.getLogger(__name__)
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
@@ -28,34 +48,6 @@ PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # a last resort: the supervisor of the gang acts long before
 JOIN_TIMEOUT = timedelta(seconds=120)
 NAP = timedelta(seconds=60)
-FAREWELL_S = 0.5  # how long a rank that lost a peer waits for the reasons of the others
-
-
-class GangError(RuntimeError):
-    """The gang cannot go on. `rank` is the one to blame as far as known, `step` and `phase` where it was noticed."""
-
-    def __init__(self, message: str, rank: int | None, step: int, phase: str) -> None:
-        super().__init__(message)
-        self.rank, self.step, self.phase = rank, step, phase
-
-
-class PeerLostError(GangError):
-    """A peer is gone or silent."""
-
-
-class OutOfStepError(GangError):
-    """Ranks disagree on what comes next; raised before any tensor moves."""
-
-
-class Part(NamedTuple):
-    """Shard `rank` of `size`."""
-
-    rank: int = 0
-    size: int = 1
-
-    def span(self, total: int) -> tuple[int, int]:
-        """This shard's `[start, stop)` of `total` items; shards differ by at most one item."""
-        return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
 
 class Rendezvous(NamedTuple):
@@ -86,107 +78,12 @@ def open_store(host: str) -> Store:
 
 
 @dataclass(slots=True)
-class Axis:
-    """Ranks that share work. `group` is None when this rank is alone; then every collective is the identity.
-
-    `direct` (NCCL): parts of equal size go through the backend's own all-gather and reduce-scatter. Else an all-to-all
-    is used, which takes any sizes and is twice as fast on gloo; sums in rank order have the same bits on every rank.
-    """
-
-    rank: int = 0
-    size: int = 1
-    group: Any = None
-    direct: bool = False
-    clock: Clock = field(default_factory=Clock)
-    timer: Timer = HOST
-
-    @property
-    def part(self) -> Part:
-        """This rank's shard of what the axis splits."""
-        return Part(self.rank, self.size)
-
-    def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Own rows `[counts[rank], ..]` -> all ranks' rows `[sum(counts), ..]`, in rank order."""
-        if self.size == 1:
-            return rows
-        every = rows.new_empty(sum(counts), *rows.shape[1:])
-        began = self.clock.begin(self.timer)
-        if self.direct and len(set(counts)) == 1:
-            dist.all_gather_into_tensor(every, rows.contiguous(), group=self.group)
-        else:
-            own = rows.repeat(self.size, *[1] * (rows.dim() - 1))
-            dist.all_to_all_single(every, own, list(counts), [rows.shape[0]] * self.size, group=self.group)
-        self.clock.end(began, self.timer)
-        return every
-
-    def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Partial sums of all ranks' rows `[sum(counts), ..]` -> own rows `[counts[rank], ..]`, summed."""
-        if self.size == 1:
-            return rows
-        own = counts[self.rank]
-        began = self.clock.begin(self.timer)
-        if self.direct and len(set(counts)) == 1:
-            summed = rows.new_empty(own, *rows.shape[1:])
-            dist.reduce_scatter_tensor(summed, rows.contiguous(), group=self.group)
-            self.clock.end(began, self.timer)
-            return summed
-        parts = rows.new_empty(self.size * own, *rows.shape[1:])
-        dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self.clock.end(began, self.timer)
-        return added(parts.view(self.size, own, *rows.shape[1:]))
-
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Rows in rank order of whom they go to, `sent[r]` to rank r -> those that come, `taken[r]` from rank r.
-
-        What one rank sends to another is what the other takes from it: callers agree on both before.
-        """
-        if self.size == 1:
-            return rows
-        came = rows.new_empty(sum(taken), *rows.shape[1:])
-        began = self.clock.begin(self.timer)
-        dist.all_to_all_single(came, rows.contiguous(), list(taken), list(sent), group=self.group)
-        self.clock.end(began, self.timer)
-        return came
-
-    def all_reduce(self, rows: Tensor) -> Tensor:
-        """Partial sums of the same rows -> their sum, with the same bits on every rank."""
-        if self.size == 1:
-            return rows
-        if not self.direct:
-            return added(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
-        began = self.clock.begin(self.timer)
-        dist.all_reduce(rows, group=self.group)
-        self.clock.end(began, self.timer)
-        return rows
-
-    def broadcast(self, values: Tensor) -> Tensor:
-        """Overwrite `values` on all ranks with the first rank's, in place."""
-        if self.size > 1:
-            began = self.clock.begin(self.timer)
-            dist.broadcast(values, group=self.group, group_src=0)
-            self.clock.end(began, self.timer)
-        return values
-
-    def leave(self) -> None:
-        """Drop the group: gloo closes its connections only when nothing refers to them, even after an abort."""
-        self.group = None
-
-
-def added(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, added in order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-@dataclass(slots=True)
 class Mesh:
     """This rank's place: the axes of the world and of its attention group, and the store of the gang.
 
     `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
     `position` is the (step, phase) of this rank, for other threads to read. `bell` is a second connection to the store,
-    since `sleep` blocks the first, `store`.
+    since `sleep` blocks the first, `store`. Where devices run behind their hosts, the `herald` gives signs of life.
     """
 
     rank: int = 0
@@ -198,6 +95,8 @@ class Mesh:
     position: tuple[int, str] = (0, "start")
     store: Any = None
     bell: Any = None
+    _farewells: Farewells | None = None
+    herald: Herald | None = None
     _closed: bool = False
 
     @property
@@ -262,59 +161,75 @@ class Mesh:
         if self.rank == 0 and step >= 0 and self.bell is not None:
             self.bell.delete_key(f"ring/{step}")
 
-    def explain(self, error: RuntimeError) -> PeerLostError:
-        """The error to raise for a collective that failed because a peer left; waits a moment for the others' reasons.
+    def proclaim(self, store: Any) -> None:
+        """Give signs of life to the peers from now on, and hear theirs, over a connection to the store of its own."""
+        assert self._farewells is not None, "a rank alone has no peers"
+        clock, group = self.world.clock, self.facts.group
+        self.herald = Herald(PrefixStore("farewells", store), self._farewells, clock, lambda: self.position, group)
+        self.herald.start()
 
-        A rank that only noticed the failure leaves a reason that begins with "messenger"; one that leaves none is dead.
+    def explain(self, cause: str) -> PeerLostError:
+        """The error to raise for `cause`, which a peer that left has brought about; waits a moment for the others'
+        reasons. A rank that only noticed says so, and one that says nothing is dead.
         """
-        step, phase = self.position
-        self.leave_reason(f"messenger {first_line(error)}")
-        silent: list[int] = list(range(self.world.size))
-        until = time.monotonic() + FAREWELL_S
+        assert self._farewells is not None, "a rank alone has no peers"
+        return self._farewells.explain(cause, *self.position, None if self.herald is None else self.herald.fresh)
+
+    def loss(self, error: RuntimeError, *, in_collective: bool = False) -> PeerLostError | None:
+        """What an error means that a step ran into, `in_collective` if there; None: it is this rank's own.
+
+        A device tells with its next call of what a peer that left has done to a collective under way, so there it is a
+        peer's fault if one has left for a reason, or is dead.
+        """
+        if self.world.size == 1:
+            return None
+        if nccl.of_device(error) and self._farewells is not None:
+            return self._farewells.bereaved(*self.position)
+        if isinstance(error, torch.OutOfMemoryError) or not (in_collective or nccl.of_collectives(error)):
+            return None
+        return self.explain(first_line(error) + nccl.advice(str(error)))
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """An error of this block that a peer has brought about is raised as the loss of that peer."""
         try:
-            while silent and time.monotonic() < until:
-                silent = [r for r in silent if not self._said(r)]
-                for rank in set(range(self.world.size)) - set(silent):
-                    reason = self._reason(rank)
-                    if not reason.startswith("messenger "):
-                        return PeerLostError(f"rank {rank} left: {reason}", rank, step, phase)
-                time.sleep(0.01)
-        except RuntimeError:
-            silent = [0]  # the store went with rank 0
-        if not silent:
-            return PeerLostError(f"a peer closed its connection: {first_line(error)}", None, step, phase)
-        names = " and ".join(str(rank) for rank in silent)
-        return PeerLostError(f"rank {names} is gone (step {step}, phase {phase})", silent[0], step, phase)
+            yield
+        except GangError:
+            raise
+        except RuntimeError as error:
+            lost = self.loss(error)
+            if lost is None:
+                raise
+            raise lost from error
 
-    def leave_reason(self, reason: str) -> None:
-        """Tell the peers why this rank leaves; the first reason given stays."""
-        if self.bell is not None:
-            try:
-                self.bell.compare_set(f"left/{self.rank}", "", reason)
-            except RuntimeError:
-                return
-
-    def _said(self, rank: int) -> bool:
-        assert self.bell is not None
-        return bool(self.bell.check([f"left/{rank}"]))
-
-    def _reason(self, rank: int) -> str:
-        assert self.bell is not None
-        reason: str = self.bell.get(f"left/{rank}").decode()
-        return reason
+    def say(self, farewell: Farewell) -> None:
+        """Tell the peers why this rank leaves; the first farewell stays."""
+        if self._farewells is not None:
+            self._farewells.say(farewell)
 
     def close(self, reason: str = "") -> None:
         """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`."""
         if self._closed:
             return
         self._closed = True
-        if reason:
-            self.leave_reason(reason)
+        if self.herald is not None:
+            self.herald.stop()
+        if reason or self.herald is not None:
+            self.say(Farewell(self.rank if reason else None, reason))
         if self.world.size > 1 and dist.is_initialized():
-            # Aborting, unlike destroying, also releases a thread of this rank that waits in a collective.
+            self._abort()
+
+    def _abort(self) -> None:
+        """End the process groups. Aborting, unlike destroying, also releases a thread that waits in a collective."""
+        axes = (self.world, self.attn, self.facts, self.attn_facts)
+        own = [axis.group for axis in axes[:2] if axis.group is not None and axis.direct]
+        if nccl.abort(own):
             dist.distributed_c10d._abort_process_group()
-            for axis in (self.world, self.attn, self.facts, self.attn_facts):
-                axis.leave()
+        else:  # torch would wait for them, up to the timeout of the group
+            logger.error("rank %d: NCCL does not end its communicators; the end of the process will", self.rank)
+            nccl.abort([axis.group for axis in axes[2:] if axis.group is not None])
+        for axis in axes:
+            axis.leave()
 
 
 def join(
@@ -323,9 +238,12 @@ def join(
     """Meet the other ranks; returns once all have joined. Rank 0 passes the `store` that it opened.
 
     Raises:
+        ConfigError: the environment has torch supervise NCCL in its own way.
         PeerLostError: a rank did not join.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "0")
+    if device.type == "cuda":
+        nccl.settle(os.environ)
     try:
         tcp = store.tcp if store is not None else _client(rendezvous)
         prefix = PrefixStore(f"epoch/{rendezvous.epoch}", tcp)
@@ -338,10 +256,17 @@ def join(
             facts, attn_facts = _axes(rank, world, groups, "gloo", Clock())
         axes = (facts, attn_facts)
         if device.type == "cuda":
-            axes = _axes(rank, world, groups, "nccl", facts.clock)
+            axes = _axes(rank, world, groups, "nccl", facts.clock, device)
+            nccl.warm(axes, device)
+        tcp, bell = _client(rendezvous), _client(rendezvous)
     except RuntimeError as error:
-        raise PeerLostError(f"the ranks did not meet: {first_line(error)}", None, 0, "join") from error
-    return Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), _client(rendezvous), _client(rendezvous))
+        why = first_line(error) + nccl.advice(str(error))
+        raise PeerLostError(f"the ranks did not meet: {why}", None, 0, "join") from error
+    farewells = Farewells(PrefixStore("farewells", bell), rank, world)
+    mesh = Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), tcp, bell, farewells)
+    if device.type == "cuda":
+        mesh.proclaim(_client(rendezvous))
+    return mesh
 
 
 @contextmanager
@@ -366,13 +291,18 @@ def _client(rendezvous: Rendezvous) -> Any:
     return TCPStore(rendezvous.host, rendezvous.port, None, False, JOIN_TIMEOUT, wait_for_workers=False)
 
 
-def _axes(rank: int, world: int, groups: list[list[int]], backend: str, clock: Clock) -> tuple[Axis, Axis]:
-    """The axes of the world and of this rank's attention group; every rank makes all groups, in the same order."""
+def _axes(
+    rank: int, world: int, groups: list[list[int]], backend: str, clock: Clock, device: torch.device | None = None
+) -> tuple[Axis, Axis]:
+    """The axes of the world and of this rank's attention group; every rank makes all groups, in the same order. With a
+    `device` communicators are made at once, not with the first collective.
+    """
     direct = backend == "nccl"
     timer = EventTimer() if direct else HOST
-    whole = Axis(rank, world, dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT), direct, clock, timer)
+    given: dict[str, Any] = {"backend": backend, "timeout": COLLECTIVE_TIMEOUT, "device_id": device}
+    whole = Axis(rank, world, dist.new_group(**given), direct, clock, timer)
     attn_tp = len(groups[0])
     if attn_tp == 1:
         return whole, Axis(clock=clock)
-    made = [dist.new_group(ranks, backend=backend, timeout=COLLECTIVE_TIMEOUT) for ranks in groups]
+    made = [dist.new_group(ranks, **given) for ranks in groups]
     return whole, Axis(rank % attn_tp, attn_tp, made[rank // attn_tp], direct, clock, timer)

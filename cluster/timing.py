@@ -22,6 +22,10 @@ class Timer(Protocol):
         """Seconds from one moment to another; the device must have come to both."""
         ...
 
+    def reached(self, moment: Any) -> bool:
+        """Whether the device has come to a moment; does not wait."""
+        ...
+
 
 class HostTimer:
     """Moments by the host's clock."""
@@ -33,6 +37,10 @@ class HostTimer:
     def between(self, start: float, end: float) -> float:
         """See `Timer.between`."""
         return end - start
+
+    def reached(self, moment: float) -> bool:
+        """See `Timer.reached`: a CPU is where its host is."""
+        return True
 
 
 class EventTimer:
@@ -48,6 +56,10 @@ class EventTimer:
         """See `Timer.between`."""
         seconds: float = start.elapsed_time(end) / 1e3
         return seconds
+
+    def reached(self, moment: Any) -> bool:
+        """See `Timer.reached`."""
+        return moment is None or bool(moment.query())
 
 
 HOST = HostTimer()
@@ -72,9 +84,11 @@ class Spans:
     def __exit__(self, *_: object) -> None:
         self.add(self.timer, self._started)
 
-    def add(self, timer: Timer, started: Any) -> None:
-        """A span that began at a moment of `timer` and ends now."""
-        self._spans.append((timer, started, timer.now()))
+    def add(self, timer: Timer, started: Any) -> Any:
+        """A span that began at a moment of `timer` and ends now; returns the moment of its end."""
+        ended = timer.now()
+        self._spans.append((timer, started, ended))
+        return ended
 
     def split(self) -> "Spans":
         """The spans so far, as another object; starts again from none."""

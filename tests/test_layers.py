@@ -33,6 +33,14 @@ GROUND = (
     "timing",
     "tape",
     "graph",
+    "axis",
+    "cpu_progress",
+    "herald",
+    "losses",
+    "nccl",
+    "one_shot",
+    "waiting",
+    "watch",
 )
 LAYERS = (
     "ground",

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster.actors.cpu_progress import Effort, Pulse
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
+from cluster.cpu_progress import Effort, Pulse
 from cluster.request import Request, RequestOutput
 from cluster.status import EngineStatus, RankInfo
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import ray
 
-from cluster.actors.cpu_progress import Effort, Pulse, reads
 from cluster.actors.interpreter import settle
 from cluster.actors.kept_grammars import KeptGrammars
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address
 from cluster.config import ConfigError, EngineConfig
+from cluster.cpu_progress import Effort, Pulse, reads
 from cluster.logs import LogSettings, configure
 from cluster.status import RankInfo
 

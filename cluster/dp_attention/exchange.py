@@ -270,7 +270,10 @@ class Exchange:
         except GangError:
             raise
         except RuntimeError as error:
-            raise self._mesh.explain(error) from error
+            lost = self._mesh.loss(error, in_collective=True)
+            if lost is None:
+                raise
+            raise lost from error
         if clock.calls != entered:
             raise self._off(f"did not enter the collective of {_words(call)} exactly once")
         return result

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cluster.mesh import Part, added
 from cluster.models.context import part_of_experts
+from cluster.waiting import catch_up
 
 Table = tuple[tuple[int, ...], ...]
 """How many rows each rank sends to each part, `[n][parts]`; the same on all ranks."""
@@ -27,7 +28,9 @@ class Journey:
         """`taken` `[m, k]` are the parts that hold the experts of each row. This waits for the device."""
         hits = taken.new_zeros(taken.shape[0], parts, dtype=torch.bool).scatter_(1, taken, True)
         self.carried = taken.shape[0]
-        self.counts: tuple[int, ...] = tuple(hits.sum(0).tolist())
+        going = hits.sum(0)
+        catch_up()
+        self.counts: tuple[int, ...] = tuple(going.tolist())
         each = torch.split(hits.t().nonzero()[:, 1], list(self.counts))
         self.to = [each[part] for part in held(parts, ranks)]
 

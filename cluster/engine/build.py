@@ -25,6 +25,7 @@ from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.summing import refuse_summing, sum_in_one_shot
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.adjustments import AdjustmentTable
 from cluster.forward.bars import bars_of
@@ -45,6 +46,8 @@ from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
 from cluster.status import CaptureInfo, RankInfo
 from cluster.text import TextTokenizer
+from cluster.timing import timer_of
+from cluster.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +110,9 @@ def prepare_alone(config: EngineConfig) -> Prepared:
     """
     if config.tp_size > 1:
         raise ConfigError(f"tp_size {config.tp_size} needs as many ranks and this is one; set tp_size to 1")
-    return prepare(resolve_models(config), Mesh(), _device(config))
+    device = _device(config)
+    refuse_summing(config, device)
+    return prepare(resolve_models(config), Mesh(), device)
 
 
 def engine_of(prepared: Prepared, draft: Draft) -> Engine:
@@ -132,9 +137,12 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
         return build_engine(config)
     device = _device(config)
     if device.type == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     resolved = check_models(config)
+    refuse_summing(config, device)
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
+    sum_in_one_shot(config, mesh, device)
     prepared = prepare(resolved, mesh, device)
     return assemble(prepared, prepared.draft())
 
@@ -168,6 +176,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     pace = _pace(prepared, lockstep)
     captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
     memory.watch.take()
+    lockstep.watch.serve(resolved.config.watchdog_timeout_s)
     name = Path(resolved.config.model_path).name or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
     info = _info(prepared, pace, captured)
@@ -237,6 +246,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
             None if captures is None else captures.capture,
         ),
         shapes=shapes,
+        watch=Watch(mesh, timer_of(device)),
         lag=_lag(config, device),
         debug=config.debug_lockstep,
     )

@@ -7,6 +7,7 @@ import time
 import zlib
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.batch import Order
 from cluster.config import TreeShape
@@ -17,10 +18,12 @@ from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine.programs import Programs
 from cluster.forward.grammars import GrammarTable
-from cluster.mesh import GangError, Mesh
+from cluster.mesh import Mesh
 from cluster.spec.result import Decided, StepOutput
 from cluster.spec.step import Step
 from cluster.timing import Spans
+from cluster.waiting import watched
+from cluster.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class GangStep:
     """A step that this rank has begun with its gang. `output` is None if no rank had rows, or if the gang ends with it.
 
     `shape` is the tree of the step's tier, `real` the number of requests that decode, idle ones left out; `waits` are
-    the spans spent in collectives, `agreed` the seconds of the agreement.
+    the spans spent in collectives, `agreed` the seconds of the agreement, `ended` is when the device has run it.
     """
 
     plan: StepPlan
@@ -37,6 +40,7 @@ class GangStep:
     real: int
     waits: Spans
     agreed: float
+    ended: Any = None
 
 
 @dataclass(slots=True)
@@ -54,6 +58,7 @@ class Lockstep:
     exchange: Exchange
     programs: Programs
     shapes: tuple[TreeShape, ...]
+    watch: Watch
     lag: int = 0
     debug: bool = False
     left: bool = False
@@ -97,7 +102,7 @@ class Lockstep:
             decode_us=decode_us,
             captured=self.programs.checksum,
         )
-        try:
+        with self.mesh.naming(), watched(self.watch.catch_up):
             plan = self.coordinator.agree(facts)
             if self.debug:
                 self.coordinator.confirm(plan)
@@ -108,18 +113,20 @@ class Lockstep:
             real, output = (0, None) if plan.empty or plan.leaving else self._run(order, words, plan, shape)
             self.exchange.end()
             self.coordinator.taken()
-        except GangError:
-            raise
-        except RuntimeError as error:
-            if self.mesh.world.size == 1 or "gloo" not in str(error):
-                raise
-            raise self.mesh.explain(error) from error
-        return GangStep(plan, shape, output, real, self.mesh.world.clock.split(), agreed)
+            ended = self.watch.mark()
+        return GangStep(plan, shape, output, real, self.mesh.world.clock.split(), agreed, ended)
 
     def read(self, ran: GangStep) -> Decided:
-        """Wait for the end of a step that has an output. The ranks of a group read after equally many later steps."""
+        """Wait for the end of a step that has an output. The ranks of a group read after equally many later steps.
+
+        Raises:
+            PeerLostError: a peer is gone, or gives no sign any more.
+            StuckDeviceError: this rank's device does nothing any more.
+        """
         assert ran.output is not None, "nothing was run"
-        decided = ran.output.read()
+        with self.mesh.naming(), watched(self.watch.catch_up):
+            self.watch.wait(ran.ended)
+            decided = ran.output.read()
         if self.mesh.attn.size > 1:  # the next header carries this: ranks with other tokens have diverged
             self.coordinator.decided(_results(decided, ran.real))
         return decided

@@ -113,8 +113,9 @@ class Ranks:
     `struck` is when the plant of the last case did its harm, (system-wide clock, step); None if it never did.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, module: str = "tests.ranks.worker") -> None:
+        """`module` is what each process runs."""
+        self.world, self._module = world, module
         self.struck: tuple[float, int] | None = None
         self._epoch = 0
         self._fresh = set(range(world))
@@ -131,15 +132,14 @@ class Ranks:
                 if pipe is not None:
                     pipe.close()
 
-    @staticmethod
-    def _start(rank: int) -> "subprocess.Popen[bytes]":
+    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONWARNINGS": "ignore",
         }
-        command = [sys.executable, "-m", "tests.ranks.worker", str(rank)]
+        command = [sys.executable, "-m", self._module, str(rank)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         return subprocess.Popen(command, cwd=ROOT, env=environment, bufsize=0, **pipes)
 

@@ -11,10 +11,19 @@ import resource
 import threading
 import time
 from pathlib import Path
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
+
+
+class Spent(Protocol):
+    """Whose CPU time counts as progress."""
+
+    def seconds(self) -> float:
+        """CPU seconds so far."""
+        ...
 
 
 class Effort:
@@ -40,7 +49,7 @@ class Effort:
             return time.process_time()
         tasks = [task.name for task in TASKS.iterdir()]
         self._known = {task: known for task in tasks if (known := self._is_own(task)) is not None}
-        return sum(_cpu_seconds(int(task)) for task, own in self._known.items() if own)
+        return sum(cpu_seconds(int(task)) for task, own in self._known.items() if own)
 
     def _is_own(self, task: str) -> bool | None:
         """Whether a thread is one of ours; None when it has ended."""
@@ -54,7 +63,7 @@ class Effort:
             return None
 
 
-def _cpu_seconds(thread: int) -> float:
+def cpu_seconds(thread: int) -> float:
     """CPU seconds of a thread of this process by its id; 0.0 when it has ended."""
     try:
         return time.clock_gettime(~thread << 3 | 6)  # clock_getcpuclockid(3): per thread, as the scheduler counts
@@ -78,7 +87,7 @@ class Pulse:
     SHARE = 0.001
     LEAST_S = 0.001
 
-    def __init__(self, effort: Effort) -> None:
+    def __init__(self, effort: Spent) -> None:
         self._effort = effort
         self._marks: object = None
         self._cpu_s = 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.cpu_progress import Effort, Pulse
+from cluster.cpu_progress import Effort, Pulse
 
 
 def burn(until: threading.Event) -> None:
