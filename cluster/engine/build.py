@@ -25,6 +25,7 @@ from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.workspace import check_left, fitting, measured_needs
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.adjustments import AdjustmentTable
 from cluster.forward.bars import bars_of
@@ -34,6 +35,7 @@ from cluster.forward.grammars import GrammarTable
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
 from cluster.kernels.interface import Kernels
+from cluster.kv.device_memory import DeviceMemory, memory_of
 from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
@@ -61,6 +63,7 @@ class Prepared:
     context_length: int
     models: RankModels
     memory: RankMemory
+    device_memory: DeviceMemory | None = None
 
     @property
     def resolved(self) -> ResolvedModels:
@@ -99,15 +102,16 @@ def build_engine(config: EngineConfig) -> Engine:
     return engine_of(prepared, prepared.draft())
 
 
-def prepare_alone(config: EngineConfig) -> Prepared:
-    """Prepare an engine in a world of one; `engine_of` completes it, with any draft.
+def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> Prepared:
+    """Prepare an engine in a world of one; `engine_of` completes it, with any draft. `memory` is the device's, if it is
+    not to be asked for it.
 
     Raises:
         ConfigError: as `build_engine`.
     """
     if config.tp_size > 1:
         raise ConfigError(f"tp_size {config.tp_size} needs as many ranks and this is one; set tp_size to 1")
-    return prepare(resolve_models(config), Mesh(), _device(config))
+    return prepare(resolve_models(config), Mesh(), _device(config), memory)
 
 
 def engine_of(prepared: Prepared, draft: Draft) -> Engine:
@@ -139,8 +143,11 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     return assemble(prepared, prepared.draft())
 
 
-def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepared:
-    """Load the models of one rank and allocate its memory, together with its peers.
+def prepare(
+    resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None
+) -> Prepared:
+    """Load the models of one rank and allocate its memory, together with its peers. On a device with memory of its own,
+    KV caches get what weights and the largest steps leave, which is measured.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
@@ -151,8 +158,20 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepa
     context_length = _context_length(resolved.config, resolved.target.max_position)
     # A step may begin before its request's end is known.
     deepest = context_length + 2 * resolved.shape.forcing().num_steps + 3
-    models = load_models(resolved, mesh, device, kernels, deepest)
-    return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
+    memory = memory_of(device) if memory is None else memory
+    if memory is None:
+        models = load_models(resolved, mesh, device, kernels, deepest)
+        return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
+
+    def trial(models: RankModels, pools: RankMemory) -> Lockstep:
+        prepared = Prepared(mesh, device, context_length, models, pools)
+        return _lockstep(prepared, prepared.draft(), None)
+
+    models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory)
+    needs = measured_needs(models, mesh, device, context_length, memory, trial)
+    return Prepared(
+        mesh, device, context_length, models, allocate(models, mesh, device, context_length, needs), memory
+    )
 
 
 def assemble(prepared: Prepared, draft: Draft) -> Rank:
@@ -165,8 +184,13 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     captures = captures_of(resolved.config, prepared.device, prepared.models)
     lockstep = _lockstep(prepared, draft, captures)
     _check_sample(prepared, lockstep)
+    check = None
+    if prepared.device_memory is not None:
+        check = check_left(lockstep, resolved.config, prepared.context_length, prepared.device_memory, "capture_sizes")
     pace = _pace(prepared, lockstep)
     captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
+    if check is not None:
+        check()
     memory.watch.take()
     name = Path(resolved.config.model_path).name or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
@@ -286,8 +310,10 @@ def _same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> 
 def _device(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
-            "device is cuda but torch sees no CUDA device; install a CUDA build of torch, or set device to cpu"
+            f"device is cuda but torch {torch.__version__} sees no CUDA device (CUDA_VISIBLE_DEVICES is "
+            f"{visible or 'not set'}); install a CUDA build of torch, or set device to cpu"
         )
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
