@@ -1,7 +1,7 @@
 """A device of so many bytes, on a CPU: every tensor that torch makes while it is entered lies in its memory.
 
-It is as unkind as CUDA's caching allocator (pytorch, c10/cuda/CUDACachingAllocator.cpp): memory comes from the device in
-blocks of fixed sizes, is cut and not moved, and a block goes back only when all of it is unused. Sizes are those of CUDA
+It is as unkind as CUDA's caching allocator (pytorch, c10/cuda/CUDACachingAllocator.cpp): memory comes from the device
+in blocks of fixed sizes, is cut and not moved, and a block goes back only when all of it is unused. Sizes are CUDA's,
 divided by `SCALE`, as the models here are small. Memory inside an operator is not seen.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cluster.kv.device_memory import OutOfDeviceMemory
+from cluster.kv.device_memory import DeviceMemoryError
 
 SCALE = 256
 GRAIN = 512 // 32
@@ -51,7 +51,9 @@ class SimulatedMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
@@ -77,7 +79,7 @@ class SimulatedMemory(TorchDispatchMode):
             if self.beside + self.reserved + wants > self.total:
                 self._release()
             if self.beside + self.reserved + wants > self.total:
-                raise OutOfDeviceMemory(f"{size} bytes asked, {self.total - self.beside - self.reserved} free")
+                raise DeviceMemoryError(f"{size} bytes asked, {self.total - self.beside - self.reserved} free")
             block = Block(wants, small, [Piece(wants)])
             self._blocks.append(block)
             self._peak = max(self._peak, self.reserved)

@@ -191,7 +191,7 @@ def check_shares(bundles: Sequence[Mapping[str, float]]) -> None:
         share = bundle.get("GPU", 0.0)
         if share > 1:
             raise ValueError(
-                f"placement_group_config gives a rank {share:g} GPUs, and it computes on one; set GPU: 1 in its bundle, "
+                f"placement_group_config gives a rank {share:g} GPUs, and it computes on one; set GPU: 1 in its bundle "
                 "and tp_size to the number of GPUs"
             )
         if share < 1 and len(bundles) > 1:

@@ -102,8 +102,8 @@ class ShardActor:
         except Exception as error:
             logger.exception("rank %d could not load", self._rank)
             raise LoadError(f"{type(error).__name__}: {error}", kind_of(error)) from None
-        place = {"node": ray.get_runtime_context().get_node_id(), "gpus": gpus, "interface": interface}
-        info = replace(engine.info(), world=self._world, pid=os.getpid(), **place)
+        node: str = ray.get_runtime_context().get_node_id()
+        info = replace(engine.info(), world=self._world, pid=os.getpid(), node=node, gpus=gpus, interface=interface)
         settle()
         self._loop = EngineLoop(engine, self._rank, self._world)
         self._loop.start()

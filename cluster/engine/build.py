@@ -25,7 +25,7 @@ from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.workspace import check_left, fitting, measured_needs
+from cluster.engine.workspace import SMALLER_KV, check_left, fitting, measured_needs
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.adjustments import AdjustmentTable
 from cluster.forward.bars import bars_of
@@ -143,9 +143,7 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     return assemble(prepared, prepared.draft())
 
 
-def prepare(
-    resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None
-) -> Prepared:
+def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None) -> Prepared:
     """Load the models of one rank and allocate its memory, together with its peers. On a device with memory of its own,
     KV caches get what weights and the largest steps leave, which is measured.
 
@@ -167,11 +165,12 @@ def prepare(
         prepared = Prepared(mesh, device, context_length, models, pools)
         return _lockstep(prepared, prepared.draft(), None)
 
-    models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory)
+    remedy = "raise tp_size, or serve a quantised checkpoint"
+    models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
     needs = measured_needs(models, mesh, device, context_length, memory, trial)
-    return Prepared(
-        mesh, device, context_length, models, allocate(models, mesh, device, context_length, needs), memory
-    )
+    remedy = f"lower {SMALLER_KV}"
+    pools = fitting(lambda: allocate(models, mesh, device, context_length, needs), memory, "KV caches", remedy)
+    return Prepared(mesh, device, context_length, models, pools, memory)
 
 
 def assemble(prepared: Prepared, draft: Draft) -> Rank:
@@ -186,7 +185,9 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     _check_sample(prepared, lockstep)
     check = None
     if prepared.device_memory is not None:
-        check = check_left(lockstep, resolved.config, prepared.context_length, prepared.device_memory, "capture_sizes")
+        check = check_left(
+            lockstep, resolved.config, prepared.context_length, prepared.device_memory, memory.cache.table
+        )
     pace = _pace(prepared, lockstep)
     captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
     if check is not None:

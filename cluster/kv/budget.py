@@ -52,8 +52,8 @@ class Needs(NamedTuple):
         """The sum in words."""
         graphs = f", captured programs {self.graphs / GB:.3f}" if self.graphs else ""
         return (
-            f"of {self.total / GB:.3f} GB weights take {self.weights / GB:.3f}, others {self.others / GB:.3f}, workspaces "
-            f"{self.workspace / GB:.3f}{graphs}, and {self.spare / GB:.3f} stay spare"
+            f"of {self.total / GB:.3f} GB weights take {self.weights / GB:.3f}, others {self.others / GB:.3f}, "
+            f"workspaces {self.workspace / GB:.3f}{graphs}, and {self.spare / GB:.3f} stay spare"
         )
 
     @property
@@ -73,11 +73,11 @@ def kv_capacity(
 ) -> Capacity:
     """The KV capacity of one rank, the same on every rank of the gang; called when all models are loaded.
 
-    `token_bytes` is what one token takes in the pools of all runners together. `needs` are those of a device with memory
-    of its own: what they leave is the capacity, or bounds what is set. Without them, on a CPU, `mem_fraction_static`
-    decides if neither `max_total_tokens` nor `kv_cache_gb` is set: it is the part of the memory that this process may
-    still use, divided by the ranks that share it. The rank with the least decides for all; it is never more than all
-    running requests at full context could use. It may be 0, which `page_count` refuses.
+    `token_bytes` is what one token takes in the pools of all runners together. `needs` are those of a device with
+    memory of its own: what they leave is the capacity, or bounds what is set. Without them, on a CPU,
+    `mem_fraction_static` decides if neither `max_total_tokens` nor `kv_cache_gb` is set: it is the part of the memory
+    that this process may still use, divided by the ranks that share it. The rank with the least decides for all; it is
+    never more than all running requests at full context could use. It may be 0, which `page_count` refuses.
 
     Raises:
         ConfigError: the system does not tell how much memory is free, or a device has less than is set.
@@ -129,7 +129,10 @@ def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_len
     elif config.mem_fraction_static is not None:
         fraction = config.mem_fraction_static
         asked = int(needs.free - (1.0 - fraction) * needs.total) // token_bytes - config.page_size
-        words = f"mem_fraction_static {fraction:g} of {needs.total / GB:.1f} GB less {needs.weights / GB:.3f} of weights"
+        words = (
+            f"mem_fraction_static {fraction:g} of {needs.total / GB:.1f} GB less "
+            f"{(needs.total - needs.free) / GB:.1f} GB in use after loading"
+        )
         lower = int((1.0 - (needs.free - (left + config.page_size) * token_bytes) / needs.total) * 1e4) / 1e4
         remedy = f"mem_fraction_static to {lower:g}"
     if asked >= most:
@@ -141,7 +144,7 @@ def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_len
 
 def _too_much(needs: Needs, token_bytes: int, asked: int, left: int, remedy: str) -> ConfigError:
     return ConfigError(
-        f"a KV cache of {asked} tokens takes {asked * token_bytes / GB:.3f} GB, and {max(0, left) * token_bytes / GB:.3f} GB "
+        f"a KV cache of {asked} tokens takes {asked * token_bytes / GB:.3f} GB, and {left * token_bytes / GB:.3f} GB "
         f"are left for it ({needs.about}): lower {remedy}, or lower max_running_requests or chunked_prefill_size"
     )
 

@@ -4,16 +4,17 @@ What counts is what the device's allocator takes from the device, not what tenso
 and keeps what it cannot fill. Collectives, matrix libraries and other processes take memory beside it.
 """
 
+import gc
 from typing import Protocol
 
 import torch
 
 
-class OutOfDeviceMemory(RuntimeError):
+class DeviceMemoryError(RuntimeError):
     """More was asked of a simulated device than it has; a real one raises `torch.OutOfMemoryError`."""
 
 
-OUT_OF_MEMORY = torch.OutOfMemoryError, OutOfDeviceMemory
+OUT_OF_MEMORY = torch.OutOfMemoryError, DeviceMemoryError
 
 
 class DeviceMemory(Protocol):
@@ -54,6 +55,7 @@ class CudaMemory:
 
     def free(self) -> int:
         """See `DeviceMemory.free`."""
+        gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]

@@ -1,8 +1,8 @@
 """A Ray cluster of two nodes that say they have eight GPUs each, in a process of its own; prints what it found as JSON.
 
-`python -m tests.actors.declared_gpus` is what test_declared_gpus.py runs. The layout that it deploys, by `serve deploy`,
-is the text of the comments in deploy/serve.yaml. What a machine without CUDA cannot do is replaced: models are the demo
-pair, and ranks count instead of computing.
+`python -m tests.actors.declared_gpus` is what test_declared_gpus.py runs. The layout that it deploys, by `serve
+deploy`, is the text of the comments in deploy/serve.yaml. What a machine without CUDA cannot do is replaced: models are
+the demo pair, and ranks count instead of computing.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ def settled(names: list[str]) -> dict[str, dict[str, Any]]:
     """The status of each application once Serve has started it, or has given it up; and when that was."""
     began, found = time.monotonic(), dict[str, dict[str, Any]]()
     while len(found) < len(names):
-        assert time.monotonic() - began < 3 * SOON_S, serve.status()
+        assert time.monotonic() - began < 4 * SOON_S, serve.status()
         for name, app in serve.status().applications.items():
             state = str(app.status.value if hasattr(app.status, "value") else app.status)
             if name not in found and state in ("RUNNING", "DEPLOY_FAILED"):
@@ -188,20 +188,16 @@ def main() -> None:
             name: httpx.get(f"http://127.0.0.1:{port}/{name}/server_info", timeout=SOON_S).json()
             for name in ("section", "pair")
         }
-        shards = [
-            (actor.name, actor.node_id)
-            for actor in ray.util.state.list_actors(limit=100)
-            if actor.state == "ALIVE" and "#" in (actor.name or "")
-        ]
-        found["shards"] = shards
-        strict, any_node = {"bundle_per_worker": {"GPU": 1, "CPU": 4}, "strategy": "STRICT_PACK"}, {"accelerator_type": None}
+        strict, any_node = (
+            {"bundle_per_worker": {"GPU": 1, "CPU": 4}, "strategy": "STRICT_PACK"},
+            {"accelerator_type": None},
+        )
         found["refused"] = {
             "on one node": refused(layout({**any_node, "placement_group_config": strict}, {"tp_size": 16})),
             "too many": refused(layout({**any_node, "placement_group_config": None}, {"tp_size": 32})),
             "two gangs": refused(layout({}, {}, num_replicas=2)),
             "another's": refused(layout({}, {})),
             "its own": refused(layout({}, {}), "section/aerie-my-model/next", leaves_s=0.5),
-            "short wait": refused(replace(layout({}, {"tp_size": 32}), wait_s=0.0)),
         }
         auto = changed({"accelerator_type": None, "placement_group_config": None}, {"device": "auto"})
         found["auto"] = parse(auto).llm.device(cluster_gpus())

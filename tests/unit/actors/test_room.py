@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from cluster.actors import placement
 from cluster.actors.gpus import see_only
 from cluster.actors.placement import check_shares
 from cluster.actors.room import Layout, Strategy, gangs_that_fit, never
@@ -70,7 +71,7 @@ EIGHT = node(8, kind="H100")
             ["accelerator_type A100: no node of the cluster has it, nodes have H100: set it to H100", "ray start"],
         ),
         (gang(1, **{"accelerator_type:A100": 0.001}), [node(1)], ["no node names any accelerator: remove it"]),
-        (gang(1, **{"TPU": 1}), [EIGHT], ["asks for 'TPU'"]),
+        (gang(1, TPU=1), [EIGHT], ["asks for 'TPU'"]),
         (Layout(({"GPU": 9.0},)), [EIGHT], ["no node holds a bundle of {GPU: 9}", "{GPU: 8}", "lower the bundle"]),
         (gang(16), [EIGHT], ["tp_size 16", "(GPU 16 of 8)", "lower tp_size to 8"]),
         (gang(16, "STRICT_PACK"), [EIGHT, EIGHT], ["strategy STRICT_PACK: 16", "set strategy to PACK", "tp_size to 8"]),
@@ -98,13 +99,36 @@ def test_what_fits_is_not_refused() -> None:
 
 @pytest.mark.parametrize(
     ("bundles", "said"),
-    [([{"GPU": 2.0}], "GPU: 1 in its bundle, and tp_size"), ([{"GPU": 0.5}] * 2, "cannot share one; set GPU: 1")],
+    [([{"GPU": 2.0}], "GPU: 1 in its bundle and tp_size"), ([{"GPU": 0.5}] * 2, "cannot share one; set GPU: 1")],
 )
 def test_a_rank_has_one_gpu(bundles: list[dict[str, float]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_shares(bundles)
     check_shares([{"GPU": 0.5}])
     check_shares([{"GPU": 1.0}] * 8)
+
+
+@pytest.mark.parametrize(
+    ("holder", "world", "wait_s"),
+    [
+        ("app/other/gang", 8, 30),
+        ("app/deployment/old", 8, 630),
+        ("app/deployment/gang", 8, 30),
+        ("app/other/gang", 9, 10),
+    ],
+)
+def test_how_long_room_is_waited_for_follows_from_who_has_it(
+    monkeypatch: pytest.MonkeyPatch, holder: str, world: int, wait_s: float
+) -> None:
+    monkeypatch.setattr(placement.ray, "nodes", lambda: [{"Alive": True, "Resources": EIGHT}])
+    monkeypatch.setattr(placement.ray, "available_resources", lambda: {**EIGHT, "GPU": 1.0})
+    table = {"id": {"name": holder, "state": "CREATED", "bundles": {0: {"GPU": 7.0, "CPU": 1.0}}}}
+    monkeypatch.setattr(placement, "placement_group_table", lambda: table)
+    lack = placement._lack(Layout((GPU,) * world, leaves_s=600), "app/deployment/gang")
+    assert lack.wait_s == wait_s
+    if world == 8:
+        assert "GPU: needs 8, free 1 of 8" in lack.reason
+        assert (f"held by {holder} {{GPU: 7}}" in lack.reason) == (holder != "app/deployment/gang")
 
 
 def test_a_rank_sees_its_own_gpus_also_where_ray_was_told_not_to_see_to_it() -> None:
