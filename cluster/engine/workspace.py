@@ -160,8 +160,8 @@ def needs_of(
         remedies = ["context_length or the tree's size", "raise tp_size, to spread the model over more GPUs"]
     of = "half of the largest steps" if found is half else "the largest steps"
     raise ConfigError(
-        f"no memory is left for a KV cache: {found.about}, for {of}, {requests} requests beside {rows} prompt rows; the "
-        f"smallest KV cache takes {least / GB:.3f} GB: lower {', or '.join(remedies)}"
+        f"no memory is left for a KV cache: {found.about}, for {of}, {requests} requests beside {rows} prompt rows; "
+        f"the smallest KV cache takes {least / GB:.3f} GB: lower {', or '.join(remedies)}"
     )
 
 

@@ -369,21 +369,6 @@ def test_ranks_on_cuda_reserve_a_gpu_each_and_those_on_a_cpu_none():
         parse(args(engine_kwargs={"device": "cuda"}, placement_group_config={"bundle_per_worker": {"CPU": 1}}))
 
 
-def test_how_many_gangs_there_will_be_at_least_and_how_long_they_wait_is_in_the_layout():
-    def layout(**llm):
-        return parse(args(**llm)).llm.layout()
-
-    assert (layout().gangs, layout().wait_s) == (1, None)
-    assert layout(deployment_config={"num_replicas": 3}).gangs == 3
-    scaled = {"autoscaling_config": {"min_replicas": 2, "max_replicas": 8}}
-    assert layout(deployment_config=scaled).gangs == 2
-    assert layout(placement_group_config={"bundle_per_worker": {"CPU": 1}, "wait_s": 600}).wait_s == 600
-    half = {"placement_group_config": {"bundle_per_worker": {"GPU": 0.5}}}
-    assert parse(args(**half)).llm.device(1.0)[0] == "cuda"
-    with pytest.raises(ConfigError, match="ranks of one gang cannot share one"):
-        parse(args(engine_kwargs={"tp_size": 2}, **half))
-
-
 def test_a_machine_without_the_gpus_that_are_asked_for_is_said_so():
     plan = served(target_folder(), "--tp", "2")
     plan.check_room({"GPU": 0.0})

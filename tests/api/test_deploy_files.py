@@ -1,10 +1,13 @@
 """The layouts in the comments of deploy/serve.yaml are as valid as the one that it deploys; probes do no harm."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 from cluster.api.settings import LLMConfig, parse
+from cluster.config import ConfigError
 from tests.api.layouts import FILE, commented
 
 
@@ -30,6 +33,24 @@ def test_what_a_redeploy_has_room_for_decides_how_long_its_gang_waits() -> None:
     assert parse(given).llm.layout().leaves_s == 0
     given["llm_configs"][0]["deployment_config"]["max_surge_percent"] = 0
     assert parse(given).llm.layout().leaves_s == 60
+
+
+def test_how_many_gangs_there_will_be_at_least_and_how_long_they_wait_is_in_the_layout() -> None:
+    given = yaml.safe_load(FILE.read_text())["applications"][0]["args"]["llm_configs"][0]
+
+    def changed(engine: dict[str, Any] | None = None, **llm: Any) -> LLMConfig:
+        return LLMConfig.model_validate({**given, "engine_kwargs": engine or {}, **llm})
+
+    assert (changed().layout().gangs, changed().layout().wait_s) == (1, None)
+    assert changed(deployment_config={"num_replicas": 3}).layout().gangs == 3
+    scaled = {"autoscaling_config": {"min_replicas": 2, "max_replicas": 8}}
+    assert changed(deployment_config=scaled).layout().gangs == 2
+    patient = {"bundle_per_worker": {"CPU": 1}, "wait_s": 600}
+    assert changed(placement_group_config=patient).layout().wait_s == 600
+    half = {"bundle_per_worker": {"GPU": 0.5}}
+    assert changed(placement_group_config=half).device(1.0)[0] == "cuda"
+    with pytest.raises(ConfigError, match="ranks of one gang cannot share one"):
+        changed({"tp_size": 2}, placement_group_config=half)
 
 
 def test_every_file_says_who_may_use_what_it_deploys() -> None:
