@@ -1,6 +1,5 @@
 """Builds one rank's engine: resolves and loads the models, allocates memory, assembles the step, measures its pace."""
 
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from cluster.engine.models import RankModels, kernels_of, load_models
 from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
+from cluster.engine.same_everywhere import same_everywhere
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.workspace import SMALLER_KV, check_left, fitting, measured_needs
 from cluster.forward.adjust import AdjustTables
@@ -34,7 +34,6 @@ from cluster.forward.choosers import chooser_of
 from cluster.forward.grammars import GrammarTable
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
-from cluster.kernels.interface import Kernels
 from cluster.kv.device_memory import DeviceMemory, memory_of
 from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
@@ -56,7 +55,9 @@ GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # that a step may spend on what gramm
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What an engine is assembled from; `context_length` is the most tokens of one request."""
+    """What an engine is assembled from; `context_length` is the most tokens of one request. `weights` are the bytes of
+    the models on a device with memory of its own, `device_memory`.
+    """
 
     mesh: Mesh
     device: torch.device
@@ -64,6 +65,7 @@ class Prepared:
     models: RankModels
     memory: RankMemory
     device_memory: DeviceMemory | None = None
+    weights: int = 0
 
     @property
     def resolved(self) -> ResolvedModels:
@@ -151,26 +153,46 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: 
         ConfigError: something cannot run as configured, or ranks are configured differently.
     """
     kernels = kernels_of(resolved, device)
-    _same_everywhere(resolved, kernels, mesh)
+    same_everywhere(resolved, kernels, mesh)
     _threads(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
     # A step may begin before its request's end is known.
     deepest = context_length + 2 * resolved.shape.forcing().num_steps + 3
     memory = memory_of(device) if memory is None else memory
     if memory is None:
-        models = load_models(resolved, mesh, device, kernels, deepest)
-        return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
+        models, weights = load_models(resolved, mesh, device, kernels, deepest), 0
+    else:
+        remedy = "raise tp_size, or serve a quantised checkpoint"
+        models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
+        weights = memory.taken()
+    pools = allocated(models, mesh, device, context_length, memory, weights)
+    return Prepared(mesh, device, context_length, models, pools, memory, weights)
+
+
+def allocated(
+    models: RankModels,
+    mesh: Mesh,
+    device: torch.device,
+    context_length: int,
+    memory: DeviceMemory | None,
+    weights: int,
+) -> RankMemory:
+    """What a rank needs beside its models, which take `weights` bytes; on a device with memory of its own KV caches get
+    what weights and the largest steps leave.
+
+    Raises:
+        ConfigError: something does not fit; the message says what to lower.
+    """
+    if memory is None:
+        return allocate(models, mesh, device, context_length)
 
     def trial(models: RankModels, pools: RankMemory) -> Lockstep:
         prepared = Prepared(mesh, device, context_length, models, pools)
         return _lockstep(prepared, prepared.draft(), None)
 
-    remedy = "raise tp_size, or serve a quantised checkpoint"
-    models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
-    needs = measured_needs(models, mesh, device, context_length, memory, trial)
+    needs = measured_needs(models, mesh, device, context_length, memory, weights, trial)
     remedy = f"lower {SMALLER_KV}"
-    pools = fitting(lambda: allocate(models, mesh, device, context_length, needs), memory, "KV caches", remedy)
-    return Prepared(mesh, device, context_length, models, pools, memory)
+    return fitting(lambda: allocate(models, mesh, device, context_length, needs), memory, "KV caches", remedy)
 
 
 def assemble(prepared: Prepared, draft: Draft) -> Rank:
@@ -285,27 +307,6 @@ def _pace(prepared: Prepared, lockstep: Lockstep) -> Pace | None:
         return None
     vocab_size = prepared.resolved.target.vocab_size
     return measure_pace(lockstep, prepared.memory.cache, config, prepared.context_length, vocab_size)
-
-
-def _same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> None:
-    """Refuse a gang whose ranks have different settings or models, or kernels whose last digits differ, so that experts
-    could be chosen otherwise; threads and folders may differ between machines.
-    """
-    places = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
-    own = resolved.config.model_dump(exclude={"num_threads", *places})
-    own["kernels"], own["target"] = kernels.digits, repr(resolved.target)
-    if resolved.draft is not None:
-        own["draft"] = repr((resolved.draft, resolved.sample))
-    said = json.dumps(own, sort_keys=True)
-    own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
-    for rank, text in enumerate(mesh.everyones("config", said)):
-        theirs = json.loads(text)
-        for name in sorted(own.keys() | theirs.keys()):
-            if own.get(name) != theirs.get(name):
-                raise ConfigError(
-                    f"{name} is {theirs.get(name)!r} on rank {rank} and {own.get(name)!r} on rank {mesh.rank}; "
-                    "all ranks of a gang need the same settings, models and kernels"
-                )
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -88,12 +88,11 @@ def measured_needs(
     device: torch.device,
     context_length: int,
     memory: DeviceMemory,
+    weights: int,
     trial: Callable[[RankModels, RankMemory], Lockstep],
 ) -> Needs:
-    """See `needs_of`; called right after `fitting` has loaded the models. `trial` makes what runs steps with them and
-    pools of one page.
-    """
-    weights, resolved = memory.taken(), models.resolved
+    """See `needs_of`; `trial` makes what runs steps with the models and pools of one page."""
+    resolved = models.resolved
     least = (resolved.shape.window + 2 * resolved.config.page_size) * models.token_bytes
     graphs = device.type == "cuda" and captures_of(resolved.config, device, models) is not None
 

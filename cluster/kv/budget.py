@@ -84,13 +84,14 @@ def kv_capacity(
     """
     if needs is not None:
         return _of_device(config, needs, token_bytes, context_length, window)
+    assert device.type != "cuda", "what a device has left is measured"
     if config.max_total_tokens is not None:
         return Capacity(config.max_total_tokens, "max_total_tokens")
     most, enough = _most(config, context_length, window)
     if config.kv_cache_gb is not None:
         tokens = int(config.kv_cache_gb * GB) // token_bytes
         return Capacity(most, enough) if tokens > most else Capacity(tokens, f"kv_cache_gb {config.kv_cache_gb:g}")
-    place = _place(device)
+    place = _place()
     places = [row[0] for row in mesh.all_gather_row((place,))]  # waits until every rank has loaded
     room, words = _room(config, places.count(place))
     own = max(0, room) // token_bytes
@@ -179,8 +180,8 @@ def _room(config: EngineConfig, ranks: int) -> tuple[int, str]:
     return room, words
 
 
-def _place(device: torch.device) -> int:
-    """A number that is the same on all ranks that share this device's memory.
+def _place() -> int:
+    """A number that is the same on all ranks that share this machine.
 
     It is also the same in two containers of one machine, even if each has a memory limit of its own. Each rank then
     takes only a part of its own limit: less than it could, never more.
@@ -189,7 +190,4 @@ def _place(device: torch.device) -> int:
         machine = BOOT_ID.read_text().strip()
     except OSError:
         machine = platform.node()
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        machine += f"/{getattr(properties, 'uuid', device)}"
     return int.from_bytes(hashlib.blake2b(machine.encode(), digest_size=7).digest(), "big")

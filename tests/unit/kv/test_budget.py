@@ -84,7 +84,7 @@ def of_gang(places: list[int], free: list[int], monkeypatch: pytest.MonkeyPatch)
         return of_thread[current_thread().name]
 
     monkeypatch.setattr(budget, "free_memory", lambda: free[own()])
-    monkeypatch.setattr(budget, "_place", lambda device: places[own()])
+    monkeypatch.setattr(budget, "_place", lambda: places[own()])
     threads = [Thread(target=rank, args=(at,), name=f"rank-{at}") for at in range(len(places))]
     of_thread |= {thread.name: at for at, thread in enumerate(threads)}
     for thread in threads:
