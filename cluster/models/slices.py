@@ -27,11 +27,20 @@ SHORT = 4096  # bytes: shorter pieces are cut out of what lies around them, whic
 
 
 class Run(NamedTuple):
-    """A piece of a slice that lies together in the file: `length` bytes at `start`, byte `at` of the slice."""
+    """Pieces of a slice, `count` of them, `stride` bytes apart in the file: `length` bytes each from `start` on. In the
+    slice they lie together, from byte `at` on.
+    """
 
     start: int
     at: int
     length: int
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def span(self) -> int:
+        """The bytes of the file from the first to the last."""
+        return (self.count - 1) * self.stride + self.length
 
 
 def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[Run]]:
@@ -50,11 +59,14 @@ def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[
     length = (last[1] - last[0]) * inner
     strides = [prod(shape[at + 1 :]) * itemsize for at in range(len(shape))]
 
+    (first, stop), stride = (head[-1], strides[len(head) - 1]) if head else ((0, 1), 0)
+
     def runs() -> Iterator[Run]:
-        at = 0
-        for place in product(*(range(a, b) for a, b in head)):
-            yield Run(sum(p * s for p, s in zip(place, strides, strict=False)) + last[0] * inner, at, length)
-            at += length
+        at, count = 0, stop - first
+        for place in product(*(range(a, b) for a, b in head[:-1])):
+            start = sum(p * s for p, s in zip(place, strides, strict=False)) + first * stride + last[0] * inner
+            yield Run(start, at, length, count, stride)
+            at += count * length
 
     return tuple(kept), runs()
 
@@ -144,18 +156,18 @@ class SliceReader:
 
     def _fill(self, path: Path, source: int, part: list[Run], raw: Tensor, device: torch.device | None) -> None:
         """Read the runs of a part, which lie together in the slice, to their place in `raw`."""
-        begin, end = part[0].at, part[-1].at + part[-1].length
+        begin, end = part[0].at, part[-1].at + part[-1].count * part[-1].length
 
         def fill(view: memoryview) -> None:
-            if part[0].length >= SHORT or len(part) == 1:
-                for run in part:
-                    self._read(path, source, run.start, view[run.at - begin : run.at - begin + run.length])
-                return
-            first, last = part[0].start, part[-1].start + part[-1].length
-            around = memoryview(bytearray(last - first))
-            self._read(path, source, first, around)
             for run in part:
-                view[run.at - begin : run.at - begin + run.length] = around[run.start - first :][: run.length]
+                to = view[run.at - begin :][: run.count * run.length]
+                if run.count == 1:
+                    self._read(path, source, run.start, to)
+                    continue
+                around = torch.empty(run.span, dtype=torch.uint8)
+                self._read(path, source, run.start, bytes_of(around))
+                pieces = around.as_strided((run.count, run.length), (run.stride, 1))
+                torch.frombuffer(to, dtype=torch.uint8).view(run.count, run.length).copy_(pieces)
 
         if (through := self._buffers.get(device or CPU)) is not None:
             through.send(fill, raw[begin:end])
@@ -180,17 +192,24 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _parts(runs: list[Run]) -> Iterator[list[Run]]:
-    """The runs, cut and gathered into parts: each is at most `PART` bytes of the slice, and of the file where runs are
-    short.
+    """The runs, cut and gathered into parts: each is at most `PART` bytes of the slice, and a run of pieces that are
+    short is one of its own, at most `PART` bytes of the file.
     """
     part: list[Run] = []
-    for whole in runs:
-        for cut in range(0, whole.length, PART):
-            run = Run(whole.start + cut, whole.at + cut, min(PART, whole.length - cut))
-            spans = run.start + run.length - part[0].start if part and run.length < SHORT else 0
-            if part and (run.at + run.length - part[0].at > PART or spans > PART):
+    for run in runs:
+        if run.count > 1 and run.length < SHORT and run.length <= PART:
+            if part:
+                yield part
+            part, each = [], (PART - run.length) // run.stride + 1
+            for i in range(0, run.count, each):
+                start, at = run.start + i * run.stride, run.at + i * run.length
+                yield [run._replace(start=start, at=at, count=min(each, run.count - i))]
+            continue
+        for i, cut in product(range(run.count), range(0, run.length, PART)):
+            at, length = run.at + i * run.length + cut, min(PART, run.length - cut)
+            if part and at + length - part[0].at > PART:
                 yield part
                 part = []
-            part.append(run)
+            part.append(Run(run.start + i * run.stride + cut, at, length))
     if part:
         yield part

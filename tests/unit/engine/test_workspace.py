@@ -86,7 +86,7 @@ def test_nothing_runs_out_after_the_start_and_little_is_left_unused() -> None:
     total = 2_500_000
     engine, memory = started(total)
     info = engine.info()
-    assert serve(engine, memory, crowd(40)) == 40 * 30
+    assert serve(engine, memory, crowd(20)) == 20 * 30
     kept = info.kv_tokens * info.kv_bytes_per_token
     assert "what is left: of 0.003 GB weights take" in info.kv_sized_by
     assert 0.8 * total < memory.most <= total
@@ -106,12 +106,12 @@ def test_a_cache_that_takes_all_there_is_cannot_start(monkeypatch: pytest.Monkey
 def test_what_leaves_no_memory_says_what_to_lower_and_to_what() -> None:
     total = 2_400_000
     with pytest.raises(ConfigError, match="no memory is left for a KV cache") as refused:
-        started(total, max_running_requests=64, chunked_prefill_size=128)
+        started(total, max_running_requests=32, chunked_prefill_size=128)
     words = str(refused.value)
-    for part in ("weights take", "workspaces", "spare", "max_running_requests (now 64) to", "GB"):
+    for part in ("weights take", "workspaces", "spare", "max_running_requests (now 32) to", "GB"):
         assert part in words
-    fewer = int(re.search(r"max_running_requests \(now 64\) to (\d+)", words)[1])  # type: ignore[index]
-    assert 1 <= fewer < 64
+    fewer = int(re.search(r"max_running_requests \(now 32\) to (\d+)", words)[1])  # type: ignore[index]
+    assert 1 <= fewer < 32
     engine, memory = started(total, max_running_requests=fewer, chunked_prefill_size=128)
     assert serve(engine, memory, [Request("one", (3, 4), SamplingParams(max_tokens=3, seed=1))]) == 3
     with pytest.raises(ConfigError):
