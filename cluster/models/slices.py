@@ -27,20 +27,20 @@ SHORT = 4096  # bytes: shorter pieces are cut out of what lies around them, whic
 
 
 class Run(NamedTuple):
-    """Pieces of a slice, `count` of them, `stride` bytes apart in the file: `length` bytes each from `start` on. In the
+    """Pieces of a slice, `pieces` of them, `stride` bytes apart in the file: `length` bytes each from `start` on. In the
     slice they lie together, from byte `at` on.
     """
 
     start: int
     at: int
     length: int
-    count: int = 1
+    pieces: int = 1
     stride: int = 0
 
     @property
     def span(self) -> int:
         """The bytes of the file from the first to the last."""
-        return (self.count - 1) * self.stride + self.length
+        return (self.pieces - 1) * self.stride + self.length
 
 
 def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[Run]]:
@@ -156,18 +156,18 @@ class SliceReader:
 
     def _fill(self, path: Path, source: int, part: list[Run], raw: Tensor, device: torch.device | None) -> None:
         """Read the runs of a part, which lie together in the slice, to their place in `raw`."""
-        begin, end = part[0].at, part[-1].at + part[-1].count * part[-1].length
+        begin, end = part[0].at, part[-1].at + part[-1].pieces * part[-1].length
 
         def fill(view: memoryview) -> None:
             for run in part:
-                to = view[run.at - begin :][: run.count * run.length]
-                if run.count == 1:
+                to = view[run.at - begin :][: run.pieces * run.length]
+                if run.pieces == 1:
                     self._read(path, source, run.start, to)
                     continue
                 around = torch.empty(run.span, dtype=torch.uint8)
                 self._read(path, source, run.start, bytes_of(around))
-                pieces = around.as_strided((run.count, run.length), (run.stride, 1))
-                torch.frombuffer(to, dtype=torch.uint8).view(run.count, run.length).copy_(pieces)
+                cut = around.as_strided((run.pieces, run.length), (run.stride, 1))
+                torch.frombuffer(to, dtype=torch.uint8).view(run.pieces, run.length).copy_(cut)
 
         if (through := self._buffers.get(device or CPU)) is not None:
             through.send(fill, raw[begin:end])
@@ -197,15 +197,15 @@ def _parts(runs: list[Run]) -> Iterator[list[Run]]:
     """
     part: list[Run] = []
     for run in runs:
-        if run.count > 1 and run.length < SHORT and run.length <= PART:
+        if run.pieces > 1 and run.length < SHORT and run.length <= PART:
             if part:
                 yield part
             part, each = [], (PART - run.length) // run.stride + 1
-            for i in range(0, run.count, each):
+            for i in range(0, run.pieces, each):
                 start, at = run.start + i * run.stride, run.at + i * run.length
-                yield [run._replace(start=start, at=at, count=min(each, run.count - i))]
+                yield [run._replace(start=start, at=at, pieces=min(each, run.pieces - i))]
             continue
-        for i, cut in product(range(run.count), range(0, run.length, PART)):
+        for i, cut in product(range(run.pieces), range(0, run.length, PART)):
             at, length = run.at + i * run.length + cut, min(PART, run.length - cut)
             if part and at + length - part[0].at > PART:
                 yield part

@@ -9,8 +9,10 @@ import torch
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
+from cluster.engine.workspace import needs_of
 from cluster.kv import pool
 from cluster.kv.budget import Needs
+from cluster.mesh import Mesh
 from cluster.request import Adjustments, Request, SamplingParams
 from tests.device_memory import DeviceMemoryError, SimulatedMemory
 from tests.parity.harness import VOCAB, tiny_pair
@@ -103,6 +105,7 @@ def test_a_cache_that_takes_all_there_is_cannot_start(monkeypatch: pytest.Monkey
         started(1_900_000)
 
 
+@pytest.mark.slow
 def test_what_leaves_no_memory_says_what_to_lower_and_to_what() -> None:
     total = 2_400_000
     with pytest.raises(ConfigError, match="no memory is left for a KV cache") as refused:
@@ -114,8 +117,35 @@ def test_what_leaves_no_memory_says_what_to_lower_and_to_what() -> None:
     assert 1 <= fewer < 32
     engine, memory = started(total, max_running_requests=fewer, chunked_prefill_size=128)
     assert serve(engine, memory, [Request("one", (3, 4), SamplingParams(max_tokens=3, seed=1))]) == 3
-    with pytest.raises(ConfigError):
-        started(total, max_running_requests=fewer + 1, chunked_prefill_size=128)
+
+
+class Plain:
+    """A device where nothing is taken but what `measure` says."""
+
+    total = 1000
+
+    def free(self) -> int:
+        return 500
+
+
+@pytest.mark.parametrize(
+    ("each", "row", "said"),
+    [
+        (40, 0, r"max_running_requests \(now 16\) to 9$"),
+        (1, 8, r"chunked_prefill_size \(now 64\) to 48$"),
+        (500, 500, r"context_length or the tree's size, or raise tp_size"),
+    ],
+)
+def test_a_refusal_names_the_largest_that_fits(each: int, row: int, said: str) -> None:
+    """500 bytes are free, 50 of them are for the smallest cache, and at least 10 stay spare."""
+    settings = config(max_running_requests=16, chunked_prefill_size=64)
+
+    def needs(most: int) -> Needs:
+        measure = lambda requests, rows: requests * each + rows * row  # noqa: E731
+        return needs_of(settings, CONTEXT, Mesh(), Plain(), 300, most, False, measure)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match=r"no memory is left .*weights take.*" + said):
+        needs(50)
 
 
 @pytest.mark.parametrize(
