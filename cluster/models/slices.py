@@ -27,8 +27,8 @@ SHORT = 4096  # bytes: shorter pieces are cut out of what lies around them, whic
 
 
 class Run(NamedTuple):
-    """Pieces of a slice, `pieces` of them, `stride` bytes apart in the file: `length` bytes each from `start` on. In the
-    slice they lie together, from byte `at` on.
+    """Pieces of a slice, `stride` bytes apart in the file: `length` bytes each from `start` on. In the slice they lie
+    together, from byte `at` on.
     """
 
     start: int

@@ -131,8 +131,8 @@ class Plain:
 @pytest.mark.parametrize(
     ("each", "row", "said"),
     [
-        (40, 0, r"max_running_requests \(now 16\) to 9$"),
-        (1, 8, r"chunked_prefill_size \(now 64\) to 48$"),
+        (40, 0, r"max_running_requests \(now 16\) to 10$"),
+        (1, 8, r"chunked_prefill_size \(now 64\) to 49$"),
         (500, 500, r"context_length or the tree's size, or raise tp_size"),
     ],
 )
