@@ -105,8 +105,8 @@ class EngineConfig(Settings):
         gt=0,
         lt=1,
         description="unless max_total_tokens or kv_cache_gb is set: on CUDA the part of the device for weights and KV "
-        "together; on a CPU the part for KV of the memory that is free after loading, shared by the ranks of a node; "
-        "unset: 0.85 and 0.3",
+        "together, unset: what the largest steps leave; on a CPU the part for KV of the memory that is free after "
+        "loading, shared by the ranks of a node, unset: 0.3",
     )
     max_running_requests: int = Field(default=64, ge=1, le=4096)
     chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1: no limit")

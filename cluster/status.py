@@ -66,8 +66,9 @@ class RankInfo:
     and which were dequantised, `experts` which ranks hold which experts; `kv_cache_dtype` is what KV caches hold,
     `kv_bytes_per_token` what a token takes in all of them, scales included; `kv_gb` is in 10^9 bytes;
     `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
-    None where `prefill_share` has no use for them. `world`, `pid` and `interface` (of the network, between ranks) are
-    those of the process that holds the rank, where one does.
+    None where `prefill_share` has no use for them. `world`, `pid`, `node` (Ray's id of it), `gpus` (their ids on that
+    node, as Ray reserves them) and `interface` (of the network, between ranks) are those of the process that holds the
+    rank, where one does.
     """
 
     config: EngineConfig
@@ -102,6 +103,8 @@ class RankInfo:
     step_costs: StepCosts | None
     world: int = 1
     pid: int = 0
+    node: str = ""
+    gpus: tuple[str, ...] = ()
     interface: str | None = None
 
     def described(self) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.actors.kept_grammars import name_of
 from cluster.actors.messages import Failure, Heartbeat, LoadError
-from cluster.actors.placement import Layout, Placement
+from cluster.actors.placement import Placement
+from cluster.actors.room import Layout
 from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
 from cluster.actors.verdict import Signs
 from cluster.config import ConfigError, EngineConfig

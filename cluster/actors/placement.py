@@ -1,6 +1,8 @@
 """Where the ranks of a gang run: one bundle per rank in one placement group; the ranks of a node are consecutive."""
 
 import asyncio
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,27 +11,17 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.actors.room import ACCELERATOR, Layout, Strategy, never, shown, total
+
+logger = logging.getLogger(__name__)
+
 Device = Literal["auto", "cpu", "cuda"]
-Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 ACCELERATOR_SHARE = 0.001  # Ray's convention: a sliver of `accelerator_type:X` pins a bundle to nodes that have it
+LOOK_S = 1.0  # between two looks at why a gang has no room yet
 
 
 class PlacementError(RuntimeError):
-    """The cluster has no room for the gang; the message says what is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The bundles that a gang asks for, one per rank, and how long it waits for them."""
-
-    bundles: tuple[Mapping[str, float], ...]
-    strategy: Strategy = "PACK"
-    timeout_s: float = 120.0
-
-    @property
-    def world(self) -> int:
-        """How many ranks."""
-        return len(self.bundles)
+    """The cluster has no room for the gang; the message says what is missing, and which setting to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,8 @@ class Placement:
             PlacementError: no room for them was found within `timeout_s`.
         """
         if not await asyncio.to_thread(self.group.wait, timeout_s):
-            raise PlacementError(_missing(self.layout, timeout_s))
+            lack = await asyncio.to_thread(_lack, self.layout, "")
+            raise PlacementError(f"no room for {self.layout.world} rank(s) after {timeout_s:.0f} s: {lack.reason}")
         return _placed(self.group, self.layout)
 
     def remove(self) -> None:
@@ -71,16 +64,23 @@ class Placement:
 
 
 async def reserve(layout: Layout, name: str) -> Placement:
-    """Create the placement group and wait until every bundle has its resources.
+    """Create the placement group and wait until every bundle has its resources, for as long as `layout` says; the log
+    says what it waits for.
 
     Raises:
-        PlacementError: they are not free within `layout.timeout_s`.
+        PlacementError: they are not free by then.
     """
     group = placement_group([dict(bundle) for bundle in layout.bundles], strategy=layout.strategy, name=name)
+    began, said = time.monotonic(), ""
     try:
-        ready = await asyncio.to_thread(group.wait, layout.timeout_s)
-        if not ready:
-            raise PlacementError(_missing(layout, layout.timeout_s))
+        while not await asyncio.to_thread(group.wait, LOOK_S):
+            lack = await asyncio.to_thread(_lack, layout, name)
+            waited, limit = time.monotonic() - began, lack.wait_s if layout.wait_s is None else layout.wait_s
+            if waited >= limit:
+                raise PlacementError(f"no room for {layout.world} rank(s) after {waited:.0f} s: {lack.reason}")
+            if lack.reason != said:
+                said = lack.reason
+                logger.warning("gang %s waits for room, up to %.0f s: %s", name, limit, said)
         return _placed(group, layout)
     except BaseException:
         remove_placement_group(group)
@@ -105,25 +105,46 @@ def rank_order(node_of: Mapping[int, str], own_node: str) -> tuple[int, ...]:
     return tuple(sorted(node_of, key=lambda i: (node_of[i] != own_node, -count[node_of[i]], node_of[i], i)))
 
 
-def _missing(layout: Layout, waited_s: float) -> str:
-    """Say which resources fall short, comparing the whole demand with what the cluster has and has free."""
-    demand: dict[str, float] = {}
-    for bundle in layout.bundles:
-        for name, amount in bundle.items():
-            demand[name] = demand.get(name, 0.0) + amount
-    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+@dataclass(frozen=True, slots=True)
+class _Lack:
+    """Why a gang has no room now, and how long that is worth waiting for."""
+
+    reason: str
+    wait_s: float
+
+
+def _lack(layout: Layout, name: str) -> _Lack:
+    """What keeps the gang `name` from its bundles: the nodes that there are, or who holds what they have."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    if reason := never(layout, nodes):
+        more = "; if nodes are still to join, placement_group_config.wait_s says how long to wait for them"
+        return _Lack(reason + more, layout.join_s)
+    have, free = total(nodes), ray.available_resources()  # type: ignore[no-untyped-call]
     short = [
-        f"{name}: needs {amount:g}, cluster has {total.get(name, 0.0):g}, free {free.get(name, 0.0):g}"
-        for name, amount in sorted(demand.items())
-        if free.get(name, 0.0) < amount
+        f"{resource}: needs {amount:g}, free {free.get(resource, 0.0):g} of {have.get(resource, 0.0):g}"
+        for resource, amount in sorted(layout.demand.items())
+        if free.get(resource, 0.0) < amount
     ]
-    without = "GPU" in demand and not total.get("GPU")
-    remedy = "set device to cpu, or add nodes with GPUs" if without else ""
-    reason = "; ".join(short) or f"enough is free in total, but not as strategy {layout.strategy} needs it on the nodes"
-    return f"no room for {layout.world} rank(s) after {waited_s:g} s ({reason}); " + (
-        remedy or "add nodes, free resources, or change placement_group_config"
-    )
+    words = "; ".join(short) or f"enough is free in total, but not as strategy {layout.strategy} needs it on the nodes"
+    holders = _holders(layout, name)
+    held = f", held by {', '.join(f'{who} {shown(what)}' for who, what in holders.items())}" if holders else ""
+    own = name.rpartition("/")[0]
+    leaves_s = layout.leaves_s if any(own and who.startswith(f"{own}/") for who in holders) else 0.0
+    remedy = "end what holds them, add nodes, or ask for less: tp_size, deployment_config, placement_group_config"
+    return _Lack(f"{words}{held}; {remedy}", layout.busy_s + leaves_s)
+
+
+def _holders(layout: Layout, name: str) -> dict[str, dict[str, float]]:
+    """The other placement groups that hold what the gang asks for, by name, and how much: GPUs where it wants some."""
+    wanted = ("GPU",) if "GPU" in layout.demand else tuple(layout.demand)
+    holders: dict[str, dict[str, float]] = {}
+    for group in placement_group_table().values():
+        if group["state"] != "CREATED" or group["name"] == name:
+            continue
+        holds = {key: n for key, n in total(list(group["bundles"].values())).items() if key in wanted}
+        if holds:
+            holders[group["name"] or "a placement group without a name"] = holds
+    return holders
 
 
 def cluster_gpus() -> float:
@@ -160,6 +181,26 @@ def device_of(
     return "cpu", "device: auto; the cluster has no GPU"
 
 
+def check_shares(bundles: Sequence[Mapping[str, float]]) -> None:
+    """Check how much of a GPU each rank on CUDA gets, of one bundle per rank.
+
+    Raises:
+        ValueError: a rank would leave GPUs idle, or ranks of one gang would share one.
+    """
+    for bundle in bundles:
+        share = bundle.get("GPU", 0.0)
+        if share > 1:
+            raise ValueError(
+                f"placement_group_config gives a rank {share:g} GPUs, and it computes on one; set GPU: 1 in its bundle "
+                "and tp_size to the number of GPUs"
+            )
+        if share < 1 and len(bundles) > 1:
+            raise ValueError(
+                f"placement_group_config gives a rank {share:g} of a GPU, and ranks of one gang cannot share one; set "
+                "GPU: 1 in its bundle. A gang of one rank may have a part, with as much in mem_fraction_static"
+            )
+
+
 def default_bundle(device: Device, accelerator_type: str | None) -> dict[str, float]:
     """The bundle of one rank when placement_group_config names none."""
     if device == "cuda" or accelerator_type is not None:
@@ -186,5 +227,5 @@ def layout_of(
             f"placement_group_config.bundles has {len(bundles)} entries for {world} rank(s); give one each"
         )
     each = bundles or [bundle_per_worker or default_bundle(device, accelerator_type)] * world
-    pin = {} if accelerator_type is None else {f"accelerator_type:{accelerator_type}": ACCELERATOR_SHARE}
+    pin = {} if accelerator_type is None else {f"{ACCELERATOR}{accelerator_type}": ACCELERATOR_SHARE}
     return Layout(tuple({**bundle, **pin} for bundle in each), strategy)

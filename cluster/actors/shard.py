@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from cluster.actors.gpus import own_gpus, see_only
 from cluster.actors.interpreter import settle
 from cluster.actors.kept_grammars import KeptGrammars
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
@@ -89,7 +90,8 @@ class ShardActor:
             1, (len(os.sched_getaffinity(0)) - 1) // self._neighbours
         )  # one core for REST
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to the actor's CPUs; torch reads it when imported
-        interface = choose_interface(node_address())
+        interface, gpus = choose_interface(node_address()), own_gpus()
+        see_only(gpus)
         own = config.model_copy(update={"num_threads": threads})
         try:
             rendezvous = None if meeting is None else self._beside_factory("Rendezvous")(*meeting, self._epoch)
@@ -100,7 +102,8 @@ class ShardActor:
         except Exception as error:
             logger.exception("rank %d could not load", self._rank)
             raise LoadError(f"{type(error).__name__}: {error}", kind_of(error)) from None
-        info = replace(engine.info(), world=self._world, pid=os.getpid(), interface=interface)
+        node: str = ray.get_runtime_context().get_node_id()
+        info = replace(engine.info(), world=self._world, pid=os.getpid(), node=node, gpus=gpus, interface=interface)
         settle()
         self._loop = EngineLoop(engine, self._rank, self._world)
         self._loop.start()

@@ -9,7 +9,8 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from cluster.actors.placement import Device, Layout, Strategy, device_of, layout_of
+from cluster.actors.placement import Device, check_shares, device_of, layout_of
+from cluster.actors.room import Layout, Strategy
 from cluster.chat.formats.choose import named
 from cluster.checkout import homes
 from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, nearest
@@ -82,11 +83,14 @@ class ModelLoadingConfig(ServingSettings):
 
 
 class PlacementGroupConfig(ServingSettings):
-    """The resources of the ranks: `bundle_per_worker` for each, or `bundles` one by one."""
+    """The resources of the ranks: `bundle_per_worker` for each, or `bundles` one by one. `wait_s` is how long a gang
+    waits for them; unset: see `Layout`.
+    """
 
     bundle_per_worker: dict[str, float] | None = None
     bundles: list[dict[str, float]] | None = None
     strategy: Strategy = "PACK"
+    wait_s: float | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -142,18 +146,29 @@ class LLMConfig(ServingSettings):
         given = self.deployment_config.get("num_replicas", 1)
         return None if self.deployment_config.get("autoscaling_config") or not isinstance(given, int) else given
 
+    @property
+    def least_replicas(self) -> int:
+        """How many replicas, so gangs, there are to be at least, whatever the load."""
+        scaling = self.deployment_config.get("autoscaling_config")
+        given = scaling.get("min_replicas", 1) if isinstance(scaling, Mapping) else self.fixed_replicas
+        return max(1, given) if isinstance(given, int) else 1
+
     def device(self, gpus: float) -> tuple[Literal["cpu", "cuda"], str]:
         """The device of every rank in a cluster with so many GPUs, and why it is this one.
 
         Raises:
-            ConfigError: device is cuda, and the bundles reserve no GPU.
+            ConfigError: device is cuda, and the bundles reserve no GPU for each rank, or part of one, or several.
         """
         placing = self.placement_group_config
         each = None if placing is None else placing.bundles or [placing.bundle_per_worker or {}]
+        config = self.engine_config()
         try:
-            return device_of(self.engine_config().device, each, self.accelerator_type, gpus)
+            device, why = device_of(config.device, each, self.accelerator_type, gpus)
+            if device == "cuda" and placing is not None:
+                check_shares(placing.bundles or [placing.bundle_per_worker or {}] * config.tp_size)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        return device, why
 
     def layout(self, device: Device = "auto") -> Layout:
         """The bundles of the gang, one per rank, for ranks on `device`. Where a redeploy may not start a replica beside
@@ -174,7 +189,7 @@ class LLMConfig(ServingSettings):
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return replace(layout, timeout_s=layout.timeout_s + leaves_s)
+        return replace(layout, gangs=self.least_replicas, leaves_s=leaves_s, wait_s=placing.wait_s if placing else None)
 
 
 class AppSettings(ServingSettings):

@@ -8,8 +8,7 @@ import torch
 from cluster.arch.resolve import ResolvedModels, resolve_models
 from cluster.config import EngineConfig
 from cluster.engine import Engine
-from cluster.engine.build import engine_of, prepare_alone
-from cluster.engine.memory import allocate
+from cluster.engine.build import allocated, engine_of, prepare_alone
 from cluster.spec.draft import Draft
 
 Wrap = Callable[[Draft, ResolvedModels], Draft]
@@ -62,7 +61,8 @@ class Loaded:
         """
         prepared, resolved = self._prepared, resolve_models(config)
         models = replace(prepared.models, resolved=resolved, drafts=prepared.models.drafts[: resolved.runners])
-        memory = allocate(models, prepared.mesh, prepared.device, prepared.context_length)
+        where = prepared.mesh, prepared.device, prepared.context_length
+        memory = allocated(models, *where, prepared.device_memory, prepared.weights)
         own = replace(prepared, models=models, memory=memory)
         draft = own.draft()
         return engine_of(own, draft if wrap is None else wrap(draft, resolved)), resolved

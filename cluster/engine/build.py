@@ -1,6 +1,5 @@
 """Builds one rank's engine: resolves and loads the models, allocates memory, assembles the step, measures its pace."""
 
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -24,8 +23,10 @@ from cluster.engine.models import RankModels, kernels_of, load_models
 from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
+from cluster.engine.same_everywhere import same_everywhere
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.summing import refuse_summing, sum_in_one_shot
+from cluster.engine.workspace import SMALLER_KV, check_left, fitting, measured_needs
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.adjustments import AdjustmentTable
 from cluster.forward.bars import bars_of
@@ -34,7 +35,7 @@ from cluster.forward.choosers import chooser_of
 from cluster.forward.grammars import GrammarTable
 from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
-from cluster.kernels.interface import Kernels
+from cluster.kv.device_memory import DeviceMemory, memory_of
 from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
@@ -57,13 +58,17 @@ GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # that a step may spend on what gramm
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What an engine is assembled from; `context_length` is the most tokens of one request."""
+    """What an engine is assembled from; `context_length` is the most tokens of one request. `weights` are the bytes of
+    the models on a device with memory of its own, `device_memory`.
+    """
 
     mesh: Mesh
     device: torch.device
     context_length: int
     models: RankModels
     memory: RankMemory
+    device_memory: DeviceMemory | None = None
+    weights: int = 0
 
     @property
     def resolved(self) -> ResolvedModels:
@@ -102,8 +107,9 @@ def build_engine(config: EngineConfig) -> Engine:
     return engine_of(prepared, prepared.draft())
 
 
-def prepare_alone(config: EngineConfig) -> Prepared:
-    """Prepare an engine in a world of one; `engine_of` completes it, with any draft.
+def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> Prepared:
+    """Prepare an engine in a world of one; `engine_of` completes it, with any draft. `memory` is the device's, if it is
+    not to be asked for it.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -112,7 +118,7 @@ def prepare_alone(config: EngineConfig) -> Prepared:
         raise ConfigError(f"tp_size {config.tp_size} needs as many ranks and this is one; set tp_size to 1")
     device = _device(config)
     refuse_summing(config, device)
-    return prepare(resolve_models(config), Mesh(), device)
+    return prepare(resolve_models(config), Mesh(), device, memory)
 
 
 def engine_of(prepared: Prepared, draft: Draft) -> Engine:
@@ -147,20 +153,54 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     return assemble(prepared, prepared.draft())
 
 
-def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device) -> Prepared:
-    """Load the models of one rank and allocate its memory, together with its peers.
+def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None) -> Prepared:
+    """Load the models of one rank and allocate its memory, together with its peers. On a device with memory of its own,
+    KV caches get what weights and the largest steps leave, which is measured.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
     """
     kernels = kernels_of(resolved, device)
-    _same_everywhere(resolved, kernels, mesh)
+    same_everywhere(resolved, kernels, mesh)
     _threads(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
     # A step may begin before its request's end is known.
     deepest = context_length + 2 * resolved.shape.forcing().num_steps + 3
-    models = load_models(resolved, mesh, device, kernels, deepest)
-    return Prepared(mesh, device, context_length, models, allocate(models, mesh, device, context_length))
+    memory = memory_of(device) if memory is None else memory
+    if memory is None:
+        models, weights = load_models(resolved, mesh, device, kernels, deepest), 0
+    else:
+        remedy = "raise tp_size, or serve a quantised checkpoint"
+        models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
+        weights = memory.taken()
+    pools = allocated(models, mesh, device, context_length, memory, weights)
+    return Prepared(mesh, device, context_length, models, pools, memory, weights)
+
+
+def allocated(
+    models: RankModels,
+    mesh: Mesh,
+    device: torch.device,
+    context_length: int,
+    memory: DeviceMemory | None,
+    weights: int,
+) -> RankMemory:
+    """What a rank needs beside its models, which take `weights` bytes; on a device with memory of its own KV caches get
+    what weights and the largest steps leave.
+
+    Raises:
+        ConfigError: something does not fit; the message says what to lower.
+    """
+    if memory is None:
+        return allocate(models, mesh, device, context_length)
+
+    def trial(models: RankModels, pools: RankMemory) -> Lockstep:
+        prepared = Prepared(mesh, device, context_length, models, pools)
+        return _lockstep(prepared, prepared.draft(), captures_of(models.resolved.config, device, models))
+
+    needs = measured_needs(models, mesh, device, context_length, memory, weights, trial)
+    remedy = f"lower {SMALLER_KV}"
+    return fitting(lambda: allocate(models, mesh, device, context_length, needs), memory, "KV caches", remedy)
 
 
 def assemble(prepared: Prepared, draft: Draft) -> Rank:
@@ -173,8 +213,15 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     captures = captures_of(resolved.config, prepared.device, prepared.models)
     lockstep = _lockstep(prepared, draft, captures)
     _check_sample(prepared, lockstep)
+    check = None
+    if prepared.device_memory is not None:
+        check = check_left(
+            lockstep, resolved.config, prepared.context_length, prepared.device_memory, memory.cache.table
+        )
     pace = _pace(prepared, lockstep)
     captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
+    if check is not None:
+        check()
     memory.watch.take()
     lockstep.watch.serve(resolved.config.watchdog_timeout_s)
     name = Path(resolved.config.model_path).name or "model"
@@ -272,32 +319,13 @@ def _pace(prepared: Prepared, lockstep: Lockstep) -> Pace | None:
     return measure_pace(lockstep, prepared.memory.cache, config, prepared.context_length, vocab_size)
 
 
-def _same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> None:
-    """Refuse a gang whose ranks have different settings or models, or kernels whose last digits differ, so that experts
-    could be chosen otherwise; threads and folders may differ between machines.
-    """
-    places = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
-    own = resolved.config.model_dump(exclude={"num_threads", *places})
-    own["kernels"], own["target"] = kernels.digits, repr(resolved.target)
-    if resolved.draft is not None:
-        own["draft"] = repr((resolved.draft, resolved.sample))
-    said = json.dumps(own, sort_keys=True)
-    own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
-    for rank, text in enumerate(mesh.everyones("config", said)):
-        theirs = json.loads(text)
-        for name in sorted(own.keys() | theirs.keys()):
-            if own.get(name) != theirs.get(name):
-                raise ConfigError(
-                    f"{name} is {theirs.get(name)!r} on rank {rank} and {own.get(name)!r} on rank {mesh.rank}; "
-                    "all ranks of a gang need the same settings, models and kernels"
-                )
-
-
 def _device(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
-            "device is cuda but torch sees no CUDA device; install a CUDA build of torch, or set device to cpu"
+            f"device is cuda but torch {torch.__version__} sees no CUDA device (CUDA_VISIBLE_DEVICES is "
+            f"{visible or 'not set'}); install a CUDA build of torch, or set device to cpu"
         )
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 

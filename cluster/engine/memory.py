@@ -8,7 +8,7 @@ from cluster.attention.bind import bind_attention
 from cluster.attention.gather import Gather
 from cluster.engine.models import RankModels
 from cluster.forward.runner import DraftRunner, TargetRunner
-from cluster.kv.budget import Capacity, kv_capacity, page_count
+from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.mesh import Mesh
@@ -26,16 +26,27 @@ class RankMemory:
     watch: Spans
 
 
-def allocate(models: RankModels, mesh: Mesh, device: torch.device, context_length: int) -> RankMemory:
-    """Size the pools, the same on all ranks, by the memory that is left when all models are loaded.
+def allocate(
+    models: RankModels, mesh: Mesh, device: torch.device, context_length: int, needs: Needs | None = None
+) -> RankMemory:
+    """Size the pools, the same on all ranks, by the memory that is left when all models are loaded; `needs` are those
+    of a device with memory of its own.
 
     Raises:
-        ConfigError: not even a short request would fit.
+        ConfigError: not even a short request would fit, or a device has less memory than is set.
     """
+    config, window = models.resolved.config, models.resolved.shape.window
+    capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window, needs)
+    return allocate_pages(models, device, context_length, page_count(config, capacity, window), capacity)
+
+
+def allocate_pages(
+    models: RankModels, device: torch.device, context_length: int, pages: int, capacity: Capacity
+) -> RankMemory:
+    """Pools of so many pages, and the sink; `capacity` is what they were sized by."""
     resolved, watch = models.resolved, Spans(timer_of(device))
     config, window, spec = resolved.config, resolved.shape.window, resolved.draft
-    capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window)
-    pages, longest = page_count(config, capacity, window), context_length + resolved.shape.forcing().window
+    longest = context_length + resolved.shape.forcing().window
     table = PageTable(config.max_running_requests, longest, config.page_size, device)
     cache = KVCache(pages, table, radix=not config.disable_radix_cache)
     slots = (pages + 1) * config.page_size

@@ -4,6 +4,7 @@ import hashlib
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -11,9 +12,9 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.kv.free_memory import free_memory
 from cluster.mesh import Mesh
 
-CUDA_FRACTION = 0.85  # of the device, for weights and KV together; what is left is for workspaces (SGLang's meaning)
 CPU_FRACTION = 0.3  # of the memory that is free once the models are loaded, for KV
 GB = 1e9
+SPARE = 0.1, 0.01  # of the measured workspace, and of a device: kept free, as an allocator may fill its blocks worse
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -25,31 +26,74 @@ class Capacity:
     sized_by: str
 
 
+class Needs(NamedTuple):
+    """What a rank's device has, and what it needs beside KV caches, in bytes: `free` after loading, `weights`, the
+    `workspace` that the largest steps were measured to take, `graphs` for captured programs.
+    """
+
+    total: int
+    free: int
+    weights: int
+    workspace: int
+    graphs: int
+
+    @property
+    def spare(self) -> int:
+        """What stays free for worse days."""
+        return int(max(SPARE[0] * self.workspace, SPARE[1] * self.total))
+
+    @property
+    def left(self) -> int:
+        """What is left for KV caches; negative where the rest does not fit."""
+        return self.free - self.workspace - self.graphs - self.spare
+
+    @property
+    def about(self) -> str:
+        """The sum in words."""
+        graphs = f", captured programs {self.graphs / GB:.3f}" if self.graphs else ""
+        return (
+            f"of {self.total / GB:.3f} GB weights take {self.weights / GB:.3f}, others {self.others / GB:.3f}, "
+            f"workspaces {self.workspace / GB:.3f}{graphs}, and {self.spare / GB:.3f} stay spare"
+        )
+
+    @property
+    def others(self) -> int:
+        """What else is in use: other processes, the driver, collectives."""
+        return max(0, self.total - self.free - self.weights)
+
+
 def kv_capacity(
-    config: EngineConfig, mesh: Mesh, device: torch.device, token_bytes: int, context_length: int, window: int
+    config: EngineConfig,
+    mesh: Mesh,
+    device: torch.device,
+    token_bytes: int,
+    context_length: int,
+    window: int,
+    needs: Needs | None = None,
 ) -> Capacity:
     """The KV capacity of one rank, the same on every rank of the gang; called when all models are loaded.
 
-    `token_bytes` is what one token takes in the pools of all runners together. If neither `max_total_tokens` nor
-    `kv_cache_gb` is set, `mem_fraction_static` decides: on CUDA `free - (1 - fraction) * total` of the device, on a CPU
-    that fraction of the memory that this process may still use, divided by the ranks that share it. The rank with the
-    least decides for all; it is never more than all running requests at full context could use. It may be 0, which
-    `page_count` refuses.
+    `token_bytes` is what one token takes in the pools of all runners together. `needs` are those of a device with
+    memory of its own: what they leave is the capacity, or bounds what is set. Without them, on a CPU,
+    `mem_fraction_static` decides if neither `max_total_tokens` nor `kv_cache_gb` is set: it is the part of the memory
+    that this process may still use, divided by the ranks that share it. The rank with the least decides for all; it is
+    never more than all running requests at full context could use. It may be 0, which `page_count` refuses.
 
     Raises:
-        ConfigError: the system does not tell how much memory is free.
+        ConfigError: the system does not tell how much memory is free, or a device has less than is set.
     """
+    if needs is not None:
+        return _of_device(config, needs, token_bytes, context_length, window)
+    assert device.type != "cuda", "what a device has left is measured"
     if config.max_total_tokens is not None:
         return Capacity(config.max_total_tokens, "max_total_tokens")
-    size = config.page_size
-    most = config.max_running_requests * -(-(context_length + window) // size) * size  # whole pages each
-    enough = f"{config.max_running_requests} requests at the full context of {context_length} tokens need no more"
+    most, enough = _most(config, context_length, window)
     if config.kv_cache_gb is not None:
         tokens = int(config.kv_cache_gb * GB) // token_bytes
         return Capacity(most, enough) if tokens > most else Capacity(tokens, f"kv_cache_gb {config.kv_cache_gb:g}")
-    place = _place(device)
+    place = _place()
     places = [row[0] for row in mesh.all_gather_row((place,))]  # waits until every rank has loaded
-    room, words = _room(config, device, places.count(place))
+    room, words = _room(config, places.count(place))
     own = max(0, room) // token_bytes
     tokens = min(row[0] for row in mesh.all_gather_row((own,)))
     if tokens >= most:
@@ -57,6 +101,53 @@ def kv_capacity(
     if tokens < own:
         words = f"the rank with the least room; here {words}"
     return Capacity(tokens, words)
+
+
+def _most(config: EngineConfig, context_length: int, window: int) -> tuple[int, str]:
+    """The tokens of all running requests at full context, in whole pages each, and that in words."""
+    size, requests = config.page_size, config.max_running_requests
+    most = requests * -(-(context_length + window) // size) * size
+    return most, f"{requests} requests at the full context of {context_length} tokens need no more"
+
+
+def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_length: int, window: int) -> Capacity:
+    """The capacity on a device; a page is kept for the sink.
+
+    Raises:
+        ConfigError: more is set than is left; it says what to lower, and to what.
+    """
+    most, enough = _most(config, context_length, window)
+    left = max(0, needs.left // token_bytes - config.page_size)
+    if config.max_total_tokens is not None:
+        if config.max_total_tokens > left:
+            raise _too_much(needs, token_bytes, config.max_total_tokens, left, f"max_total_tokens to {left}")
+        return Capacity(config.max_total_tokens, "max_total_tokens")
+    words = f"what is left: {needs.about}"
+    asked, remedy = left, ""
+    if config.kv_cache_gb is not None:
+        asked, words = int(config.kv_cache_gb * GB) // token_bytes, f"kv_cache_gb {config.kv_cache_gb:g}"
+        remedy = f"kv_cache_gb to {int(left * token_bytes / GB * 1e4) / 1e4:g}"
+    elif config.mem_fraction_static is not None:
+        fraction = config.mem_fraction_static
+        asked = int(needs.free - (1.0 - fraction) * needs.total) // token_bytes - config.page_size
+        words = (
+            f"mem_fraction_static {fraction:g} of {needs.total / GB:.1f} GB less "
+            f"{(needs.total - needs.free) / GB:.1f} GB in use after loading"
+        )
+        lower = int((1.0 - (needs.free - (left + config.page_size) * token_bytes) / needs.total) * 1e4) / 1e4
+        remedy = f"mem_fraction_static to {lower:g}"
+    if asked >= most:
+        asked, words = most, enough
+    if asked > left:
+        raise _too_much(needs, token_bytes, asked, left, remedy)
+    return Capacity(max(0, asked), words)
+
+
+def _too_much(needs: Needs, token_bytes: int, asked: int, left: int, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"a KV cache of {asked} tokens takes {asked * token_bytes / GB:.3f} GB, and {left * token_bytes / GB:.3f} GB "
+        f"are left for it ({needs.about}): lower {remedy}, or lower max_running_requests or chunked_prefill_size"
+    )
 
 
 def page_count(config: EngineConfig, capacity: Capacity, window: int) -> int:
@@ -75,22 +166,11 @@ def page_count(config: EngineConfig, capacity: Capacity, window: int) -> int:
     return pages
 
 
-def _room(config: EngineConfig, device: torch.device, ranks: int) -> tuple[int, str]:
-    """Bytes for the KV of one of the `ranks` that share a machine's memory or a device, and in words their source."""
+def _room(config: EngineConfig, ranks: int) -> tuple[int, str]:
+    """Bytes for the KV of one of the `ranks` that share a machine's memory, and in words their source."""
     given = config.mem_fraction_static
     source = "" if given is not None else ", the default,"
     among = f" for each of {ranks} ranks" if ranks > 1 else ""
-    if device.type == "cuda":
-        fraction = CUDA_FRACTION if given is None else given
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        room = int(free - (1.0 - fraction) * total) // ranks
-        words = (
-            f"mem_fraction_static {fraction:g}{source} of {total / GB:.1f} GB less {(total - free) / GB:.1f} GB in use "
-            f"after loading: {max(0, room) / GB:.2f} GB{among}; {(1.0 - fraction) * total / GB:.1f} GB stay for "
-            "workspaces"
-        )
-        return room, words
     fraction, free = CPU_FRACTION if given is None else given, free_memory()
     room = int(fraction * free) // ranks
     words = (
@@ -100,8 +180,8 @@ def _room(config: EngineConfig, device: torch.device, ranks: int) -> tuple[int, 
     return room, words
 
 
-def _place(device: torch.device) -> int:
-    """A number that is the same on all ranks that share this device's memory.
+def _place() -> int:
+    """A number that is the same on all ranks that share this machine.
 
     It is also the same in two containers of one machine, even if each has a memory limit of its own. Each rank then
     takes only a part of its own limit: less than it could, never more.
@@ -110,7 +190,4 @@ def _place(device: torch.device) -> int:
         machine = BOOT_ID.read_text().strip()
     except OSError:
         machine = platform.node()
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        machine += f"/{getattr(properties, 'uuid', device)}"
     return int.from_bytes(hashlib.blake2b(machine.encode(), digest_size=7).digest(), "big")

@@ -1,7 +1,6 @@
 """Strict reading of safetensors folders: a tensor that nothing uses is an error."""
 
 import logging
-import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from cluster.arch.safetensors.tensors import IGNORED, KV_SCALES
 from cluster.config import ConfigError
 from cluster.kernels.quantised import Quantised
 from cluster.models.formats import Asked, Index, Span, format_of, mxfp4, place_of
+from cluster.models.slices import SliceReader
 from cluster.models.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Checkpoint:
         """
         self.folder, self._stored_name, self._dry = folder, stored_name, dry
         self._ignored = [re.compile(pattern) for pattern in (IGNORED, KV_SCALES, *ignored)]
-        self._maps: dict[Path, mmap.mmap] = {}
+        self.reader = SliceReader()
         self._taken: set[str] = set()
         self.tally = Tally()
         self._paths, self._promised = weight_files(folder)
@@ -96,8 +96,10 @@ class Checkpoint:
         rows: Span | None = None,
         columns: Span | None = None,
         expert: int | None = None,
+        device: torch.device | None = None,
     ) -> Matrix:
-        """The tensor `name` on the CPU, checked against `shape` and counted as used; quantised if it is so on disk.
+        """The tensor `name`, checked against `shape` and counted as used, on `device`, else on the CPU; if it is
+        quantised on disk, quantised and on the CPU.
 
         `rows` and `columns` limit what is read of the last two dimensions (a vector has only rows), `expert` selects
         one entry of a stack of experts.
@@ -113,7 +115,7 @@ class Checkpoint:
                 raise self.wrong(place_of(self, stored), f"is quantised; of {list(shape)} that is not served")
             return quantised(self, Asked(stored, shape, rows, columns, expert))
         self.entry(stored, shape)
-        return self.read(stored, (*(() if expert is None else (expert,)), *_slices(rows, columns)))
+        return self.read(stored, (*(() if expert is None else (expert,)), *_slices(rows, columns)), device)
 
     def has(self, stored: str) -> bool:
         """Whether there is a tensor of that name on disk."""
@@ -143,28 +145,12 @@ class Checkpoint:
         path, raw, _ = self._files[stored]
         return ConfigError(f"tensor {raw!r} in {str(path)!r} {problem}")
 
-    def read(self, stored: str, index: Index = ()) -> Tensor:
-        """A copy of what `index` selects of it."""
-        entry = self.entry(stored)
-        return self._read(self._files[stored][0], entry, index)
-
-    def _read(self, path: Path, entry: Stored, index: Index) -> Tensor:
-        """A copy of what `index` selects; the mapped pages are released, so that files do not pile up in memory."""
-        count, dtype = entry.stop - entry.start, DTYPES[entry.dtype]
-        if self._dry or not count:
-            return torch.empty(entry.shape, dtype=dtype, device="meta" if self._dry else None)[index].clone()
-        if path not in self._maps:
-            with path.open("rb") as file:
-                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        mapped = self._maps[path]
-        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=entry.start, count=count)
-        if entry.start % dtype.itemsize:
-            data = data.clone()
-        cut = data.view(dtype).view(entry.shape)[index].clone()
-        if count > mmap.PAGESIZE:
-            first = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, first, entry.stop - first)
-        return cut
+    def read(self, stored: str, index: Index = (), device: torch.device | None = None) -> Tensor:
+        """A copy of what `index` selects of it, on `device`, else on the CPU."""
+        entry, dtype = self.entry(stored), DTYPES[self._files[stored][2].dtype]
+        if self._dry:
+            return torch.empty(entry.shape, dtype=dtype, device="meta")[index].clone()
+        return self.reader.read(self._files[stored][0], entry.start, entry.shape, dtype, index, device)
 
     def elsewhere(self, name: str, shape: tuple[int, ...]) -> None:
         """Check and count a tensor, and what belongs to it, as `matrix` does, but read nothing: another rank has it.
@@ -196,9 +182,7 @@ class Checkpoint:
         if left:
             names = sorted(left)[:8]
             raise ConfigError(f"tensors of {str(left[names[0]])!r} that the model does not know: {names}")
-        for mapped in self._maps.values():
-            mapped.close()
-        self._maps.clear()
+        self.reader.close()
         said = self.tally.lines(self.quantisation.activations)
         scales = sum(re.search(KV_SCALES, name) is not None for name in self._files.keys() - self._taken)
         if scales:

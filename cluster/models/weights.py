@@ -34,7 +34,7 @@ class WeightLoader:
 
     def wide(self, name: str, *shape: int) -> Tensor:
         """One tensor in at least float32, for what half precision would spoil."""
-        return self._dense(self.checkpoint.matrix(name, shape), self._widest)
+        return self._dense(self.checkpoint.matrix(name, shape, device=self.device), self._widest)
 
     def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
         """A norm's weight; with `unit_offset` 1 + weight in at least float32, as half precision would round it away."""
@@ -47,7 +47,7 @@ class WeightLoader:
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
     ) -> Matrix:
         """As `take`, but what is quantised on disk stays so."""
-        held = self.checkpoint.matrix(name, shape, rows, columns, expert)
+        held = self.checkpoint.matrix(name, shape, rows, columns, expert, self.device)
         return held if isinstance(held, Quantised) else self._dense(held)
 
     def weight(self, matrix: Matrix) -> Weight:

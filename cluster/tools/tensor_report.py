@@ -65,6 +65,7 @@ class Recorder(Checkpoint):
         rows: Span | None = None,
         columns: Span | None = None,
         expert: int | None = None,
+        device: torch.device | None = None,
     ) -> Matrix:
         """The tensor without data; a wrong or missing one is recorded, and one of the right shape returned instead."""
         try:

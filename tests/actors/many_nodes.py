@@ -18,7 +18,8 @@ from ray.cluster_utils import Cluster
 from cluster.actors.gang import Gang, GangSpec
 from cluster.actors.local import MIB, prepare_environment
 from cluster.actors.peers import gang_name
-from cluster.actors.placement import Layout, reserve
+from cluster.actors.placement import reserve
+from cluster.actors.room import Layout
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
 from tests.actors.counting_engine import SLOW
@@ -34,13 +35,15 @@ class Replica:
 
     async def nodes(self, count: int, strategy: Any, cpus: float = 1.0) -> list[str]:
         """The node ids of the ranks, in rank order."""
-        placement = await reserve(Layout(({"CPU": cpus},) * count, strategy, 20.0), f"test/{strategy}-{count}-{cpus}")
+        placement = await reserve(
+            Layout(({"CPU": cpus},) * count, strategy, wait_s=20.0), f"test/{strategy}-{count}-{cpus}"
+        )
         placement.remove()
         return list(placement.nodes)
 
     async def start(self) -> dict[str, Any]:
         config = EngineConfig(model_path="counting", tp_size=2, attn_dp_size=2)
-        layout = Layout(({"CPU": 1.0, "b": 0.1}, {"CPU": 1.0}), "STRICT_SPREAD", 20.0)
+        layout = Layout(({"CPU": 1.0, "b": 0.1}, {"CPU": 1.0}), "STRICT_SPREAD", wait_s=20.0)
         self.gang = Gang(GangSpec(config, layout, gang_name("test", "wide"), "tests.actors.counting_engine:build"))
         await self.gang.start()
         self.router = Router(self.gang)

@@ -8,7 +8,8 @@ import ray
 from cluster.actors.gang import Gang, GangSpec, GangStartError
 from cluster.actors.messages import Overloaded
 from cluster.actors.peers import deployment_samples, publish
-from cluster.actors.placement import Layout, PlacementError
+from cluster.actors.placement import PlacementError
+from cluster.actors.room import Layout
 from cluster.actors.router import Router
 from cluster.config import ConfigError, EngineConfig
 from cluster.metrics import ServingMetrics, merge
@@ -113,8 +114,8 @@ def test_a_gang_that_cannot_start_says_why_at_once_and_leaves_nothing(name, sett
 
 
 def test_no_room_says_what_is_missing():
-    layout = Layout(({"CPU": 1.0, "GPU": 2.0},), timeout_s=0.5)
-    with pytest.raises(PlacementError, match=r"GPU: needs 2, cluster has 0.*set device to cpu"):
+    layout = Layout(({"CPU": 1.0, "GPU": 2.0},), join_s=0.5)
+    with pytest.raises(PlacementError, match=r"no node of the cluster has a GPU: set device to cpu"):
         with_gang(GangSpec(EngineConfig(model_path="x"), layout, "test/no-room"), None)  # type: ignore[arg-type]
     assert left_behind("no-room") == []
 

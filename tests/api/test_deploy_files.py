@@ -3,22 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from cluster.api.settings import LLMConfig, parse
-
-FILE = Path(__file__).resolve().parents[2] / "deploy" / "serve.yaml"
-
-
-def commented() -> list[Any]:
-    """The YAML of the comments after the config itself, block by block."""
-    text = FILE.read_text().split("\n# One host with eight GPUs", 1)[1]
-    blocks = []
-    for part in ("\n" + text).split("\n#\n"):
-        lines = [line.removeprefix("#") for line in part.splitlines()]
-        if all(line.startswith("   ") for line in lines if line.strip()):
-            blocks.append(yaml.safe_load("\n".join(lines)))
-    return blocks
+from tests.api.layouts import FILE, commented
 
 
 def test_the_gpu_layouts() -> None:
@@ -27,7 +16,7 @@ def test_the_gpu_layouts() -> None:
     layout = llm.layout()
     assert layout.world == llm.engine_config().attn_dp_size == 8
     assert layout.strategy == "STRICT_PACK" and layout.bundles[0]["GPU"] == 1
-    assert layout.timeout_s > 600  # a redeploy in place waits for the streams of the replica that leaves
+    assert layout.leaves_s == 600  # a redeploy in place waits for the streams of the replica that leaves
 
     given = one_host["args"]["llm_configs"][0]
     wide = LLMConfig.model_validate(
@@ -40,9 +29,27 @@ def test_the_gpu_layouts() -> None:
 
 def test_what_a_redeploy_has_room_for_decides_how_long_its_gang_waits() -> None:
     given = yaml.safe_load(FILE.read_text())["applications"][0]["args"]
-    assert parse(given).llm.layout().timeout_s == 120
+    assert parse(given).llm.layout().leaves_s == 0
     given["llm_configs"][0]["deployment_config"]["max_surge_percent"] = 0
-    assert parse(given).llm.layout().timeout_s == 180
+    assert parse(given).llm.layout().leaves_s == 60
+
+
+def test_how_many_gangs_there_will_be_at_least_and_how_long_they_wait_is_in_the_layout() -> None:
+    given = yaml.safe_load(FILE.read_text())["applications"][0]["args"]["llm_configs"][0]
+
+    def changed(engine: dict[str, Any] | None = None, **llm: Any) -> LLMConfig:
+        return LLMConfig.model_validate({**given, "engine_kwargs": engine or {}, **llm})
+
+    assert (changed().layout().gangs, changed().layout().wait_s) == (1, None)
+    assert changed(deployment_config={"num_replicas": 3}).layout().gangs == 3
+    scaled = {"autoscaling_config": {"min_replicas": 2, "max_replicas": 8}}
+    assert changed(deployment_config=scaled).layout().gangs == 2
+    patient = {"bundle_per_worker": {"CPU": 1}, "wait_s": 600}
+    assert changed(placement_group_config=patient).layout().wait_s == 600
+    half = {"bundle_per_worker": {"GPU": 0.5}}
+    assert changed(placement_group_config=half).device(1.0)[0] == "cuda"
+    with pytest.raises(ValueError, match="ranks of one gang cannot share one"):
+        changed({"tp_size": 2}, placement_group_config=half)
 
 
 def test_every_file_says_who_may_use_what_it_deploys() -> None:

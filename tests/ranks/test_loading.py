@@ -37,8 +37,9 @@ def read_by(rank: int, tp: int, dp: int, monkeypatch: pytest.MonkeyPatch, **sett
         rows: Span | None = None,
         columns: Span | None = None,
         expert: int | None = None,
+        device: torch.device | None = None,
     ) -> Matrix:
-        got = true(self, name, shape, rows, columns, expert)
+        got = true(self, name, shape, rows, columns, expert, device)
         if (
             not isinstance(got, torch.Tensor) or got.is_meta
         ):  # names and shapes are checked before the first tensor is read
@@ -125,8 +126,8 @@ def experts_read_by(
     taken: dict[str, tuple[int, int]] = {}
     true = Checkpoint.read
 
-    def read(self: Checkpoint, stored: str, index: Any = ()) -> torch.Tensor:
-        got = true(self, stored, index)
+    def read(self: Checkpoint, stored: str, index: Any = (), device: torch.device | None = None) -> torch.Tensor:
+        got = true(self, stored, index, device)
         if ".experts." in stored and not got.is_meta:
             at = index[0] if index else slice(0, 0)
             first, stop = (at, at + 1) if isinstance(at, int) else (at.start or 0, at.stop or 0)

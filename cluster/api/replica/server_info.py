@@ -34,11 +34,11 @@ def facts_of(model_id: str, limits: Limits, status: GangStatus, chosen: Chosen) 
 
 
 def _ranks(status: GangStatus) -> list[dict[str, Any]]:
-    pids = {info.rank: info.pid for info in status.ranks}
+    where = {info.rank: {"pid": info.pid, "node": info.node, "gpus": info.gpus} for info in status.ranks}
     return [
         {
             "rank": beat.rank,
-            "pid": pids.get(beat.rank),
+            **where.get(beat.rank, {"pid": None, "node": None, "gpus": None}),
             "steps": beat.steps,
             "busy": beat.busy,
             "step": beat.step,

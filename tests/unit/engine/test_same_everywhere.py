@@ -6,7 +6,7 @@ import pytest
 
 from cluster.arch.resolve import resolve_models
 from cluster.config import ConfigError
-from cluster.engine.build import _same_everywhere
+from cluster.engine.same_everywhere import same_everywhere
 from cluster.kernels.torch_kernels import TorchKernels
 from tests.parity.harness import config_of, tiny_pair
 
@@ -25,6 +25,6 @@ class Two:
 
 def test_kernels_with_other_digits_are_refused() -> None:
     resolved = resolve_models(config_of(tiny_pair()[0]))
-    _same_everywhere(resolved, TorchKernels(), Two("torch"))  # type: ignore[arg-type]
+    same_everywhere(resolved, TorchKernels(), Two("torch"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kernels is 'C with fused products' on rank 1 and 'torch' on rank 0"):
-        _same_everywhere(resolved, TorchKernels(), Two("C with fused products"))  # type: ignore[arg-type]
+        same_everywhere(resolved, TorchKernels(), Two("C with fused products"))  # type: ignore[arg-type]

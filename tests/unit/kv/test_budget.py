@@ -9,7 +9,7 @@ import torch
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.kv import budget
-from cluster.kv.budget import Capacity, kv_capacity, page_count
+from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
 from cluster.kv.free_memory import free_memory
 from cluster.mesh import Mesh
 
@@ -84,7 +84,7 @@ def of_gang(places: list[int], free: list[int], monkeypatch: pytest.MonkeyPatch)
         return of_thread[current_thread().name]
 
     monkeypatch.setattr(budget, "free_memory", lambda: free[own()])
-    monkeypatch.setattr(budget, "_place", lambda device: places[own()])
+    monkeypatch.setattr(budget, "_place", lambda: places[own()])
     threads = [Thread(target=rank, args=(at,), name=f"rank-{at}") for at in range(len(places))]
     of_thread |= {thread.name: at for at, thread in enumerate(threads)}
     for thread in threads:
@@ -102,19 +102,48 @@ def test_ranks_share_a_machine_and_agree_on_the_least(monkeypatch: pytest.Monkey
     assert "the rank with the least room" not in found[2].sized_by
 
 
-@pytest.mark.parametrize(("fraction", "expected"), [(None, 65), (0.5, 30)])
-def test_cuda_leaves_the_rest_of_the_device_to_workspaces(
-    monkeypatch: pytest.MonkeyPatch, fraction: float | None, expected: int
-) -> None:
-    """80 GB of 100 are free after loading: SGLang's rule, free - (1 - fraction) * total."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GB, 100 * GB))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(budget, "_place", lambda device: 1)
-    config = EngineConfig(model_path="", mem_fraction_static=fraction)
-    found = kv_capacity(config, Mesh(), torch.device("cuda", 0), TOKEN, 10**8, 5)
-    assert found.tokens == pytest.approx(expected * 10**6, abs=1)
-    assert "20.0 GB in use after loading" in found.sized_by
-    assert "stay for workspaces" in found.sized_by
+NEEDS = Needs(total=100 * GB, free=70 * GB, weights=25 * GB, workspace=8 * GB, graphs=2 * GB)
+
+
+def of_device(needs: Needs = NEEDS, context: int = 10**8, **settings: object) -> Capacity:
+    config = EngineConfig(model_path="", **settings)
+    return kv_capacity(config, Mesh(), torch.device("cuda", 0), TOKEN, context, 5, needs)
+
+
+def test_a_device_gives_what_is_left_but_for_the_sink_page() -> None:
+    found = of_device()
+    assert found.tokens == 59_000_000 - 16, "70 less 8, 2, and 1 that stays spare: more than a tenth of 8"
+    for words in (
+        "weights take 25.000",
+        "others 5.000",
+        "workspaces 8.000, captured programs 2.000",
+        "1.000 stay spare",
+    ):
+        assert words in found.sized_by
+    assert of_device(NEEDS._replace(workspace=20 * GB)).tokens == 46_000_000 - 16, "a tenth of 20 is more"
+    assert of_device(context=64, max_running_requests=2).tokens == 160
+
+
+@pytest.mark.parametrize(
+    ("setting", "fits", "tokens"),
+    [
+        ("max_total_tokens", 58_999_984, 58_999_984),
+        ("kv_cache_gb", 58.9999, 58_999_900),
+        ("mem_fraction_static", 0.89, 59_000_000 - 16),
+    ],
+)
+def test_what_is_set_for_a_device_is_taken_or_refused_with_what_fits(setting: str, fits: float, tokens: int) -> None:
+    assert of_device(**{setting: fits}).tokens == pytest.approx(tokens, abs=1)
+    more = fits + (1 if setting == "max_total_tokens" else 0.01)
+    with pytest.raises(ConfigError, match=rf"lower {setting} to {fits:g}|lower {setting} to {fits}") as refused:
+        of_device(**{setting: more})
+    assert "59.000 GB are left for it (of 100.000 GB weights take 25.000" in str(refused.value)
+
+
+def test_sglang_s_fraction_is_of_weights_and_kv_together() -> None:
+    found = of_device(mem_fraction_static=0.5)
+    assert found.tokens == 20_000_000 - 16, "70 less half of 100"
+    assert "mem_fraction_static 0.5 of 100.0 GB" in found.sized_by
 
 
 def test_models_that_leave_nothing_are_refused(free: Callable[[int], None]) -> None:

@@ -4,15 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.arch.safetensors.header import Stored, read_header
+from cluster.arch.safetensors.header import read_header
 from cluster.mesh import Part
-from cluster.models.checkpoint import Checkpoint
+from cluster.models.slices import SliceReader
 from tests.families import FAMILIES, made
 from tests.loading import context, load_target
 
@@ -23,15 +24,14 @@ CPU = torch.device("cpu")
 def painted(folder: str, part: Part, patch: pytest.MonkeyPatch) -> dict[tuple[Path, int], Tensor]:
     """How often each number of each tensor (by file and first byte) was read for one rank."""
     seen: dict[tuple[Path, int], Tensor] = {}
-    read = Checkpoint._read
+    read = SliceReader.read
 
-    def note(self: Checkpoint, path: Path, entry: Stored, index: tuple[slice | int, ...]) -> Tensor:
-        if not self._dry:
-            counts = seen.setdefault((path, entry.start), torch.zeros(entry.shape, dtype=torch.int32))
-            counts[index] += 1
-        return read(self, path, entry, index)
+    def note(self: SliceReader, path: Path, start: int, shape: tuple[int, ...], *rest: Any) -> Tensor:
+        counts = seen.setdefault((path, start), torch.zeros(shape, dtype=torch.int32))
+        counts[rest[1]] += 1
+        return read(self, path, start, shape, *rest)
 
-    patch.setattr(Checkpoint, "_read", note)
+    patch.setattr(SliceReader, "read", note)
     load_target(folder, context(part=part, max_position=8))
     patch.undo()
     return seen

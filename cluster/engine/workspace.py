@@ -1,0 +1,204 @@
+"""What steps take of a device's memory beside weights and KV caches: measured, with the largest that settings allow.
+
+A KV cache is sized by what is left. Nothing is sized on a CPU by this: memory there is the machine's.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from cluster.batch import Decode, Mode, Order, PromptChunk
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.captures import captures_of
+from cluster.engine.lockstep import Lockstep
+from cluster.engine.memory import RankMemory, allocate_pages
+from cluster.engine.models import RankModels
+from cluster.engine.scheduler import SCORED_ROWS
+from cluster.kv.budget import GB, Capacity, Needs
+from cluster.kv.device_memory import OUT_OF_MEMORY, DeviceMemory
+from cluster.kv.page_table import PageTable
+from cluster.mesh import Mesh
+
+DRAWS = Mode.NOISY | Mode.FILTERED | Mode.LOGPROBS | Mode.ADJUSTED
+ALL = DRAWS | Mode.CONSTRAINED | Mode.TREES | Mode.PROMPT_LOGPROBS
+SMALLER_KV = "max_total_tokens, kv_cache_gb, mem_fraction_static or capture_sizes"
+FEWEST_ROWS = 16  # of prompts, that a refusal advises
+T = TypeVar("T")
+Measure = Callable[[int, int], int]
+"""The bytes that the largest step takes of so many requests and prompt rows; it may run out of memory."""
+
+
+def prompt_rows(config: EngineConfig, context_length: int) -> int:
+    """The most prompt rows of one step."""
+    return min(config.chunked_prefill_size, context_length) if config.chunked_prefill_size > 0 else context_length
+
+
+def largest_orders(config: EngineConfig, context_length: int, window: int) -> Iterator[Order]:
+    """Steps that no step of a server exceeds: all requests decode beside a whole chunk, as long as they may be; or all
+    prompts end at once; in modes that do all that requests may ask for, and in the plainest.
+
+    No page of any row is set, so all cells are in the sink page, and there need not be any other.
+    """
+    requests, rows = config.max_running_requests, prompt_rows(config, context_length)
+    longest = max(0, context_length - window)
+    decodes = tuple(Decode(row, longest) for row in range(requests))
+    lens = tuple((row, longest) for row in range(requests))
+
+    def chunk(row: int, count: int, scored: int = 0) -> PromptChunk:
+        start = max(0, context_length - count)
+        return PromptChunk(row, start, start + count, True, (0,) * count, scored)
+
+    each = max(1, rows // requests)
+    ends = tuple(chunk(row, each) for row in range(max(1, min(requests, rows // each))))
+    yield Order(decodes=decodes, chunks=(chunk(0, rows, min(rows, SCORED_ROWS)),), lens=lens, mode=ALL)
+    yield Order(decodes=decodes, chunks=(chunk(0, rows),), lens=lens)
+    yield Order(chunks=ends, mode=DRAWS)
+
+
+def run_largest(lockstep: Lockstep, config: EngineConfig, context_length: int, table: PageTable) -> None:
+    """Run the largest steps, before there are requests; all ranks must call this."""
+    deepest = len(lockstep.shapes) - 1
+    window = lockstep.shapes[-1].forcing().window
+    for order in largest_orders(config, context_length, window):
+        ran = lockstep.run(order if lockstep.mesh.leads else Order(), 0, deepest)
+        if ran.output is not None:
+            lockstep.read(ran)
+    table.lens.zero_()
+    lockstep.mesh.world.clock.split()
+
+
+def fitting(load: Callable[[], T], memory: DeviceMemory, what: str, remedy: str) -> T:
+    """What `load` returns; `memory.taken` then is what that takes.
+
+    Raises:
+        ConfigError: that, in words `what`, does not fit; `remedy` says what to do.
+    """
+    memory.begin()
+    try:
+        return load()
+    except OUT_OF_MEMORY as error:
+        raise ConfigError(f"{what} do not fit the device of {memory.total / GB:.1f} GB ({error}); {remedy}") from None
+
+
+def measured_needs(
+    models: RankModels,
+    mesh: Mesh,
+    device: torch.device,
+    context_length: int,
+    memory: DeviceMemory,
+    weights: int,
+    trial: Callable[[RankModels, RankMemory], Lockstep],
+) -> Needs:
+    """See `needs_of`; `trial` makes what runs steps with the models and pools of one page."""
+    resolved = models.resolved
+    least = (resolved.shape.window + 2 * resolved.config.page_size) * models.token_bytes
+    graphs = device.type == "cuda" and captures_of(resolved.config, device, models) is not None
+
+    def measure(requests: int, rows: int) -> int:
+        sizes = {"max_running_requests": requests, "chunked_prefill_size": rows}
+        config = resolved.config.model_copy(update=sizes)
+        own = replace(models, resolved=replace(resolved, config=config))
+        memory.begin()
+        pools = allocate_pages(own, device, context_length, 1, Capacity(config.page_size, "a trial"))
+        run_largest(trial(own, pools), config, context_length, pools.cache.table)
+        return memory.taken() - 2 * config.page_size * own.token_bytes
+
+    return needs_of(resolved.config, context_length, mesh, memory, weights, least, graphs, measure)
+
+
+def needs_of(
+    config: EngineConfig,
+    context_length: int,
+    mesh: Mesh,
+    memory: DeviceMemory,
+    weights: int,
+    least: int,
+    graphs: bool,
+    measure: Measure,
+) -> Needs:
+    """What there is and what is needed on the rank that has the least left for KV; the same on every rank, which all
+    must call this. `least` are the bytes of the smallest KV cache, `graphs` says whether steps will be captured.
+
+    Half of the largest steps is run before the whole ones, which are not run if not even that fits.
+
+    Raises:
+        ConfigError: not even the smallest KV cache is left; it says what is taken by what, and which settings to lower
+            and to what.
+    """
+    requests, rows = config.max_running_requests, prompt_rows(config, context_length)
+
+    def needs(workspace: int) -> Needs:
+        own = Needs(memory.total, memory.free(), weights, workspace, workspace if graphs else 0)
+        all_ranks = [Needs(*row) for row in mesh.all_gather_row(tuple(own))]
+        return min(all_ranks, key=lambda one: one.left)
+
+    def tried(count: int, beside: int) -> Needs:
+        try:
+            return needs(measure(count, beside))
+        except OUT_OF_MEMORY as error:
+            if mesh.world.size > 1:  # the others are in the middle of the step
+                raise ConfigError(
+                    f"a step of {count} requests and {beside} prompt rows does not fit beside the weights, which take "
+                    f"{weights / GB:.3f} GB ({error}); halve max_running_requests and chunked_prefill_size"
+                ) from None
+        return needs(memory.total)
+
+    half = tried(-(-requests // 2), -(-rows // 2))
+    found = tried(requests, rows) if half.left >= least else half
+    if found.left >= least:
+        return found
+    fewer = _most(lambda count: tried(count, rows).left >= least, requests)
+    shorter = _most(lambda count: tried(requests, count).left >= least, rows)
+    remedies = [f"max_running_requests (now {requests}) to {fewer}"] if fewer else []
+    remedies += (
+        [f"chunked_prefill_size (now {config.chunked_prefill_size}) to {shorter}"] if shorter >= FEWEST_ROWS else []
+    )
+    if not remedies:
+        remedies = ["context_length or the tree's size", "raise tp_size, to spread the model over more GPUs"]
+    of = "half of the largest steps" if found is half else "the largest steps"
+    raise ConfigError(
+        f"no memory is left for a KV cache: {found.about}, for {of}, {requests} requests beside {rows} prompt rows; "
+        f"the smallest KV cache takes {least / GB:.3f} GB: lower {', or '.join(remedies)}"
+    )
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number below `most` that fits, by halving; 0: not even 1. Small ones are tried before large ones."""
+    low, high = 0, 1
+    while high < most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def check_left(
+    lockstep: Lockstep, config: EngineConfig, context_length: int, memory: DeviceMemory, table: PageTable
+) -> Callable[[], None]:
+    """Run the largest steps on the finished engine, so that what is made once is made and the allocator has what they
+    take; returns what checks, once programs are captured, that as much is still left.
+
+    Raises:
+        ConfigError: there is not enough for them.
+    """
+    try:
+        run_largest(lockstep, config, context_length, table)
+        memory.begin()
+        run_largest(lockstep, config, context_length, table)
+    except OUT_OF_MEMORY as error:
+        raise ConfigError(f"the largest steps do not fit beside the KV cache ({error}); lower {SMALLER_KV}") from None
+    taken = memory.taken()
+
+    def check() -> None:
+        lacks = max(row[0] for row in lockstep.mesh.all_gather_row((taken - memory.left(),)))
+        if lacks > 0:
+            raise ConfigError(
+                f"captured programs have left {lacks / GB:.3f} GB too little for the largest steps, which take "
+                f"{taken / GB:.3f} GB; lower {SMALLER_KV} by as much"
+            )
+
+    return check

@@ -1,0 +1,92 @@
+"""deploy/serve.yaml's layout for GPUs, deployed by `serve deploy` where nodes say that they have some: it is placed as
+it says, and what cannot be placed is refused soon, with the setting to change.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ray
+
+EIGHT = [str(gpu) for gpu in range(8)]
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What the cluster of `declared_gpus` showed."""
+    checkout = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-m", "tests.actors.declared_gpus"]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=290)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(lines[-1].removeprefix("FOUND "))
+
+
+def test_the_layout_of_the_file_is_placed_as_it_says(found: Any) -> None:
+    assert found["apps"]["section"]["state"] == "RUNNING", found["apps"]["section"]
+    (group,) = found["groups"]["section"]
+    assert group["strategy"] == "STRICT_PACK"
+    assert group["bundles"] == [{"GPU": 1, "CPU": 4, "accelerator_type:H100": 0.001}] * 8
+    (node,) = group["nodes"]
+    assert found["kinds"][node] == "accelerator_type:H100"
+    info = found["info"]["section"]
+    assert info["device"] == "cuda" and info["device_chosen_by"] == "device: cuda; the cluster has 16 GPU(s)"
+    assert [rank["node"] for rank in info["ranks"]] == [node] * 8
+
+
+def test_a_rank_sees_the_one_gpu_that_ray_reserves_for_it(found: Any) -> None:
+    info = found["info"]["section"]
+    given = [gpu for rank in info["ranks"] for gpu in rank["gpus"]]
+    assert sorted(given) == EIGHT and all(len(rank["gpus"]) == 1 for rank in info["ranks"])
+    assert info["kernels"] == given[0], "CUDA_VISIBLE_DEVICES of rank 0"
+
+
+def test_gangs_share_a_node_and_auto_takes_the_gpus_that_are_reserved(found: Any) -> None:
+    assert found["apps"]["pair"]["state"] == "RUNNING", found["apps"]["pair"]
+    groups = found["groups"]["pair"]
+    assert len(groups) == 2 and groups[0]["nodes"] == groups[1]["nodes"]
+    assert found["kinds"][groups[0]["nodes"][0]] == "accelerator_type:L4"
+    info = found["info"]["pair"]
+    assert info["device"] == "cuda"
+    assert info["device_chosen_by"] == "device: auto; placement_group_config reserves GPUs"
+    assert found["auto"] == ["cuda", "device: auto; the cluster has 16 GPU(s)"]
+
+
+def test_an_accelerator_that_no_node_has_is_refused_by_serve_soon(found: Any) -> None:
+    app = found["apps"]["absent"]
+    assert app["state"] == "DEPLOY_FAILED"
+    assert "accelerator_type A100: no node of the cluster has it, nodes have H100, L4" in app["said"]
+    assert "placement_group_config.wait_s" in app["said"]
+    assert found["groups"]["absent"] == []
+
+
+def test_ranks_that_see_no_cuda_say_so_in_plain_words(found: Any) -> None:
+    app = found["apps"]["torch"]
+    assert app["state"] == "DEPLOY_FAILED"
+    assert "sees no CUDA device (CUDA_VISIBLE_DEVICES is" in app["said"]
+    assert "install a CUDA build of torch, or set device to cpu" in app["said"]
+    assert found["groups"]["torch"] == [], "the gang's bundles are given back"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            "on one node",
+            ["placement_group_config.strategy STRICT_PACK: 16", "set strategy to PACK, or lower tp_size to 8"],
+        ),
+        ("too many", ["tp_size 32", "GPU 32 of 16", "lower tp_size to 16"]),
+        ("two gangs", ["deployment_config.num_replicas: 2 gangs of 8", "lower num_replicas"]),
+        ("another's", ["GPU: needs 8, free", "held by", "section/", "{GPU: 8}", "end what holds them"]),
+        ("its own", ["GPU: needs 8, free", "held by", "section/"]),
+    ],
+)
+def test_what_has_no_room_is_refused_with_the_field_and_the_remedy(found: Any, what: str, said: list[str]) -> None:
+    words = found["refused"][what]["said"]
+    assert all(part in words for part in said), words
