@@ -1,9 +1,9 @@
 """A stream of a GPU on a CPU, as unkind as CUDA is: whatever a step is told to do waits until an event is waited for.
 
 Operators and native calls are queued, and their outputs hold NaN until then. While a segment of a graph is captured
-nothing is queued at all, only noted. Who asks for a number, reads a tensor that did not land by a copy, or makes numbers
-of the host's part of a captured segment, is caught. All programs work in one pool of memory: each replay begins with
-NaN in all of it, so nothing of an earlier one may be needed. The host is a step ahead.
+nothing is queued at all, only noted. Who asks for a number, reads a tensor that did not land by a copy, or makes
+numbers of the host's part of a captured segment, is caught. All programs work in one pool of memory: each replay begins
+with NaN in all of it, so nothing of an earlier one may be needed. The host is a step ahead.
 """
 
 import math
@@ -18,16 +18,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cluster import recording
 from cluster.batch import Mode, Order
 from cluster.config import EngineConfig, TreeShape
 from cluster.crossing import Landing
 from cluster.dp_attention.plan import StepPlan
-from cluster.engine import build, captures
-from cluster.engine.captures import Captures
+from cluster.dp_attention.sizes import Buckets
+from cluster.engine import build
+from cluster.engine.captures import Captures, buckets_of
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.programs import Programs
 from cluster.graph import Graph
-from cluster import recording
+from cluster.mesh import Mesh
 from cluster.recording import recorded_by
 from cluster.spec.result import Results
 from cluster.tape import _replayed, asks
@@ -116,8 +118,12 @@ class Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, function._schema
-        if (what := asks(function, args, kwargs)) or schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
-            raise Unkind(f"{schema.name}: {f'asks for {what}' if what else 'numbers of the host'}")
+        if what := asks(function, args, kwargs):
+            raise Unkind(f"{schema.name} asks for {what}")
+        if schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
+            if self._noted is not None:
+                raise Unkind(f"{schema.name}: numbers of the host in a captured segment")
+            return args[0]  # what is made once and kept; `test_host.py` has an eye on steps
         if schema.is_mutable:
             self.queue(lambda: function(*args, **kwargs))
             return written(schema, args, kwargs)
@@ -231,15 +237,15 @@ class OnStream:
         return results
 
 
-def on_stream(patch: pytest.MonkeyPatch, buckets: Callable[[EngineConfig], Any] | None = None) -> Stream:
+def on_stream(patch: pytest.MonkeyPatch, buckets: Buckets | None = None) -> Stream:
     """Have engines built from now on run as on a GPU with Triton, on this stream, a step ahead of it."""
     stream, true = Stream(), build.capture_decoding
     patch.setattr(build, "_lag", lambda *_: 1)
-    _cross(patch, stream)
-    asked = buckets or (lambda config: captures.buckets_of(config, torch.device("cuda"), build.Mesh()))
+    cross(patch, stream)
 
     def graphs(config: EngineConfig, *_: Any) -> Captures:
-        return Captures(lambda program: StreamGraph(program, stream), asked(config))
+        of = buckets or buckets_of(config, torch.device("cuda"), Mesh())
+        return Captures(lambda program: StreamGraph(program, stream), of)
 
     def decoding(lockstep: Lockstep, *given: Any) -> Any:
         lockstep.programs = OnStream(lockstep.programs, stream)  # type: ignore[assignment]
@@ -250,7 +256,7 @@ def on_stream(patch: pytest.MonkeyPatch, buckets: Callable[[EngineConfig], Any] 
     return stream
 
 
-def _cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
+def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
     """Copies between host and device are queued, and there is no other way to a number."""
 
     class Landed(Landing):
@@ -280,7 +286,6 @@ def _cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
         stream.waits += 1
         with on_the_host(stream):
             return true(run, given)
-
 
     true = recording.answered
     for place in ("cluster.recording", "cluster.spec.result"):
