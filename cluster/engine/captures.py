@@ -23,10 +23,9 @@ logger = logging.getLogger(__name__)
 MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED)
 AUTO_BYTES = 1 << 28  # that programs may take where no setting asks for them
 LARGEST = 512  # rows of decoding requests, or of prompts, that a GPU's steps are padded to unless settings say more
-
-
 ONE_PLAN = "FlashInfer's kernels are started with numbers of their plan, which is another in each step"
 BY_TORCH = "attention by torch reads as far as the longest request may be, which a graph would fix"
+UNEVEN = "with dp_padding exact groups exchange parts of different sizes, which a graph is not to hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,14 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
     if config.capture == "off":
         return None
-    if models.kernels.flashinfer is not None or models.kernels.name != "triton":
-        why = BY_TORCH if models.kernels.flashinfer is None else ONE_PLAN
-        if config.capture == "on":
-            raise ConfigError(f"capture on: {why}; set attention_backend to triton, or capture to auto or off")
+    kernels, why, remedy = models.kernels, "", "attention_backend to triton"
+    if kernels.flashinfer is not None or kernels.name != "triton":
+        why = BY_TORCH if kernels.flashinfer is None else ONE_PLAN
+    elif config.dp_padding == "exact" and mesh.attn_dp > 1:
+        why, remedy = UNEVEN, "dp_padding to auto or padded"
+    if why and config.capture == "on":
+        raise ConfigError(f"capture on: {why}; set {remedy}, or capture to auto or off")
+    if why:
         logger.info("rank %d: steps are launched anew, not captured: %s", mesh.rank, why)
         return None
     buckets, segments = buckets_of(config, torch.device("cuda"), mesh), CudaSegments()

@@ -48,6 +48,17 @@ def test_what_a_graph_cannot_hold_is_refused_or_launched_anew(
         captures_of(config_of(tiny_pair()[0], capture="on"), CUDA, models(name), Mesh())
 
 
+def test_groups_that_exchange_uneven_parts_are_not_captured() -> None:
+    for capture in ("auto", "on"):
+        of = config_of(tiny_pair()[0], capture=capture, dp_padding="exact")
+        assert captures_of(of, CUDA, models("triton"), Mesh()) is not None, "one group"
+        if capture == "auto":
+            assert captures_of(of, CUDA, models("triton"), TWO_GROUPS) is None
+            continue
+        with pytest.raises(ConfigError, match="different sizes.*set dp_padding to auto or padded"):
+            captures_of(of, CUDA, models("triton"), TWO_GROUPS)
+
+
 def test_off_is_off() -> None:
     for name in ("triton", "torch", "flashinfer"):
         assert captures_of(config_of(tiny_pair()[0], capture="off"), CUDA, models(name), Mesh()) is None
