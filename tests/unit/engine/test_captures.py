@@ -55,7 +55,7 @@ def test_groups_that_exchange_uneven_parts_are_not_captured() -> None:
         if capture == "auto":
             assert captures_of(of, CUDA, models("triton"), TWO_GROUPS) is None
             continue
-        with pytest.raises(ConfigError, match="different sizes.*set dp_padding to auto or padded"):
+        with pytest.raises(ConfigError, match=r"different sizes.*set dp_padding to auto or padded"):
             captures_of(of, CUDA, models("triton"), TWO_GROUPS)
 
 
