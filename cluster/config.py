@@ -172,7 +172,7 @@ class EngineConfig(Settings):
     capture: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="replay captured programs in place of running steps of the same shape anew; auto: of steps without "
-        "prompts on a CPU, where the kernels are in C",
+        "prompts, on a CPU with the kernels in C and on a GPU with Triton's",
     )
     capture_sizes: tuple[int, ...] | None = Field(
         default=None,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.crossing import brought
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -47,10 +49,7 @@ class Staging:
 
     def sent(self) -> Sent:
         """The lists on the device, after one copy."""
-        words = int64(self._words)
-        if self._device.type == "cuda":
-            words = words.pin_memory().to(self._device, non_blocking=True)
-        return Sent(words, self._lengths)
+        return Sent(brought(int64(self._words), self._device), self._lengths)
 
 
 def int64(words: list[int]) -> Tensor:

@@ -5,65 +5,18 @@ memory, makes no decision, and asks the device for nothing. Whoever replays puts
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cluster.recording import CaptureError, recorded_by, unrecorded
+
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-R = TypeVar("R")
-
-_recording: ContextVar["_Recorder | None"] = ContextVar("recording", default=None)
-
-
-class CaptureError(RuntimeError):
-    """A program that cannot be replayed; the message names the operator and what is wrong with it."""
-
-
-class Captured(Protocol[T_co]):
-    """A program that was run once and can be run again, without the host. `output` is what it returned: tensors that
-    every replay fills anew. `bytes` is the memory that it holds for itself.
-    """
-
-    @property
-    def output(self) -> T_co:
-        """What the program returned."""
-        ...
-
-    @property
-    def bytes(self) -> int:
-        """Memory of its buffers."""
-        ...
-
-    def replay(self) -> None:
-        """Run it again on what now lies in its inputs."""
-        ...
-
-
-def opaque(run: Callable[..., R], *given: Any) -> R:
-    """`run(*given)`, which a tape replays as one call: what happens inside, it decides anew each time. Its output is a
-    tensor, whose shape must not change, or none.
-    """
-    recorder = _recording.get()
-    if recorder is None:
-        return run(*given)
-    output: R = recorder.whole(run, given)
-    return output
-
-
-def native(run: Callable[..., None], *given: Any) -> None:
-    """`run(*given)`, a call on memory that a tape cannot see: it is recorded as it is."""
-    run(*given)
-    recorder = _recording.get()
-    if recorder is not None:
-        recorder.calls.append(partial(run, *given))
 
 
 class Tape(Generic[T]):
@@ -76,12 +29,8 @@ class Tape(Generic[T]):
             CaptureError: it asks for a value, or takes one from the host.
         """
         recorder = _Recorder()
-        token = _recording.set(recorder)
-        try:
-            with torch.inference_mode(), recorder:
-                self.output: T = program()
-        finally:
-            _recording.reset(token)
+        with torch.inference_mode(), recorded_by(recorder), recorder:
+            self.output: T = program()
         self._calls, self.buffers = recorder.calls, recorder.own
 
     @property
@@ -135,16 +84,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.own: list[Tensor] = []
         self._storages: set[int] = set()
 
-    def whole(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        """Run and note something that is to be one call."""
-        with _unrecorded():
+    def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        """See `recording.opaque`."""
+        with unrecorded():
             output = run(*given)
-        if output is None:
-            self.calls.append(lambda: run(*given))
-            return output
         self._made([output])
         self.calls.append(lambda: output.copy_(run(*given)))
         return output
+
+    def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
+        """See `recording.native`."""
+        with unrecorded():
+            run(*given)
+        self.calls.append(partial(run, *given))
+
+    def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
+        """See `recording.hosted`; on a CPU the host's memory is the device's."""
+        with unrecorded():
+            output = run(*given)
+        if output is None:
+            self.calls.append(partial(run, *given))
+            return None
+        made: Tensor = output
+        self._made([made])
+        self.calls.append(lambda: made.copy_(run(*given)))  # type: ignore[arg-type]
+        return made
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,16 +137,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _storage(output) not in self._storages:
                 self._storages.add(_storage(output))
                 self.own.append(output)
-
-
-@contextmanager
-def _unrecorded() -> Any:
-    token = _recording.set(None)
-    try:
-        with _disable_current_modes():
-            yield
-    finally:
-        _recording.reset(token)
 
 
 def _storage(tensor: Tensor) -> int:

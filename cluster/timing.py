@@ -44,16 +44,22 @@ class HostTimer:
 
 
 class EventTimer:
-    """Moments as CUDA events on the current stream."""
+    """Moments as CUDA events on the current stream. While a graph is captured there are none, since nothing runs: None
+    stands for such a moment, and spans to and from it count nothing.
+    """
 
     def now(self) -> Any:
         """An event behind all work that was queued so far."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def between(self, start: Any, end: Any) -> float:
         """See `Timer.between`."""
+        if start is None or end is None:
+            return 0.0
         seconds: float = start.elapsed_time(end) / 1e3
         return seconds
 

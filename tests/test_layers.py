@@ -31,6 +31,8 @@ GROUND = (
     "text",
     "staging",
     "timing",
+    "crossing",
+    "recording",
     "tape",
     "graph",
     "axis",

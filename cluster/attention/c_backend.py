@@ -15,7 +15,7 @@ from cluster.batch import HostBounds, Seen
 from cluster.kernels.library import Library
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
-from cluster.tape import native
+from cluster.recording import native
 
 POINTERS = (
     *("memory", "q", "kv", "sinks", "out", "write", "pages", "tree_rows", "tree_lens", "bits"),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cluster.attention.flashinfer_readers import Reader, Work
 from cluster.batch import HostBounds, Text, Tree
+from cluster.crossing import brought
 from cluster.kernels.attend import gpu
 from cluster.kernels.launch import launch
 from cluster.kv.page_table import PageTable
@@ -115,9 +116,7 @@ class Plans:
         starts = [0, *accumulate(pages)]
         plan.step, plan.requests, plan.rows, plan.pages = self._step, len(rows), sum(rows), max(pages)
         plan.listed = torch.zeros(starts[-1], dtype=torch.int32, device=device)
-        told = torch.tensor([*starts, *lens], dtype=torch.int32)
-        if device.type == "cuda":
-            told = told.pin_memory().to(device, non_blocking=True)
+        told = brought(torch.tensor([*starts, *lens], dtype=torch.int32), device)
         plan.starts, plan.until = told.split_with_sizes([len(starts), len(lens)])
         seen = torch.tensor([max(1, count) for count in lens], dtype=torch.int32)
         ends = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)

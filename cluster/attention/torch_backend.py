@@ -16,7 +16,7 @@ from cluster.attention.gather import Gather, Part, Reader
 from cluster.batch import HostBounds, Seen
 from cluster.kv.codes import coded, decoded, largest
 from cluster.kv.pool import KVPool
-from cluster.tape import opaque
+from cluster.recording import native, opaque
 
 
 def kept_out(q: Tensor, kv: Tensor, most: float | None = None) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class TorchAttention:
 
     def bind(self, seen: Seen) -> None:
         """Use `seen` for the calls of the next forward; what all layers share is made once, here."""
-        opaque(self._bind, seen)
+        native(self._bind, seen)
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""

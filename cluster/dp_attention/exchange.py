@@ -17,7 +17,7 @@ from cluster.dp_attention.orders import shared
 from cluster.dp_attention.plan import Call
 from cluster.mesh import Axis, GangError, Mesh, OutOfStepError
 from cluster.models.exchange import ApartExperts, Shards
-from cluster.tape import opaque
+from cluster.recording import opaque
 
 T = TypeVar("T")
 

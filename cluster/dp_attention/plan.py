@@ -178,7 +178,8 @@ class PlanRule:
         padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
         if self.padding == "auto":
             padded = all_rows - sum(rows) <= self.waste * all_rows
-        if self.buckets is not None and mode.repeatable and (self.buckets.hosted or Mode.CONSTRAINED not in mode):
+        alike = padded or len(real) == 1
+        if self.buckets is not None and mode.repeatable and (alike or not self.buckets.alike):
             fit = self.buckets.fitted
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and self.buckets.hold(own, nodes))

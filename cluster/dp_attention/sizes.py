@@ -36,14 +36,14 @@ def most(groups: Sequence[Sizes]) -> Sizes:
 class Buckets:
     """The sizes that captured programs have, ascending; none: exactly those that occur.
 
-    None has more than `rows` rows of the target, and one with rows of prompts only if they have `prompts`; one that
-    calls the host, for grammars, only if they are `hosted`: a tape calls it, a graph cannot.
+    None has more than `rows` rows of the target, and one with rows of prompts only if they have `prompts`. If `alike`,
+    all groups run the same in it: parts of other sizes travel by a collective that a graph cannot hold.
     """
 
     sizes: tuple[int, ...] = ()
     rows: int = MOST_ROWS
     prompts: bool = True
-    hosted: bool = True
+    alike: bool = False
 
     def hold(self, own: Sizes, nodes: int) -> bool:
         """Whether a group that runs `own`, with trees of so many nodes, may run a captured program."""
@@ -77,6 +77,11 @@ class Buckets:
 def _with_ends(groups: Sequence[Sizes], finals: int) -> int:
     """The prompt rows in which each of `groups` has room for `finals` ends."""
     return max(own.prompt_rows + (own.finals < finals) for own in groups)
+
+
+def multiples(sizes: Sequence[int], of: int) -> tuple[int, ...]:
+    """Ascending sizes, each rounded up to a multiple, which so many ranks share evenly."""
+    return tuple(dict.fromkeys(-(-size // of) * of for size in sizes))
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:

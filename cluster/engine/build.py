@@ -210,7 +210,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
         ConfigError: the draft does not reproduce the sample in its folder.
     """
     mesh, memory, resolved = prepared.mesh, prepared.memory, prepared.resolved
-    captures = captures_of(resolved.config, prepared.device, prepared.models)
+    captures = captures_of(resolved.config, prepared.device, prepared.models, mesh)
     lockstep = _lockstep(prepared, draft, captures)
     _check_sample(prepared, lockstep)
     check = None

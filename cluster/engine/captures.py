@@ -1,5 +1,6 @@
 """What of a rank's steps is captured: at which sizes, by what, and before the first request."""
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,16 +9,23 @@ import torch
 
 from cluster.batch import Decode, Mode, Order
 from cluster.config import ConfigError, EngineConfig, TreeShape
-from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, sizes_up_to
+from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, multiples, sizes_up_to
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels
 from cluster.engine.programs import KEPT, Capture
+from cluster.graph import CudaSegments, Graph
+from cluster.mesh import Mesh
 from cluster.status import CaptureInfo
 from cluster.tape import Tape
+
+logger = logging.getLogger(__name__)
 
 MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED)
 AUTO_BYTES = 1 << 28  # that programs may take where no setting asks for them
 LARGEST = 512  # rows of decoding requests, or of prompts, that a GPU's steps are padded to unless settings say more
+ONE_PLAN = "FlashInfer's kernels are started with numbers of their plan, which is another in each step"
+BY_TORCH = "attention by torch reads as far as the longest request may be, which a graph would fix"
+UNEVEN = "with dp_padding exact groups exchange parts of different sizes, which a graph is not to hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +36,41 @@ class Captures:
     buckets: Buckets
 
 
-def captures_of(config: EngineConfig, device: torch.device, models: RankModels) -> Captures | None:
-    """How programs are captured, None: not at all.
+def captures_of(config: EngineConfig, device: torch.device, models: RankModels, mesh: Mesh) -> Captures | None:
+    """How programs are captured, None: not at all, which the log explains.
 
-    By default only on a CPU with the kernels in C, whose calls are replayed faster than torch makes them anew, and of
-    steps without prompts, which recur; and as many rows as keep all programs within `AUTO_BYTES`. Attention by torch
-    reads as far as the host's bound, which a graph would fix for good.
+    By default of steps without prompts, which recur: on a GPU with Triton's kernels, whose launches say nothing of
+    lengths, and on a CPU with the kernels in C, whose calls are replayed faster than torch makes them anew, there as
+    many rows as keep all programs within `AUTO_BYTES`.
 
     Raises:
-        ConfigError: the device has no attention that can be captured.
+        ConfigError: the device has no attention that can be captured, or sizes do not suit the ranks.
     """
-    if models.kernels.flashinfer is not None and device.type == "cuda":  # a graph would hold one plan of two for good
-        if config.capture == "on":
-            raise ConfigError("capture on: FlashInfer plans every step anew; set capture or attention_backend to auto")
-        return None
-    if device.type == "cuda" and config.capture == "on":
-        raise ConfigError("capture on runs on a CPU so far, and device is cuda; set capture to auto")
+    if device.type == "cuda":
+        return _graphs(config, models, mesh)
     if config.capture == "on":
-        return Captures(Tape, buckets_of(config, device))
+        return Captures(Tape, buckets_of(config, device, mesh))
     rows = AUTO_BYTES // (KEPT * row_bytes(models))
     if config.capture == "off" or models.kernels.library is None or not rows:
         return None
     return Captures(Tape, Buckets((), min(MOST_ROWS, rows), prompts=False))
+
+
+def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
+    if config.capture == "off":
+        return None
+    kernels, why, remedy = models.kernels, "", "attention_backend to triton"
+    if kernels.flashinfer is not None or kernels.name != "triton":
+        why = BY_TORCH if kernels.flashinfer is None else ONE_PLAN
+    elif config.dp_padding == "exact" and mesh.attn_dp > 1:
+        why, remedy = UNEVEN, "dp_padding to auto or padded"
+    if why and config.capture == "on":
+        raise ConfigError(f"capture on: {why}; set {remedy}, or capture to auto or off")
+    if why:
+        logger.info("rank %d: steps are launched anew, not captured: %s", mesh.rank, why)
+        return None
+    buckets, segments = buckets_of(config, torch.device("cuda"), mesh), CudaSegments()
+    return Captures(lambda program: Graph(program, segments), buckets)
 
 
 def row_bytes(models: RankModels) -> int:
@@ -59,13 +80,26 @@ def row_bytes(models: RankModels) -> int:
     return (numbers + 2 * arch.vocab_size) * models.dtype.itemsize
 
 
-def buckets_of(config: EngineConfig, device: torch.device) -> Buckets:
-    """Those of the settings; else few sizes on a GPU, which pads, and exact ones on a CPU, which pays for each row."""
-    if config.capture_sizes is not None:
-        return Buckets(config.capture_sizes, hosted=device.type == "cpu")
-    if device.type == "cuda":
-        return Buckets(sizes_up_to(max(LARGEST, config.max_running_requests)), hosted=False)
-    return Buckets()
+def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Buckets:
+    """Those of the settings; else few sizes on a GPU, which pads, and exact ones on a CPU, which pays for each row.
+
+    On GPUs the ranks of several groups carry equal shares of every group's rows in a captured step, so sizes are
+    multiples of the ranks of a group.
+
+    Raises:
+        ConfigError: those of the settings are not.
+    """
+    if device.type != "cuda":
+        return Buckets() if config.capture_sizes is None else Buckets(config.capture_sizes)
+    sizes, shares = config.capture_sizes, mesh.attn.size if mesh.attn_dp > 1 else 1
+    if sizes is None:
+        sizes = multiples(sizes_up_to(max(LARGEST, config.max_running_requests)), shares)
+    if odd := [size for size in sizes if size % shares]:
+        raise ConfigError(
+            f"capture_sizes has {odd[0]}, which the {shares} ranks of an attention group cannot share evenly; "
+            f"give multiples of {shares}"
+        )
+    return Buckets(sizes, prompts=config.capture == "on", alike=mesh.attn_dp > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine.programs import Programs
 from cluster.forward.grammars import GrammarTable
-from cluster.mesh import Mesh
-from cluster.spec.result import Decided, StepOutput
+from cluster.mesh import GangError, Mesh
+from cluster.spec.result import Decided, Results
 from cluster.spec.step import Step
 from cluster.timing import Spans
 from cluster.waiting import watched
@@ -36,7 +36,7 @@ class GangStep:
 
     plan: StepPlan
     shape: TreeShape
-    output: StepOutput | None
+    output: Results | None
     real: int
     waits: Spans
     agreed: float
@@ -131,7 +131,7 @@ class Lockstep:
             self.coordinator.decided(_results(decided, ran.real))
         return decided
 
-    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, StepOutput]:
+    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, Results]:
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)

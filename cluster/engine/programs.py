@@ -16,9 +16,9 @@ from cluster.config import TreeShape
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Call, Key, StepPlan
 from cluster.engine.assembler import Assembler, Inputs
-from cluster.spec.result import Phases, StepOutput
+from cluster.recording import Captured
+from cluster.spec.result import Phases, Results, StepOutput
 from cluster.spec.step import Step
-from cluster.tape import Captured
 from cluster.timing import timer_of
 
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
@@ -79,13 +79,16 @@ class Programs:
         if len(self._later) > KEPT:
             self.forget(next(iter(self._later)))
 
-    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> StepOutput:
-        """Run a step of this plan; `order` is padded to it, `shape` are the trees of its tier.
+    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> Results:
+        """Begin a step of this plan; `order` is padded to it, `shape` are the trees of its tier.
 
         Raises:
             OutOfStepError: a captured program would make other calls of the exchange than the plan's script has.
         """
-        inputs, key = self.assembler.send(order, shape.forced), plan.key
+        return Results(self._begun(self.assembler.send(order, shape.forced), plan, shape))
+
+    def _begun(self, inputs: Inputs, plan: StepPlan, shape: TreeShape) -> StepOutput:
+        key = plan.key
         if self._capture is None or not plan.captured:
             return self._run(inputs, shape)
         if key in self._started:

@@ -51,7 +51,7 @@ class AdjustmentTable:
         self.bias = torch.zeros(self._shape, dtype=self._dtype, device=device)
         self.marks = torch.zeros(self._shape, dtype=torch.int32, device=device)
         self.numbers = torch.zeros(rows, 4, dtype=self._dtype, device=device)
-        self.numbers[:, REPETITION] = 1.0
+        self.numbers[:, REPETITION].fill_(1.0)
         self.missing = torch.zeros(rows, dtype=torch.int64, device=device)
         self.words = torch.full((rows, 0, 1), -1, device=device)
         self.tails = torch.full((rows, 0), -1, device=device)
@@ -108,12 +108,12 @@ class AdjustmentTable:
             tails = torch.full((rows, longest - 1), -1, device=self._device)
             tails[:, before:] = self.tails
             self.words, self.tails = wider, tails
-        self.words[each.row] = -1
+        self.words[each.row].fill_(-1)
         start = 0
         for line, word in enumerate(each.bad_words):
             self.words[each.row, line, longest - len(word) :] = words[start : start + len(word)]
             start += len(word)
-        self.tails[each.row] = -1
+        self.tails[each.row].fill_(-1)
         if kept := min(longest - 1, len(tokens)):
             self.tails[each.row, -kept:] = tokens[-kept:]
 

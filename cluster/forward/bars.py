@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.forward.adjustments import BANNED
 from cluster.forward.noise import at_least_float32
 from cluster.kernels.library import Library
-from cluster.tape import native
+from cluster.recording import native
 
 BARRED = 2 * BANNED
 """Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""

@@ -14,7 +14,7 @@ from cluster.forward.chooser import least_of
 from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise, at_least_float32
 from cluster.kernels.library import Library
-from cluster.tape import native
+from cluster.recording import native
 
 POINTERS = ("logits", "keys", "which", "hashes", "inverse", "scale", "least", "scores", "columns", "total")
 NUMBERS = (

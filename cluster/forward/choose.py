@@ -4,7 +4,7 @@ A `Chooser` takes the best of the columns that a rank holds. Where these are a s
 of what the shards found. Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,6 +65,10 @@ class Logprobs:
     chosen: Tensor
     values: Tensor
     ids: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Logprobs":
+        """The same with another tensor in place of each."""
+        return Logprobs(change(self.chosen), change(self.values), change(self.ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from cluster.batch import Constraint, Order
 from cluster.forward.bars import WORD, Bars
 from cluster.grammar.asked import GrammarError
-from cluster.tape import opaque
+from cluster.recording import hosted
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class GrammarTable:
 
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`."""
-        opaque(self._commit, rows, tokens, lens)
+        hosted(self._commit, rows, tokens, lens)
 
     def _commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         for row, run, count in zip(rows.tolist(), tokens.tolist(), lens.tolist(), strict=True):
@@ -163,7 +163,8 @@ class GrammarTable:
         beyond them), with what may not come barred, in float32 at least; NaN where the grammar has failed. `ids` as in
         `Adjust.apply`.
         """
-        masks = opaque(self._masks, rows, path)
+        masks = hosted(self._masks, rows, path)
+        assert masks is not None
         return self._bars(logits.flatten(0, 1), masks.flatten(0, 1), ids).view(logits.shape)
 
     def _masks(self, rows: Tensor, path: Tensor) -> Tensor:
@@ -175,5 +176,4 @@ class GrammarTable:
                 own.fill(-1)
             else:
                 place.fill(paths, own)
-        made = torch.from_numpy(masks)
-        return made if rows.is_cpu else made.to(rows.device)
+        return torch.from_numpy(masks)

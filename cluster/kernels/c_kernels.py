@@ -13,7 +13,7 @@ from cluster.kernels.library import Function, Library
 from cluster.kernels.panels import columns_of
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.tape import native
+from cluster.recording import native
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 

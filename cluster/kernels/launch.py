@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cluster.tape import opaque
+from cluster.recording import native
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether programs run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). Its products of bfloat16 are wrong
@@ -22,7 +22,7 @@ def launch(program: Any, grid: Grid, *given: Any, **constants: Any) -> None:
     as one call.
     """
     if all(grid):
-        opaque(_started, program, grid, given, constants)
+        native(_started, program, grid, given, constants)
 
 
 def _started(program: Any, grid: Grid, given: tuple[Any, ...], constants: dict[str, Any]) -> None:

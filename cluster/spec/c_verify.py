@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from cluster.kernels.library import Library
+from cluster.recording import native
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
-from cluster.tape import native
 
 POINTERS = ("tokens", "parents", "depths", "chosen", "path", "taken", "lens", "bonus", "on")
 NUMBERS = ("trees", "nodes", "wide", "tokens_stride", "parents_stride", "depths_stride")

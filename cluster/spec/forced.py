@@ -9,8 +9,8 @@ from torch import Tensor
 from cluster.config import TreeShape
 from cluster.forward.adjust import Adjust
 from cluster.forward.grammars import GrammarTable
+from cluster.recording import hosted
 from cluster.spec.tree import DraftTree, ancestors_of
-from cluster.tape import opaque
 
 
 def forced_into(tree: DraftTree, shape: TreeShape, adjust: Adjust) -> DraftTree:
@@ -20,7 +20,8 @@ def forced_into(tree: DraftTree, shape: TreeShape, adjust: Adjust) -> DraftTree:
     """
     if adjust.grammars is None:
         return tree
-    grown = opaque(_grown, adjust.grammars, adjust.rows, tree.tokens, tree.parents, tree.depths, shape)
+    grown = hosted(_grown, adjust.grammars, adjust.rows, tree.tokens, tree.parents, tree.depths, shape)
+    assert grown is not None
     tokens, parents, depths = grown.unbind()
     return DraftTree(tokens, parents, depths, ancestors_of(parents, shape.num_steps), padded=True)
 

@@ -1,8 +1,9 @@
-"""What a step decided: one row of numbers on the device, read by the host in one copy.
+"""What a step decided: one row of numbers on the device, copied to the host behind the step.
 
 Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (S + 1) + F tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.crossing import Landing
 from cluster.forward.choose import Logprobs, Scores
 from cluster.request import StepTree
 from cluster.spec.tree import DraftTree
@@ -34,7 +36,7 @@ class Phases:
 @dataclass(frozen=True, slots=True)
 class Trees:
     """The trees that a step verified, on the device: `packed` int64 `[R, 2 N + S + 1]` are the tokens and parents of
-    each tree's N nodes, and its accepted path. Only what is asked for is copied.
+    each tree's N nodes, and its accepted path.
     """
 
     packed: Tensor
@@ -87,7 +89,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The same on the device: `packed` int64 `[R (S + 3) + F + c]`, its first part `[R, S + 3]`; then `drawn`."""
+    """The same as tensors: `packed` int64 `[R (S + 3) + F + c]`, its first part `[R, S + 3]`; then `drawn`."""
 
     packed: Tensor
     requests: int
@@ -116,15 +118,23 @@ class StepOutput:
         sizes = rows.shape[0], accepted.tokens.shape[1], first.shape[0], sound.shape[0]
         return StepOutput(packed, *sizes, logprobs, phases)
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
+        """The same with another tensor in place of each, always in the same order."""
+        logprobs, scores, trees = self.logprobs, self.scores, self.trees
+        return replace(
+            self,
+            packed=change(self.packed),
+            logprobs=None if logprobs is None else logprobs.each(change),
+            scores=None if scores is None else Scores(scores.logprobs.each(change), change(scores.ranks)),
+            trees=None if trees is None else replace(trees, packed=change(trees.packed)),
+        )
+
     def kept(self) -> "StepOutput":
         """The same in memory of its own, which no later replay overwrites."""
-        logprobs = self.logprobs
-        if logprobs is not None:
-            logprobs = Logprobs(logprobs.chosen.clone(), logprobs.values.clone(), logprobs.ids.clone())
-        return replace(self, packed=self.packed.clone(), logprobs=logprobs)
+        return self.each(Tensor.clone)
 
     def read(self) -> Decided:
-        """Wait for the device, and copy."""
+        """What it says, if it lies in the host's memory."""
         numbers: list[int] = self.packed.tolist()
         each, end = self.width + 2, self.requests * (self.width + 2)
         rows = [numbers[start : start + each] for start in range(0, end, each)]
@@ -141,3 +151,18 @@ class StepOutput:
             scores=self.scores,
             trees=self.trees,
         )
+
+
+class Results:
+    """The output of a step on its way to the host, begun behind that step and before the next."""
+
+    def __init__(self, output: StepOutput) -> None:
+        """The step has been queued."""
+        self._output, tensors = output, list[Tensor]()
+        output.each(lambda one: tensors.append(one) or one)  # type: ignore[func-returns-value]
+        self._landing = Landing(tensors)
+
+    def read(self) -> Decided:
+        """Wait for the device to have run the step; steps queued meanwhile go on."""
+        landed = iter(self._landing.wait())
+        return self._output.each(lambda _: next(landed)).read()

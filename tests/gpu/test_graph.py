@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.graph import Graph
+from cluster.graph import CudaSegments, Graph
+from cluster.recording import hosted
 from cluster.tape import Tape
 
 pytestmark = [
@@ -24,7 +25,7 @@ def test_a_graph_replays_on_new_inputs_without_waiting() -> None:
     x, memory = torch.randn(4, 4, dtype=torch.float64), torch.zeros(6, 4, dtype=torch.float64)
     there = [one.cuda() for one in (x, memory)]
     program(*there)
-    graph, tape = Graph(lambda: program(*there)), Tape(lambda: program(x, memory))
+    graph, tape = Graph(lambda: program(*there), CudaSegments()), Tape(lambda: program(x, memory))
     for _ in range(20):
         x.copy_(torch.randn(4, 4))
         there[0].copy_(x)
@@ -35,4 +36,40 @@ def test_a_graph_replays_on_new_inputs_without_waiting() -> None:
             torch.cuda.set_sync_debug_mode("default")
         tape.replay()
         assert all(torch.allclose(a.cpu(), b) for a, b in zip(graph.output, tape.output, strict=True))
-    assert graph.bytes >= 0
+    assert graph.bytes >= 0 and len(graph) == 1
+
+
+def called(x: Tensor, said: list[float]) -> list[Tensor]:
+    """A program that calls the host in its midst, twice, the second time for nothing that it uses."""
+
+    def say(doubled: Tensor) -> Tensor:
+        said.append(float(doubled.sum()))
+        return doubled * 10
+
+    doubled = x * 2
+    answer = hosted(say, doubled)
+    assert answer is not None
+    total = answer + doubled
+    hosted(lambda one: said.append(float(one.sum())), total)
+    return [total, total.sum(-1)]
+
+
+def test_a_graph_calls_the_host_between_segments() -> None:
+    """Beside other graphs in the same pool, which write over all that a program does not need any more."""
+    x, said, own = torch.randn(4, 4, dtype=torch.float64), list[float](), list[float]()
+    there, segments = x.cuda(), CudaSegments()
+    called(there, said)
+    graph = Graph(lambda: called(there, said), segments)
+    others = [Graph(lambda: program(there, torch.zeros(6, 4, dtype=x.dtype, device="cuda")), segments) for _ in "ab"]
+    assert len(graph) == 5
+    for _ in range(20):
+        x.copy_(torch.randn(4, 4))
+        there.copy_(x)
+        said.clear()
+        own.clear()
+        graph.replay()
+        wanted = called(x, own)
+        assert all(torch.allclose(a.cpu(), b) for a, b in zip(graph.output, wanted, strict=True))
+        assert torch.allclose(torch.tensor(said), torch.tensor(own)) and len(said) == 2
+        for other in others:
+            other.replay()

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.tape import CaptureError, Tape, opaque
+from cluster.recording import CaptureError, opaque
+from cluster.tape import Tape
 
 ROWS = torch.tensor([1, 2])
 

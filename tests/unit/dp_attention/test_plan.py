@@ -109,14 +109,19 @@ def test_steps_with_bad_words_are_not_captured_but_padded_as_any() -> None:
         assert plan.sizes == rule(padding).plan(table, SHAPE).sizes
 
 
-def test_steps_with_a_grammar_are_captured_where_programs_may_call_the_host() -> None:
-    for mode, hosted, captured in (
-        (Mode.ADJUSTED, False, True),
-        (Mode.CONSTRAINED, True, True),
-        (Mode.CONSTRAINED, False, False),
-    ):
-        of = replace(rule("exact"), buckets=Buckets(hosted=hosted))
-        assert of.plan([facts(3)._replace(mode=int(mode))], SHAPE).captured is captured
+def test_steps_with_a_grammar_are_captured() -> None:
+    for mode in (Mode.ADJUSTED, Mode.CONSTRAINED):
+        of = replace(rule("exact"), buckets=Buckets())
+        assert of.plan([facts(3)._replace(mode=int(mode))], SHAPE).captured
+
+
+def test_graphs_over_several_groups_are_of_steps_that_are_alike_in_all() -> None:
+    """Where they are not, collectives have parts of several sizes."""
+    for padding, groups, captured in (("exact", 1, True), ("exact", 2, False), ("padded", 2, True)):
+        of = replace(rule(padding), buckets=Buckets((2, 4), alike=True))
+        plan = of.plan([facts(3), facts(1)][:groups], SHAPE)
+        assert plan.captured is captured
+        assert not captured or {own.decodes for own in plan.sizes} == {4}
 
 
 def test_steps_that_show_trees_are_not_captured() -> None:

@@ -1,0 +1,120 @@
+"""What a program tells whoever records it: its calls that a recorder cannot look into, and those of the host.
+
+A program is recorded as a tape on a CPU (`cluster/tape.py`), or as graphs on a GPU (`cluster/graph.py`). Both have one
+notion of what is in it. Operators of torch they see by themselves. `native` and `opaque` are work of the device that
+they take as it is. `hosted` is work of the host amid the program: a tape makes the call where it stands, graphs end
+before it and go on behind it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cluster.crossing import Landing, brought
+from cluster.waiting import catch_up
+
+R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class CaptureError(RuntimeError):
+    """A program that cannot be replayed; the message names the operator and what is wrong with it."""
+
+
+class Captured(Protocol[T_co]):
+    """A program that was run once and can be run again. `output` is what it returned: tensors that every replay fills
+    anew. `bytes` is the memory that it holds for itself.
+    """
+
+    @property
+    def output(self) -> T_co:
+        """What the program returned."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Memory of its buffers."""
+        ...
+
+    def replay(self) -> None:
+        """Run it again on what now lies in its inputs."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records a program while that runs; each method makes the call, or has it made, and notes it."""
+
+    def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        """See the function `opaque`."""
+        ...
+
+    def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
+        """See the function `native`."""
+        ...
+
+    def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
+        """See the function `hosted`."""
+        ...
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def recorded_by(recorder: Recorder | None) -> Iterator[None]:
+    """What is called in this block is recorded by `recorder`; by nobody if None."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """In this block nothing is recorded, operators of torch included."""
+    with recorded_by(None), _disable_current_modes():
+        yield
+
+
+def opaque(run: Callable[..., R], *given: Any) -> R:
+    """`run(*given)`, whose output is a tensor of a shape that must not change, and which is recorded as one call: what
+    happens inside, it decides anew in each replay on a CPU. On a GPU it is captured as it runs.
+    """
+    recorder = _recorder.get()
+    if recorder is None:
+        return run(*given)
+    output: R = recorder.opaque(run, given)
+    return output
+
+
+def native(run: Callable[..., None], *given: Any) -> None:
+    """`run(*given)`, a call on memory that gives nothing back and is recorded as one."""
+    recorder = _recorder.get()
+    if recorder is None:
+        run(*given)
+    else:
+        recorder.native(run, given)
+
+
+def hosted(run: Callable[..., Tensor | None], *given: Any) -> Tensor | None:
+    """`run(*given)` by the host, which waits for the tensors among `given` and gets them in its own memory. Its output
+    is none, or a tensor of the host's, whose shape must not change; what is returned lies on the device. At least one
+    of `given` is a tensor.
+    """
+    recorder = _recorder.get()
+    return answered(run, given) if recorder is None else recorder.hosted(run, given)
+
+
+def answered(run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
+    """The call of `hosted` itself, which nobody records."""
+    asked = [one for one in given if isinstance(one, Tensor)]
+    landing = Landing(asked)
+    catch_up()
+    landed = iter(landing.wait())
+    made = run(*(next(landed) if isinstance(one, Tensor) else one for one in given))
+    return None if made is None else brought(made, asked[0].device)

@@ -1,0 +1,42 @@
+"""Steps captured as CUDA graphs give the tokens of steps that are launched anew, and of a CPU, in float64.
+
+Never run on a GPU yet; the same functions run on a CPU in `tests/static/test_gpu_dry.py`.
+"""
+
+import pytest
+import torch
+
+from tests.gpu import steps
+from tests.parity.harness import tiny_pair
+from tests.parity.pairs import algorithm_of, diagonal, draft_of
+from tests.static.test_stream import KINDS, SHAPES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "0.8"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_give_the_tokens_of_a_cpu(kind: str, shape: str, sampling: str) -> None:
+    steps.check_tokens("cuda", *tiny_pair(), shape, kind, sampling)
+
+
+@pytest.mark.parametrize("number", range(0, len(diagonal()), 4))
+def test_graphs_of_a_family(number: int) -> None:
+    pair = diagonal()[number]
+    settings = {"speculative_algorithm": algorithm_of(pair.spec())}
+    shape, kind = ("chain", "tree")[number % 2], KINDS[number // 4 % len(KINDS)]
+    steps.check_tokens("cuda", pair.target, draft_of(pair.draft), shape, kind, "0.8", **settings)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_steps_in_which_nobody_waits(kind: str, shape: str) -> None:
+    steps.check_waits("cuda", *tiny_pair(), shape, kind, 200)
+
+
+def test_what_lands_is_what_was_sent_off() -> None:
+    steps.check_landing("cuda")

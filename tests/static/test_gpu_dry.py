@@ -1,0 +1,22 @@
+"""The tests of captured steps on a GPU, on a CPU with tapes: that they run, not what a GPU does."""
+
+import pytest
+
+from tests.gpu import steps
+from tests.parity.harness import tiny_pair
+from tests.unit.kernels.library import c_library
+
+
+@pytest.mark.parametrize(("shape", "kind"), [("chain", "grammar"), ("tree", "penalties")])
+def test_tokens(shape: str, kind: str) -> None:
+    c_library()
+    steps.check_tokens("cpu", *tiny_pair(), shape, kind, "0.8")
+
+
+def test_waits() -> None:
+    c_library()
+    steps.check_waits("cpu", *tiny_pair(), "chain", "free", 20)
+
+
+def test_landing() -> None:
+    steps.check_landing("cpu")

@@ -1,0 +1,253 @@
+"""The engine on a stream as unkind as CUDA's (`stream.py`), its steps captured as on a GPU: plain decoding's tokens."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.batch import Mode
+from cluster.config import EngineConfig
+from cluster.dp_attention.sizes import Buckets
+from cluster.engine import Engine, build_engine
+from cluster.engine.assembler import Inputs
+from cluster.engine.programs import Program, Programs
+from cluster.forward.bars import barred
+from cluster.recording import hosted, native, recorded_by
+from cluster.request import Adjustments, Request
+from cluster.spec import result
+from cluster.spec.result import StepOutput
+from tests.parity.automata import automaton, walked
+from tests.parity.harness import SAMPLING, config_of, prompts, request, run, tiny_pair
+from tests.parity.pairs import Pair, algorithm_of, diagonal, draft_of
+from tests.static.stream import OnStream, Stream, StreamGraph, Unkind, cross, on_stream
+from tests.unit.kernels.library import c_library
+
+SHAPES = {"plain": (0, 0), "chain": (1, 3), "tree": (3, 3)}
+BANS = Adjustments(repetition_penalty=1.3, frequency_penalty=0.4, bias=((4, -100.0), (9, 3.0)), min_tokens=4)
+KINDS = ("free", "grammar", "penalties", "log-probabilities")
+
+
+def asked(kind: str, sampling: str) -> list[Request]:
+    """Four requests; with grammars one is free and one adjusted besides."""
+    made = []
+    for i, prompt in enumerate(prompts(4, longest=20)):
+        given: dict[str, Any] = {"seed": 40 + i, "max_tokens": 14, "ignore_eos": kind != "grammar"}
+        given["grammar"] = automaton(i) if kind == "grammar" and i != 2 else None
+        given["adjustments"] = BANS if kind == "penalties" or (kind == "grammar" and i == 1) else None
+        given["logprobs"] = 2 if kind == "log-probabilities" else None
+        made.append(request(f"{i}", prompt, SAMPLING[sampling], **given))
+    return made
+
+
+@cache
+def alone(target: str, kind: str, sampling: str) -> dict[str, list[int]]:
+    """By plain decoding, each request by itself, nothing captured."""
+    tokens: dict[str, list[int]] = {}
+    for one in asked(kind, sampling):
+        tokens |= run(walked(build_engine(config_of(target))), [one]).tokens
+    return tokens
+
+
+def config(target: str, draft: str | None, shape: str, **settings: object) -> EngineConfig:
+    topk, steps = SHAPES[shape]
+    given = {"max_running_requests": 4, "kv_cache_dtype": "auto"} | settings
+    return config_of(target, draft if topk else None, max(1, topk), steps, **given)
+
+
+def steps_of(engine: Engine) -> list[tuple[Mode, bool]]:
+    programs: Any = engine._p.lockstep.programs
+    assert isinstance(programs, OnStream)
+    return programs.modes
+
+
+def check(
+    of: EngineConfig, kind: str, sampling: str, turns: int = 2, buckets: Buckets | None = None
+) -> tuple[Engine, Stream]:
+    """Twice, because a key is captured the second time that it occurs."""
+    expected = alone(of.model_path, kind, sampling)
+    with pytest.MonkeyPatch.context() as patch:
+        stream = on_stream(patch, buckets)
+        engine = walked(build_engine(of))
+        started, launched = stream.segments, stream.launches
+        for _ in range(turns):
+            assert run(engine, asked(kind, sampling)).tokens == expected
+    assert stream.launches > launched, "nothing was replayed"
+    if kind == "free" and buckets is None:
+        assert stream.segments == started, "decoding was captured before the first request, in one segment a program"
+    return engine, stream
+
+
+@pytest.fixture(autouse=True)
+def by_the_kernels_in_c() -> None:
+    """They are told places, as Triton's programs are, and look at nothing before they run."""
+    c_library()
+
+
+GRID = list(product(KINDS, SHAPES, ("greedy", "0.8")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "sampling"),
+    [
+        pytest.param(*one, marks=() if at % 5 == 3 or one[0] == "grammar" else pytest.mark.slow)
+        for at, one in enumerate(GRID)
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(kind: str, shape: str, sampling: str) -> None:
+    engine, stream = check(config(*tiny_pair(), shape), kind, sampling, turns=3 if kind == "grammar" else 2)
+    steps = steps_of(engine)
+    segments = [len(program.captured) for program in engine._p.lockstep.programs.captured.values()]  # type: ignore[arg-type]
+    assert sum(again for _, again in steps) > 3
+    if kind == "grammar":
+        assert any(again and Mode.CONSTRAINED in mode for mode, again in steps), "none with a grammar was replayed"
+        assert max(segments) > 3 and stream.waits > 0
+    else:
+        assert set(segments) == {1} and not stream.waits, "without a grammar a step is one graph, and nobody waits"
+
+
+@pytest.mark.parametrize("kind", ["free", "grammar"])
+def test_steps_with_prompts_are_captured_too_where_asked(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """And tokens are barred by torch's operators, as on a GPU."""
+    monkeypatch.setattr("cluster.engine.build.bars_of", lambda _: barred)
+    of = config(*tiny_pair(), "tree", disable_radix_cache=True, capture="on")
+    engine, _ = check(of, kind, "0.8", 3, Buckets((1, 2, 4, 8, 16, 32, 64, 96)))
+    assert any(key.sizes[0].prompt_rows for key in engine._p.lockstep.programs.captured)
+
+
+FAMILY_PAIRS = diagonal()
+FEW = range(4, len(FAMILY_PAIRS), 12)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(at, marks=() if at in FEW else pytest.mark.slow) for at in range(len(FAMILY_PAIRS))]
+)
+def test_a_family_and_a_draft(number: int) -> None:
+    """Each draft once and each family at least once; shapes, samplings and kinds by turns."""
+    check_pair(FAMILY_PAIRS[number], number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("turn", range(len(SHAPES) * len(KINDS)))
+def test_families_by_shapes_and_kinds(turn: int) -> None:
+    """Every family with every shape and kind, greedy and sampled by turns."""
+    for at, pair in enumerate({pair.family: pair for pair in FAMILY_PAIRS}.values()):
+        check_pair(pair, turn, at)
+
+
+def check_pair(pair: Pair, turn: int, more: int = 0) -> None:
+    shape, kind = list(SHAPES)[turn % 3], KINDS[turn // 3 % 4]
+    settings = {"speculative_algorithm": algorithm_of(pair.spec())} if shape != "plain" else {}
+    of = config(pair.target, draft_of(pair.draft), shape, **settings)
+    check(of, kind, ("greedy", "0.8")[(turn + more) % 2])
+
+
+ROWS = torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (lambda: ROWS.sum().item(), "item"),
+        (lambda: ROWS.add(1).tolist(), "tolist"),
+        (lambda: ROWS.add(1).cpu(), "cpu"),
+        (lambda: ROWS[ROWS > 1], "asks for a count"),
+        (lambda: torch.tensor([1.0]), "numbers of the host"),
+        (lambda: result.Landing([ROWS.add(1)]).wait(), "waits while a segment is captured"),
+    ],
+)
+def test_what_a_gpu_cannot_capture_is_caught(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[], object], what: str
+) -> None:
+    stream = on_stream(monkeypatch)
+    stream.inside = True
+    with recorded_by(stream), stream, pytest.raises(Unkind, match=what):
+        StreamGraph(wrong, stream)
+
+
+def test_what_is_captured_does_not_run_and_what_is_launched_runs_late() -> None:
+    stream, memory, seen = Stream(), torch.zeros(3), list[list[float]]()
+    with torch.inference_mode(), recorded_by(stream), stream:
+        stream.begin()
+        made = memory + 1
+        memory.add_(5)
+        native(lambda: seen.append(made.tolist()))
+        launch = stream.end()
+    assert memory.tolist() == [0.0] * 3 and made.isnan().all() and not seen
+    launch()
+    assert memory.tolist() == [0.0] * 3 and not seen
+    stream.run()
+    assert memory.tolist() == [5.0] * 3 and seen == [[1.0] * 3]
+
+
+def test_the_host_is_called_between_segments_anew_in_each_replay() -> None:
+    """What it says goes to one place; a program's own memory is not needed from one replay to the next."""
+    stream, x, seen = Stream(), torch.tensor([1.0, 2.0]), list[list[float]]()
+
+    def say(given: torch.Tensor) -> torch.Tensor:
+        seen.append(given.tolist())
+        return given * 100
+
+    def program() -> torch.Tensor:
+        doubled = x * 2
+        answer = hosted(say, doubled)
+        assert answer is not None
+        return answer + doubled
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        cross(patch, stream)
+        with recorded_by(stream), stream:
+            graph = StreamGraph(program, stream)
+            first = graph.output.data_ptr()
+        stream.run()
+        assert graph.output.tolist() == [202.0, 404.0] and len(graph) == 3
+        x.copy_(torch.tensor([3.0, 4.0]))
+        with recorded_by(stream), stream:
+            graph.replay()
+        stream.run()
+        assert graph.output.tolist() == [606.0, 808.0] and graph.output.data_ptr() == first
+    assert seen == [[2.0, 4.0], [6.0, 8.0]]
+
+
+def noticed(shape: str, kind: str) -> None:
+    """With what a test has planted, tokens are others, or the stream says what is wrong."""
+    with pytest.raises((AssertionError, IndexError)):
+        check(config(*tiny_pair(), shape), kind, "0.8")
+
+
+def test_an_answer_of_the_host_that_a_replay_does_not_renew_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(tiny_pair()[0], "grammar", "0.8")
+    true = StreamGraph.hosted
+
+    def once(self: StreamGraph, call: Any, given: tuple[Any, ...]) -> Any:
+        answers: list[Any] = []
+
+        def stale(*now: Any) -> Any:
+            answers[:] = answers or [call(*now)]
+            return answers[0]
+
+        return true(self, stale, given)
+
+    monkeypatch.setattr(StreamGraph, "hosted", once)
+    noticed("chain", "grammar")
+
+
+def test_results_that_are_read_where_they_lie_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(tiny_pair()[0], "free", "0.8")
+    monkeypatch.setattr("cluster.engine.programs.Results", replace)
+    noticed("plain", "free")
+
+
+def test_inputs_that_are_not_brought_to_their_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(tiny_pair()[0], "free", "0.8")
+    true = Programs._replayed
+
+    def elsewhere(self: Programs, program: Program, inputs: Inputs) -> StepOutput:
+        return true(self, program, replace(inputs, sent=program.inputs.sent))
+
+    monkeypatch.setattr(Programs, "_replayed", elsewhere)
+    noticed("plain", "free")

@@ -1,0 +1,114 @@
+"""What is captured where: by which device, kernels and settings, and at which sizes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.config import ConfigError
+from cluster.dp_attention.sizes import multiples, sizes_up_to
+from cluster.engine import captures
+from cluster.engine.captures import buckets_of, captures_of
+from cluster.graph import Graph
+from cluster.mesh import Axis, Mesh
+from cluster.tape import Tape
+from tests.parity.harness import config_of, tiny_pair
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+TWO_GROUPS = Mesh(world=Axis(0, 4), attn=Axis(0, 2))
+
+
+def models(name: str) -> Any:
+    """With kernels of that name."""
+    flashinfer = object() if name == "flashinfer" else None
+    return SimpleNamespace(kernels=SimpleNamespace(name=name, flashinfer=flashinfer, library=None))
+
+
+@pytest.fixture(autouse=True)
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "CudaSegments", object)
+
+
+@pytest.mark.parametrize("capture", ["auto", "on"])
+def test_graphs_are_of_tritons_kernels(capture: str) -> None:
+    of = captures_of(config_of(tiny_pair()[0], capture=capture), CUDA, models("triton"), Mesh())
+    assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.alike
+    assert of.buckets.prompts == (capture == "on")
+
+
+@pytest.mark.parametrize(("name", "why"), [("torch", "as far as the longest"), ("flashinfer", "numbers of their plan")])
+def test_what_a_graph_cannot_hold_is_refused_or_launched_anew(
+    name: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert captures_of(config_of(tiny_pair()[0], capture="auto"), CUDA, models(name), Mesh()) is None
+    assert why in caplog.text
+    with pytest.raises(ConfigError, match=f"capture on: .*{why}.*set attention_backend to triton"):
+        captures_of(config_of(tiny_pair()[0], capture="on"), CUDA, models(name), Mesh())
+
+
+def test_groups_that_exchange_uneven_parts_are_not_captured() -> None:
+    for capture in ("auto", "on"):
+        of = config_of(tiny_pair()[0], capture=capture, dp_padding="exact")
+        assert captures_of(of, CUDA, models("triton"), Mesh()) is not None, "one group"
+        if capture == "auto":
+            assert captures_of(of, CUDA, models("triton"), TWO_GROUPS) is None
+            continue
+        with pytest.raises(ConfigError, match=r"different sizes.*set dp_padding to auto or padded"):
+            captures_of(of, CUDA, models("triton"), TWO_GROUPS)
+
+
+def test_off_is_off() -> None:
+    for name in ("triton", "torch", "flashinfer"):
+        assert captures_of(config_of(tiny_pair()[0], capture="off"), CUDA, models(name), Mesh()) is None
+
+
+def test_on_a_cpu_it_is_a_tape_of_exact_sizes() -> None:
+    of = captures_of(config_of(tiny_pair()[0], capture="on"), CPU, models("torch"), TWO_GROUPS)
+    assert of is not None and of.capture is Tape
+    assert of.buckets.sizes == () and not of.buckets.alike and of.buckets.prompts
+
+
+def test_ranks_of_several_groups_share_rows_evenly() -> None:
+    buckets = buckets_of(config_of(tiny_pair()[0], capture="on"), CUDA, TWO_GROUPS)
+    assert buckets.alike and all(size % 2 == 0 for size in buckets.sizes)
+    assert buckets.sizes == multiples(sizes_up_to(512), 2) and buckets.sizes[:4] == (2, 4, 6, 8)
+    given = config_of(tiny_pair()[0], capture="on", capture_sizes=(2, 3))
+    with pytest.raises(ConfigError, match=r"capture_sizes has 3, .* give multiples of 2"):
+        buckets_of(given, CUDA, TWO_GROUPS)
+    assert buckets_of(given, CUDA, Mesh(world=Axis(0, 2), attn=Axis(0, 2))).sizes == (2, 3), "one group: any sizes"
+
+
+class Noting:
+    """Segments that note when they are begun, ended, launched and dropped."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.did: list[str] = []
+        self._fails = fails
+
+    def ready(self) -> None:
+        self.did.append("ready")
+
+    def begin(self) -> None:
+        self.did.append("begin")
+        if self._fails:
+            raise RuntimeError("begin")
+
+    def end(self) -> Any:
+        self.did.append("end")
+        return lambda: self.did.append("launch")
+
+    def drop(self) -> None:
+        self.did.append("drop")
+
+    def held(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_capture_that_fails_is_dropped(fails: bool) -> None:
+    segments = Noting(fails)
+    with pytest.raises(RuntimeError if fails else ZeroDivisionError):
+        Graph(lambda: 1 // 0, segments)
+    assert segments.did == ["ready", "begin", "drop"]
