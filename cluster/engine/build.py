@@ -196,7 +196,7 @@ def allocated(
 
     def trial(models: RankModels, pools: RankMemory) -> Lockstep:
         prepared = Prepared(mesh, device, context_length, models, pools)
-        return _lockstep(prepared, prepared.draft(), captures_of(models.resolved.config, device, models))
+        return _lockstep(prepared, prepared.draft(), captures_of(models.resolved.config, device, models, mesh))
 
     needs = measured_needs(models, mesh, device, context_length, memory, weights, trial)
     remedy = f"lower {SMALLER_KV}"

@@ -18,7 +18,7 @@ from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine.programs import Programs
 from cluster.forward.grammars import GrammarTable
-from cluster.mesh import GangError, Mesh
+from cluster.mesh import Mesh
 from cluster.spec.result import Decided, Results
 from cluster.spec.step import Step
 from cluster.timing import Spans

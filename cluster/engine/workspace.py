@@ -94,7 +94,7 @@ def measured_needs(
     """See `needs_of`; `trial` makes what runs steps with the models and pools of one page."""
     resolved = models.resolved
     least = (resolved.shape.window + 2 * resolved.config.page_size) * models.token_bytes
-    graphs = device.type == "cuda" and captures_of(resolved.config, device, models) is not None
+    graphs = device.type == "cuda" and captures_of(resolved.config, device, models, mesh) is not None
 
     def measure(requests: int, rows: int) -> int:
         sizes = {"max_running_requests": requests, "chunked_prefill_size": rows}
