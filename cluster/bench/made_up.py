@@ -39,10 +39,11 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 0,
 }
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256}
+TINY: dict[str, Any] = {"torch_dtype": "float32"}
+TINY |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 512}
+TINY_EXPERTS = TINY | {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": LLAMA
-    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 512}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "torch_dtype": "float32"},
+    "tiny": LLAMA | TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "llama-1b": LLAMA
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
@@ -58,6 +59,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512}
     | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1}
     | {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+}
+PRESETS |= {
+    "tiny-moe": PRESETS["qwen3-30b-a3b"]
+    | (TINY_EXPERTS | {"num_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
+    "tiny-mla": PRESETS["mla"]
+    | (TINY_EXPERTS | {"n_routed_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32})
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1},
 }
 """config.json of each, `COMMON` left out. `mla` has the sizes of DeepSeek-V2-Lite, with DeepSeek-V3's gate."""
 

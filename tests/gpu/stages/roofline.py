@@ -15,6 +15,7 @@ from tests.gpu.stages.stage import Stage, run
 TREES = (PLAIN, Shape(3, 1, 4), Shape(5, 8, 32))
 SMALL = Size((PLAIN, Shape(1)), (1, 2), (40,), 2)
 LAYERS = {"llama-8b": 12, "qwen3-30b-a3b": 12, "mla": 12}
+TINY = {"llama-8b": "tiny", "qwen3-30b-a3b": "tiny-moe", "mla": "tiny-mla"}
 KEPT = ("setting", "batch", "context", "captured", "accept_length", "phase", "ms", "possible_ms", "share", "gigabytes_s")
 
 
@@ -22,7 +23,7 @@ def work(stage: Stage, shape: str) -> None:
     accept, layers = float(os.environ.get("ACCEPT", 2.5)), int(os.environ.get("LAYERS", LAYERS[shape]))
     sizes: dict[str, Any] = {"trees": TREES, "batches": (1, 16, 64), "contexts": (2048, 8192), "steps": 20}
     large = Size(**sizes, accept_length=accept, shape=shape, layers=layers, held=True, padded=True)
-    dry = Size(SMALL.trees, SMALL.batches, SMALL.contexts, SMALL.steps, 1.5, f"{shape}-tiny", held=True, padded=True)
+    dry = Size(SMALL.trees, SMALL.batches, SMALL.contexts, SMALL.steps, 1.5, TINY[shape], held=True, padded=True)
 
     def note(row: dict[str, Any]) -> None:
         figure = {name: row[name] for name in KEPT}
