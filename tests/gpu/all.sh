@@ -5,18 +5,21 @@
 # important stages first, so a run that is cut off still counts. A stage that fails, hangs or ends without a word is
 # named, and the others run. The last line on stdout is the summary, JSON. Ends with 1 if a stage was not passed.
 #
-# --dry    the same stages on a CPU: Triton's interpreter in place of compiled programs, tapes of graphs, gloo of NCCL
-# STAGES   names of stages, to run only these;  SEED  of random inputs;  PYTHON  the interpreter;  SECONDS_IN_ALL  540
+# --dry    the same stages on a CPU: Triton's interpreter in place of compiled programs, tapes of graphs, gloo of NCCL;
+#          it takes about a minute and a half, but has ten times the time, as CPUs are shared
+# STAGES   names of stages, to run only these;  SEED  of random inputs;  PYTHON  the interpreter
+# SECONDS_IN_ALL  in place of 540;  SECONDS_<stage>  of one stage, in place of its own
 set -u
 dry=; [ "${1:-}" = --dry ] && { dry=--dry; shift; }
 out=${1:?usage: all.sh [--dry] OUT}
 python=${PYTHON:-python3}
-whole=${SECONDS_IN_ALL:-540}
+patience=${dry:+10}
+whole=${SECONDS_IN_ALL:-$((540 * ${patience:-1}))}
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 cd "$(dirname "$0")/../.." || exit 2
 : >"$out/results.jsonl"
 export PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0 # NCCL's own watchdog would end the process first
-[ -n "$dry" ] && export CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+[ -n "$dry" ] && export CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # stage                 seconds that it may take
 stages=(
@@ -50,7 +53,8 @@ trap ended TERM INT
 
 set -m # a stage leads a process group, so that all of it can be ended
 for ((at = 0; at < ${#stages[@]}; at += 2)); do
-    stage=${stages[at]} most=${stages[at + 1]}
+    stage=${stages[at]} own=SECONDS_${stages[at]}
+    most=${!own:-$((stages[at + 1] * ${patience:-1}))}
     [[ " ${asked[*]} " == *" $stage "* ]] || continue
     left=$((whole - SECONDS - 5))
     [ "$most" -gt "$left" ] && most=$left

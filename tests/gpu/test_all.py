@@ -80,7 +80,7 @@ def run(tmp: Path, **environment: str) -> tuple[int, dict[str, Any], list[dict[s
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), lines
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_stage_passes_with_what_a_gpu_machine_has(tmp_path: Path) -> None:
     rc, summary, lines = run(tmp_path)
     logs = {name: one for name, one in summary["stages"].items() if one["status"] != "passed"}
@@ -88,25 +88,25 @@ def test_every_stage_passes_with_what_a_gpu_machine_has(tmp_path: Path) -> None:
     assert list(summary["stages"]) == [name for name, _ in STAGES] == list(EACH)
     for name, check in EACH.items():
         assert any(line.get("check") == check and line["passed"] for line in lines if line["stage"] == name), name
-        assert lines.index(next(line for line in lines if line["stage"] == name)) >= 0
     assert [line["stage"] for line in lines if "status" in line] == list(EACH), "in this order, so a cut run counts"
     figures = [figure for one in summary["stages"].values() for figure in one["figures"]]
     assert {figure["captured"] for figure in figures if "captured" in figure} == {False, True}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("harm", "status"), [("hang", "cut"), ("fail", "failed"), ("die", "ended")])
 def test_a_broken_stage_is_named_and_others_run(harm: str, status: str, tmp_path: Path) -> None:
-    rc, summary, _ = run(tmp_path, STAGES="nccl capture", BREAK=f"capture:{harm}", SECONDS_IN_ALL="20")
+    short = {"SECONDS_capture": "5"} if harm == "hang" else {}
+    rc, summary, _ = run(tmp_path, STAGES="nccl capture", BREAK=f"capture:{harm}", **short)
     assert rc == 1 and not summary["passed"] and summary["bad"] == ["capture"]
     assert summary["stages"]["capture"]["status"] == status and summary["stages"]["capture"]["why"]
     assert summary["stages"]["nccl"]["status"] == "passed" and list(summary["stages"]) == ["capture", "nccl"]
 
 
 def test_the_stages_fit_one_call() -> None:
-    """Of ten minutes at most, with a minute to spare; what a stage may take at most is more than the share it gets."""
+    """Of ten minutes at most, with a minute to spare; stages seldom take all that they may."""
     text = (FOLDER / "all.sh").read_text()
-    assert "SECONDS_IN_ALL:-540" in text and sum(int(most) for _, most in STAGES) <= 600
+    assert "SECONDS_IN_ALL:-$((540 *" in text and sum(int(most) for _, most in STAGES) <= 600
 
 
 def test_what_is_carried_is_needed(tmp_path: Path) -> None:

@@ -234,7 +234,11 @@ def timed_works(stage: Stage, made: Inputs, own: TritonKernels) -> Iterator[tupl
         case = Held(**given, committed=(context,) * requests, parents=(-1, *range(each - 1)), chunks=())
         attention, q, kv = attended(case, stage), case.q.to(stage.device), case.kv.to(stage.device)
         moved = 2 * 2.0 * requests * (context + each) * kv_heads * d
-        yield f"attention, {requests} x {each} rows, {context}", lambda a=attention, q=q, kv=kv: a(1, q, kv, None), moved
+        yield (
+            f"attention, {requests} x {each} rows, {context}",
+            lambda a=attention, q=q, kv=kv: a(1, q, kv, None),
+            moved,
+        )
     hidden, count = stage.either((64, 3), (4096, 64))
     one, more, scale, both = made(count, hidden), made(count, hidden), made(hidden), made(count, 7 * hidden)
     yield f"add and norm, {count} rows", lambda: own.add_norm(one, more, scale, 1e-5), 8.0 * one.numel()

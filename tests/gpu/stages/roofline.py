@@ -16,7 +16,18 @@ TREES = (PLAIN, Shape(3, 1, 4), Shape(5, 8, 32))
 SMALL = Size((PLAIN, Shape(1)), (1, 2), (40,), 2)
 LAYERS = {"llama-8b": 12, "qwen3-30b-a3b": 12, "mla": 12}
 TINY = {"llama-8b": "tiny", "qwen3-30b-a3b": "tiny-moe", "mla": "tiny-mla"}
-KEPT = ("setting", "batch", "context", "captured", "accept_length", "phase", "ms", "possible_ms", "share", "gigabytes_s")
+KEPT = (
+    "setting",
+    "batch",
+    "context",
+    "captured",
+    "accept_length",
+    "phase",
+    "ms",
+    "possible_ms",
+    "share",
+    "gigabytes_s",
+)
 
 
 def work(stage: Stage, shape: str) -> None:
@@ -39,7 +50,9 @@ def work(stage: Stage, shape: str) -> None:
         off = [
             one
             for one in result["figures"]
-            if one["phase"] == "step" and one["setting"] != "plain" and abs(one["accept_length"] - asked.accept_length) > 0.25
+            if one["phase"] == "step"
+            and one["setting"] != "plain"
+            and abs(one["accept_length"] - asked.accept_length) > 0.25
         ]
         facts["accept_lengths_off"] = len(off)
         assert not result["skipped"], result["skipped"]

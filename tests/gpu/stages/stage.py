@@ -77,8 +77,11 @@ class Stage:
         else:
             self.say(check=name, passed=True, s=time.perf_counter() - began, **facts)
 
-    def near(self, facts: dict[str, Any], given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-        """Hold what a device gave to float64: by the norm of the difference over that of what is right. NaN never passes.
+    def near(
+        self, facts: dict[str, Any], given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Hold what a device gave to float64: by the norm of the difference over that of what is right. NaN does not
+        pass.
         """
         errors = {name: error_of(one, expected[name]) for name, one in given.items()}
         facts["error"] = max([facts.get("error", 0.0), *errors.values()])

@@ -36,9 +36,7 @@ def compare(stage: Stage, settings: dict[str, object], what: str, asked: list[Re
     """Hold the engine on the device to torch's on the CPU, as it is and captured."""
     there = settings | {"device": stage.device.type, "attention_backend": "triton"}
     with stage.check(f"{what}, by torch on a CPU"):
-        config = EngineConfig.from_kwargs(
-            settings | {"device": "cpu", "attention_backend": "torch", "capture": "off"}
-        )
+        config = EngineConfig.from_kwargs(settings | {"device": "cpu", "attention_backend": "torch", "capture": "off"})
         expected = complete(build_engine(config), asked)
         assert all(len(tokens) == asked[0].params.max_tokens for tokens in expected)
     for capture in ("off", "on"):
