@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.bench.cases.roofline import Size, measure
 from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.dp_attention.sizes import MOST_ROWS
 from tests.gpu.stages.stage import Stage, run
 
 TREES = (PLAIN, Shape(3, 1, 4), Shape(5, 8, 32))
@@ -55,7 +56,12 @@ def work(stage: Stage, shape: str) -> None:
             and abs(one["accept_length"] - asked.accept_length) > 0.25
         ]
         facts["accept_lengths_off"] = len(off)
-        assert not result["skipped"], result["skipped"]
+        large_ones = [
+            (tree, batch) for tree in asked.trees for batch in asked.batches if tree.nodes * batch > MOST_ROWS
+        ]
+        facts["too_large_to_capture"] = [f"{tree}, batch {batch}, captured" for tree, batch in large_ones]
+        skipped = {name: why for name, why in result["skipped"].items() if name not in facts["too_large_to_capture"]}
+        assert not skipped, skipped
         assert facts["loads"][0] == facts["loads"][1]
 
 
