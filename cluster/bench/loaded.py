@@ -75,8 +75,8 @@ class Loaded:
 
 
 def _remember(memory: RankMemory, prompts: Sequence[Sequence[int]]) -> None:
-    for runner in (memory.target_runner, *memory.draft_runner_list):
-        runner.pool.kv.normal_()
+    for pool in (memory.target_runner.pool, *(runner.pool for runner in memory.draft_runner_list)):
+        pool.kv.normal_()
     for tokens in prompts:
         lease = memory.cache.open(tokens, len(tokens))
         assert lease is not None, "the cache has room for all of them"

@@ -146,10 +146,10 @@ def _fitting(arch: TargetArch, folder: Path, device: torch.device, sow: bool) ->
 
 
 class Piece(NamedTuple):
-    """`count` random numbers from number `start` on, times `scale`."""
+    """`length` random numbers from number `start` on, times `scale`."""
 
     start: int
-    count: int
+    length: int
     scale: float
 
 

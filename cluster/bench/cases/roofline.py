@@ -119,8 +119,9 @@ def _measured(subject: Subject, size: Size, say: Say, note: Note | None) -> dict
             config, wrap = config_of(subject.pair, tree, size, captured), _wrap(truth, size, loaded)
             for each in _of_engine(loaded, config, wrap, (tree, captured), asked, size, skipped):
                 measured.append(each)
-                for row in rows_of(each, loaded.dtype.itemsize, first) if note else ():
-                    note(row)
+                if note is not None:
+                    for row in rows_of(each, loaded.dtype.itemsize, first):
+                        note(row)
             gc.collect()  # or the next engine's KV cache would have to fit beside this one's
     best = first.best(ceilings(device=loaded.device, dtype=loaded.dtype))
     figures = [row for each in measured for row in rows_of(each, loaded.dtype.itemsize, best)]
