@@ -111,7 +111,7 @@ def test_the_stages_fit_one_call() -> None:
 
 def test_what_is_carried_is_needed(tmp_path: Path) -> None:
     """Without it the engine cannot be imported, so the folder of the first test has nothing else."""
-    site = only(at_hand(), tmp_path / "site")
+    site = only(at_hand() | {"typing-extensions"}, tmp_path / "site")
     command = [sys.executable, "-S", "-c", "import cluster.engine"]
     environment = os.environ | {"PYTHONPATH": f"{site}:{ROOT}"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
