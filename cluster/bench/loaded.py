@@ -1,6 +1,6 @@
 """Models that are loaded once, and engines on them that differ in their trees and in what is captured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +9,7 @@ from cluster.arch.resolve import ResolvedModels, resolve_models
 from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.engine.build import allocated, engine_of, prepare_alone
+from cluster.engine.memory import RankMemory
 from cluster.spec.draft import Draft
 
 Wrap = Callable[[Draft, ResolvedModels], Draft]
@@ -53,8 +54,11 @@ class Loaded:
         """What became of quantised weights, in words."""
         return self._prepared.models.quantised
 
-    def engine(self, config: EngineConfig, wrap: Wrap | None = None) -> tuple[Engine, ResolvedModels]:
-        """An engine of `config` on these models, whose draft is what `wrap` makes of it; and what was resolved.
+    def engine(
+        self, config: EngineConfig, wrap: Wrap | None = None, held: Sequence[Sequence[int]] = ()
+    ) -> tuple[Engine, ResolvedModels]:
+        """An engine of `config` on these models, whose draft is what `wrap` makes of it; and what was resolved. Its
+        prefix cache has the prompts `held` from the beginning, with random numbers for their cells.
 
         Raises:
             ConfigError: as `build_engine`.
@@ -65,4 +69,16 @@ class Loaded:
         memory = allocated(models, *where, prepared.device_memory, prepared.weights)
         own = replace(prepared, models=models, memory=memory)
         draft = own.draft()
-        return engine_of(own, draft if wrap is None else wrap(draft, resolved)), resolved
+        engine = engine_of(own, draft if wrap is None else wrap(draft, resolved))
+        if held:
+            _remember(memory, held)
+        return engine, resolved
+
+
+def _remember(memory: RankMemory, prompts: Sequence[Sequence[int]]) -> None:
+    for pool in (memory.target_runner.pool, *(runner.pool for runner in memory.draft_runner_list)):
+        pool.kv.normal_()
+    for tokens in prompts:
+        lease = memory.cache.open(tokens, len(tokens))
+        assert lease is not None, "the cache has room for all of them"
+        memory.cache.close(lease, tokens, len(tokens))

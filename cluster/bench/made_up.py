@@ -1,25 +1,33 @@
 """Models of real ones' shapes with random weights, and drafts for them: folders that any command takes.
 
+Where only this process is to load them, they are `sown`: their files have no numbers in the place of matrices, which
+are made on the device when they are read. That takes seconds where gigabytes would have to be written and read.
+
 Such a target always says the next token id after the last one: its head is its embedding, moved on by one row, and what
 layers add is small. So it is known what is right (`told.Counting`), by margins that no rounding reaches, and experts
 are chosen as evenly as random numbers choose them.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import ceil, prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from cluster.arch import TargetArch, read_target
 from cluster.arch.safetensors.tensors import parameters, target_tensors
 from cluster.config import ConfigError
 from cluster.kv.free_memory import free_memory
+from cluster.models.checkpoint import Checkpoint
+from cluster.models.formats import Index
 
 COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -31,10 +39,11 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 0,
 }
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256}
+TINY: dict[str, Any] = {"torch_dtype": "float32"}
+TINY |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 512}
+TINY_EXPERTS = TINY | {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": LLAMA
-    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 512}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "torch_dtype": "float32"},
+    "tiny": LLAMA | TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "llama-1b": LLAMA
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
@@ -51,6 +60,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1}
     | {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
 }
+PRESETS |= {
+    "tiny-moe": PRESETS["qwen3-30b-a3b"]
+    | (TINY_EXPERTS | {"num_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
+    "tiny-mla": PRESETS["mla"]
+    | (TINY_EXPERTS | {"n_routed_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32})
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1},
+}
 """config.json of each, `COMMON` left out. `mla` has the sizes of DeepSeek-V2-Lite, with DeepSeek-V3's gate."""
 
 DRAFT_VOCABULARY = 32000
@@ -59,6 +75,7 @@ SMALL = 0.05  # of what layers add to the residual stream, beside an embedding o
 MEMORY, DISK = 0.5, 0.8  # of what is free, that a target may take
 BLOCK = (1 << 24) + 3  # random numbers that repeat; odd, so that no two rows of a weight are alike
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
+NAMES = {stored: name for name, (_, stored) in DTYPES.items()}
 
 
 class MadeUp(NamedTuple):
@@ -71,20 +88,26 @@ class MadeUp(NamedTuple):
 
 
 @contextmanager
-def made_up(name: str, layers: int | None = None, device: torch.device | None = None) -> Iterator[MadeUp]:
-    """The preset `name` in a temporary folder, with `layers` layers, or as many as fit.
+def made_up(
+    name: str, layers: int | None = None, device: torch.device | None = None, sow: bool = False
+) -> Iterator[MadeUp]:
+    """The preset `name` in a temporary folder, with `layers` layers, or as many as fit. With `sow` its matrices are
+    made on the `device` when they are read, which only this process can do, and only here.
 
     Raises:
         ConfigError: there is no such preset, or it does not fit this machine even with few layers.
     """
     if name not in PRESETS:
         raise ConfigError(f"shape {name!r} is not known; the shapes are {', '.join(PRESETS)}")
-    with TemporaryDirectory(prefix="aerie-made-up-") as folder:
-        yield write_pair(Path(folder), PRESETS[name], layers, device or torch.device("cpu"))
+    where = device or torch.device("cpu")
+    with TemporaryDirectory(prefix="aerie-made-up-") as folder, sown(Path(folder), where) if sow else nullcontext():
+        yield write_pair(Path(folder), PRESETS[name], layers, where, sow)
 
 
-def write_pair(folder: Path, preset: dict[str, Any], layers: int | None, device: torch.device) -> MadeUp:
-    """Write a target of these sizes and an EAGLE-3 draft of one layer for it.
+def write_pair(
+    folder: Path, preset: dict[str, Any], layers: int | None, device: torch.device, sow: bool = False
+) -> MadeUp:
+    """Write a target of these sizes and an EAGLE-3 draft of one layer for it; with `sow` without their matrices.
 
     Raises:
         ConfigError: it does not fit this machine even with `LEAST_LAYERS` layers.
@@ -96,13 +119,13 @@ def write_pair(folder: Path, preset: dict[str, Any], layers: int | None, device:
     if wanted < LEAST_LAYERS:
         raise ConfigError(f"layers {wanted} are too few for a draft that reads three of them; give {LEAST_LAYERS}")
     arch = _described(target, config | {"num_hidden_layers": wanted})
-    if layers is None and (count := _fitting(arch, folder, device)) < wanted:
+    if layers is None and (count := _fitting(arch, folder, device, sow)) < wanted:
         if count < LEAST_LAYERS:
             raise ConfigError(f"not even {LEAST_LAYERS} of {full} layers fit this machine; take a smaller shape")
         arch = _described(target, config | {"num_hidden_layers": count})
     dice = Dice(config["torch_dtype"])
-    write_tensors(target, [(arch.stored_name(name), shape) for name, shape in target_tensors(arch)], dice)
-    _write_draft(draft, arch, config, dice)
+    write_tensors(target, [(arch.stored_name(name), shape) for name, shape in target_tensors(arch)], dice, sow=sow)
+    _write_draft(draft, arch, config, dice, sow)
     return MadeUp(str(target), str(draft), arch.num_layers, full)
 
 
@@ -112,39 +135,66 @@ def _described(folder: Path, config: dict[str, Any]) -> TargetArch:
     return read_target(str(folder))
 
 
-def _fitting(arch: TargetArch, folder: Path, device: torch.device) -> int:
-    """How many layers fit in memory and on the disk; they are about as large as the last."""
+def _fitting(arch: TargetArch, folder: Path, device: torch.device, sow: bool) -> int:
+    """How many layers fit in memory and, unless it is sown, on the disk; they are about as large as the last."""
     memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
-    room = min(MEMORY * memory, DISK * shutil.disk_usage(folder).free) / DTYPES[arch.dtype][0].itemsize
+    room = MEMORY * memory if sow else min(MEMORY * memory, DISK * shutil.disk_usage(folder).free)
+    room /= DTYPES[arch.dtype][0].itemsize
     last = f"layers.{arch.num_layers - 1}."
     layer = sum(prod(shape) for name, shape in target_tensors(arch) if name.startswith(last))
     return arch.num_layers - max(0, ceil((parameters(arch) - room) / layer))
 
 
+class Piece(NamedTuple):
+    """`length` random numbers from number `start` on, times `scale`."""
+
+    start: int
+    length: int
+    scale: float
+
+
+def pieces_of(name: str, shape: tuple[int, ...], number: int, embeds: bool) -> list[Piece]:
+    """What matrix `name` is made of, before which `number` numbers come; `embeds`: there is an embedding, which comes
+    first, from number 0 on.
+    """
+    if name == "lm_head.weight" and embeds:
+        last, scale = prod(shape) - shape[-1], shape[-1] ** -0.5
+        return [Piece(last, shape[-1], scale), Piece(0, last, scale)]
+    return [Piece(number, prod(shape), scale_of(name, shape))]
+
+
 class Dice:
     """Random numbers, a normal distribution, of which the first `BLOCK` repeat."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, device: torch.device | None = None) -> None:
         self.dtype, self.name = DTYPES[dtype]
-        self._block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
-        self._scaled: dict[float, torch.Tensor] = {}
+        self._block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).to(device or "cpu")
+        self._scaled: dict[float, Tensor] = {}
 
-    def write(self, file: BinaryIO, start: int, count: int, scale: float) -> None:
-        """Write the numbers from number `start` on, times `scale`."""
+    def parts(self, piece: Piece) -> Iterator[Tensor]:
+        """The numbers of a piece, as views of one block."""
+        start, count, scale = piece
         if scale not in self._scaled:
             self._scaled[scale] = (self._block * scale).to(self.dtype)
         block, at = self._scaled[scale], start % BLOCK
         while count > 0:
             part = block[at : at + min(count, BLOCK - at)]
-            file.write(part.view(torch.uint8).numpy().data)
+            yield part
             count, at = count - part.shape[0], 0
+
+    def write(self, file: BinaryIO, piece: Piece) -> None:
+        """Write the numbers of a piece."""
+        for part in self.parts(piece):
+            file.write(part.view(torch.uint8).numpy().data)
 
 
 Named = Sequence[tuple[str, tuple[int, ...]]]
 
 
-def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: torch.Tensor | None = None) -> None:
-    """Write `model.safetensors`: random matrices, norms of 1, other vectors of 0, and `ids` as the draft's `d2t`."""
+def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: Tensor | None = None, sow: bool = False) -> None:
+    """Write `model.safetensors`: random matrices, norms of 1, other vectors of 0, and `ids` as the draft's `d2t`. With
+    `sow` there is nothing in the place of matrices.
+    """
     header: dict[str, Any] = {}
     end, size = 0, dice.dtype.itemsize
     for name, shape in tensors:
@@ -154,21 +204,43 @@ def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: torch.Tensor | 
         header["d2t"] = {"dtype": "I64", "shape": list(ids.shape), "data_offsets": [end, end + ids.nbytes]}
     said = json.dumps(header).encode()
     said += b" " * (-len(said) % 8)
-    shapes, number = dict(tensors), 0
+    embeds, number = "embed_tokens.weight" in dict(tensors), 0
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(said).to_bytes(8, "little") + said)
         for name, shape in tensors:
             if len(shape) == 1:
                 file.write(torch.full(shape, float("norm" in name), dtype=dice.dtype).view(torch.uint8).numpy().data)
-            elif name == "lm_head.weight" and "embed_tokens.weight" in shapes:
-                last, scale = prod(shape) - shape[1], shape[1] ** -0.5  # the embedding comes first, from number 0 on
-                dice.write(file, last, shape[1], scale)
-                dice.write(file, 0, last, scale)
+            elif sow:
+                file.seek(prod(shape) * size, os.SEEK_CUR)
             else:
-                dice.write(file, number, prod(shape), scale_of(name, shape))
+                for piece in pieces_of(name, shape, number, embeds):
+                    dice.write(file, piece)
             number += prod(shape)
         if ids is not None:
             file.write(ids.numpy().data)
+        file.truncate(8 + len(said) + end + (0 if ids is None else ids.nbytes))
+
+
+@contextmanager
+def sown(folder: Path, device: torch.device) -> Iterator[None]:
+    """Have this process read the matrices of models in `folder` as if they had been written, made on `device`."""
+    true, dice = Checkpoint.read, dict[str, Dice]()
+
+    def read(self: Checkpoint, stored: str, index: Index = ()) -> Tensor:
+        path, raw, entry = self._files[stored]
+        if self._dry or folder not in path.parents or len(entry.shape) < 2:
+            return true(self, stored, index)
+        self._taken.add(stored)
+        name = NAMES[entry.dtype]
+        if name not in dice:
+            dice[name] = Dice(name, device)
+        own = dice[name]
+        number = (entry.start - min(one.start for _, _, one in self._files.values())) // own.dtype.itemsize
+        pieces = pieces_of(raw, entry.shape, number, self.has("embed_tokens.weight"))
+        return torch.cat([part for piece in pieces for part in own.parts(piece)]).view(entry.shape)[index]
+
+    with patch.object(Checkpoint, "read", read):
+        yield
 
 
 def scale_of(name: str, shape: tuple[int, ...]) -> float:
@@ -179,7 +251,7 @@ def scale_of(name: str, shape: tuple[int, ...]) -> float:
     return float((SMALL if joins else 1.0) * shape[-1] ** -0.5)
 
 
-def _write_draft(folder: Path, arch: TargetArch, config: dict[str, Any], dice: Dice) -> None:
+def _write_draft(folder: Path, arch: TargetArch, config: dict[str, Any], dice: Dice, sow: bool) -> None:
     """A draft that ranks `DRAFT_VOCABULARY` of the target's ids, in one layer of the target's width."""
     h, inner, d, count = arch.hidden, config["intermediate_size"], config.get("head_dim", 128), arch.num_layers
     heads, kv_heads, vocab = config["num_attention_heads"], config["num_key_value_heads"], arch.vocab_size
@@ -205,4 +277,4 @@ def _write_draft(folder: Path, arch: TargetArch, config: dict[str, Any], dice: D
         ("lm_head.weight", (ranked, h)),
     ]
     number = torch.arange(ranked)
-    write_tensors(folder, tensors, dice, None if ranked == vocab else number * (vocab // ranked) - number)
+    write_tensors(folder, tensors, dice, None if ranked == vocab else number * (vocab // ranked) - number, sow)

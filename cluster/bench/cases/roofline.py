@@ -4,10 +4,13 @@ The least is the longer of two times: that of reading what a phase has to read, 
 rates that this machine shows in the same run (`demand`, `ceilings`). Steps are measured as they are, phase by phase,
 and as captured programs, which are one phase each. Any folder, or a made-up model of a real one's shape; with its
 draft's own accept length or any other. Without the command line: `measure(Pair(target, draft), Size(..))`.
+
+A made-up model's weights are made on the device. Its contexts may be so too (`held`): then prompts are found in the
+prefix cache, whose cells are random numbers, and only their last tokens are computed.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +34,7 @@ from cluster.spec.draft import Draft
 
 CHUNK = 2048  # prompt rows of a step before the steady ones
 SAMPLE_TOKENS = 256  # context that a draft's own sample may need
+HELD = 64  # more tokens than are computed of a prompt whose full pages are held
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class Size:
 
     `accept_length`: what a step is to accept, as far as its tree is deep; None: what the draft gets by itself.
     `shape`: a preset of `made_up` in place of folders, with so many `layers`; None: all that fit. `captured`: whether
-    steps are captured, each in turn.
+    steps are captured, each in turn. `held`: contexts of a shape are not computed but random. `padded`: captured steps
+    are padded to the batches, of which programs are made at start.
     """
 
     trees: tuple[Shape, ...] = (PLAIN, Shape(3), Shape(5, 8, 32))
@@ -50,6 +55,8 @@ class Size:
     shape: str | None = None
     layers: int | None = None
     captured: tuple[bool, ...] = (False, True)
+    held: bool = False
+    padded: bool = False
 
 
 QUICK = Size(batches=(1, 4), contexts=(64,), steps=6)
@@ -75,7 +82,11 @@ class Measured(NamedTuple):
     models: ResolvedModels
 
 
-def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
+Note = Callable[[dict[str, Any]], None]
+"""Who is told of every figure as soon as it is there; its shares are of the rates that were measured first."""
+
+
+def measure(pair: Pair, size: Size, say: Say = print, note: Note | None = None) -> dict[str, Any]:
     """Measure everything; JSON-ready.
 
     Raises:
@@ -87,11 +98,13 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
         raise ConfigError(f"accept_length {size.accept_length:g} is not within 1 and {deepest + 1}, the deepest tree's")
     if size.layers is not None and size.shape is None:
         raise ConfigError("layers belong to a made-up shape; give a shape as well")
+    if size.held and size.shape is None:
+        raise ConfigError("held contexts belong to a made-up shape; give a shape as well")
     with subject_of(pair, size, say) as subject:
-        return _measured(subject, replace(size, trees=trees), say)
+        return _measured(subject, replace(size, trees=trees), say, note)
 
 
-def _measured(subject: Subject, size: Size, say: Say) -> dict[str, Any]:
+def _measured(subject: Subject, size: Size, say: Say, note: Note | None) -> dict[str, Any]:
     deepest = max(size.trees, key=lambda tree: (tree.num_steps, tree.nodes))
     loaded = Loaded(config_of(subject.pair, deepest, size))
     first = ceilings(device=loaded.device, dtype=loaded.dtype)
@@ -104,7 +117,11 @@ def _measured(subject: Subject, size: Size, say: Say) -> dict[str, Any]:
         for captured in size.captured:
             say(f"roofline: {tree}, {'captured' if captured else 'as it is'}")
             config, wrap = config_of(subject.pair, tree, size, captured), _wrap(truth, size, loaded)
-            measured += _of_engine(loaded, config, wrap, (tree, captured), asked, size, skipped)
+            for each in _of_engine(loaded, config, wrap, (tree, captured), asked, size, skipped):
+                measured.append(each)
+                if note is not None:
+                    for row in rows_of(each, loaded.dtype.itemsize, first):
+                        note(row)
             gc.collect()  # or the next engine's KV cache would have to fit beside this one's
     best = first.best(ceilings(device=loaded.device, dtype=loaded.dtype))
     figures = [row for each in measured for row in rows_of(each, loaded.dtype.itemsize, best)]
@@ -134,21 +151,22 @@ def _of_engine(
     asked: dict[int, list[Request]],
     size: Size,
     skipped: dict[str, str],
-) -> list[Measured]:
+) -> Iterator[Measured]:
     """The steady steps of one engine, whose tree and whether it captures steps is `what`. If a step is not captured as
     asked, the reason goes to `skipped`.
 
     Raises:
         ConfigError, NotSteadyError: an engine that captures nothing cannot be had, or gave too few steps.
     """
-    (tree, captured), found = what, list[Measured]()
+    tree, captured = what
+    held = [request.prompt_token_ids for each in asked.values() for request in each] if size.held else []
     try:
-        engine, models = loaded.engine(config, wrap)
+        engine, models = loaded.engine(config, wrap, held)
     except ConfigError as error:
         if not captured:
             raise
         skipped[f"{tree}, captured"] = str(error)
-        return found
+        return
     for context in size.contexts:
         for batch in size.batches:
             try:
@@ -158,8 +176,7 @@ def _of_engine(
                     raise
                 skipped[f"{tree}, batch {batch}, captured"] = str(error)
                 continue
-            found.append(Measured(tree, batch, captured, steps, models))
-    return found
+            yield Measured(tree, batch, captured, steps, models)
 
 
 @contextmanager
@@ -169,14 +186,15 @@ def subject_of(pair: Pair, size: Size, say: Say) -> Iterator[Subject]:
         yield Subject(pair)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    say(f"roofline: writing {size.shape}")
-    with made_up(size.shape, size.layers, device) as made:
+    say(f"roofline: making {size.shape}")
+    with made_up(size.shape, size.layers, device, sow=True) as made:
         yield Subject(replace(pair, target=made.target, draft=made.draft), size.shape, made.layers, made.full)
 
 
 def most_new(size: Size) -> int:
     """Tokens that a request may generate: also while the others' prompts are run."""
-    prompts = -(-max(size.batches) * max(size.contexts) // CHUNK) + 1
+    computed = HELD if size.held else max(size.contexts)
+    prompts = -(-max(size.batches) * computed // CHUNK) + 1
     return (prompts + WARM + size.steps + 2) * (max(tree.num_steps for tree in size.trees) + 1)
 
 
@@ -185,6 +203,8 @@ def config_of(pair: Pair, tree: Shape, size: Size, captured: bool = False) -> En
     requests = max(size.batches)
     length = max(max(size.contexts) + most_new(size), SAMPLE_TOKENS) + 16
     room = requests * (length + 2 * tree.nodes + 2 * (tree.num_steps + 1) * tree.topk + 32)
+    if size.held:
+        room += requests * (sum(size.contexts) - max(size.contexts))
     base = pair.config(tree, requests)
     return base.model_copy(
         update={
@@ -192,6 +212,8 @@ def config_of(pair: Pair, tree: Shape, size: Size, captured: bool = False) -> En
             "context_length": length,
             "chunked_prefill_size": CHUNK,
             "capture": "on" if captured else "off",
+            "capture_sizes": size.batches if captured and size.padded else None,
+            "disable_radix_cache": not size.held,
         }
     )
 

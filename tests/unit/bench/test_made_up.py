@@ -8,7 +8,7 @@ import torch
 from cluster.arch import read_target
 from cluster.arch.safetensors.tensors import parameters
 from cluster.bench import made_up
-from cluster.bench.made_up import COMMON, PRESETS, Dice, write_pair
+from cluster.bench.made_up import COMMON, PRESETS, Dice, Piece, sown, write_pair
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 
@@ -36,6 +36,27 @@ def test_weights_are_random_and_no_two_rows_alike(tmp_path: Path, monkeypatch: p
     assert not torch.equal(gate, held.take("layers.2.mlp.gate_proj.weight"))
 
 
+def test_what_is_sown_is_what_would_have_been_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor of a target with experts, and of its draft, whole and a part of it."""
+    monkeypatch.setattr(made_up, "BLOCK", 4099)
+    small = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 40000, "intermediate_size": 48, "head_dim": 8}
+    preset = PRESETS["qwen3-30b-a3b"] | small | {"num_experts": 4, "moe_intermediate_size": 16}
+    written = write_pair(tmp_path / "written", preset, None, CPU)
+    made = write_pair(tmp_path / "sown", preset, None, CPU, sow=True)
+    for there, here in ((written.target, made.target), (written.draft, made.draft)):
+        one, other = Checkpoint(there), Checkpoint(here)
+        assert one.shapes == other.shapes and len(one.shapes) > 10
+        for name in one.shapes:
+            expected = one.take(name)
+            with sown(tmp_path / "sown", CPU):
+                assert torch.equal(other.take(name), expected), name
+                if expected.dim() > 1:
+                    assert torch.equal(other.take(name, rows=(1, 3)), expected[1:3])
+        matrix = "lm_head.weight"
+        assert not Checkpoint(here).take(matrix).any(), "nothing is on the disk"
+        assert other.finish() == []
+
+
 def test_layers_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preset = PRESETS["tiny"] | {"num_hidden_layers": 40}
     whole = parameters(made_up._described(tmp_path / "all", COMMON | preset)) * 4
@@ -60,6 +81,6 @@ def test_numbers_go_on_behind_the_block(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(made_up, "BLOCK", 7)
     dice = Dice("float32")
     with (tmp_path / "numbers").open("wb") as file:
-        dice.write(file, 5, 20, 2.0)
+        dice.write(file, Piece(5, 20, 2.0))
     read = torch.frombuffer(bytearray((tmp_path / "numbers").read_bytes()), dtype=torch.float32)
     assert torch.equal(read, 2 * dice._block[(5 + torch.arange(20)) % 7])

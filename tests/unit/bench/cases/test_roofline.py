@@ -1,6 +1,7 @@
 """The part of `aerie bench` that holds a step against what the machine could do."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from cluster.bench.pair import PLAIN, Pair, Shape
 from cluster.bench.steady import Steps
 from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.sizes import Buckets
-from cluster.engine import Engine
+from cluster.engine import Engine, StepResult
 from tests.parity.harness import config_of, tiny_pair
 from tests.test_layers import SOURCES, imports_of, module_of, tree_of
 from tests.unit.bench.test_command import parsed
@@ -54,6 +55,29 @@ def test_every_phase_as_it_is_and_captured() -> None:
     assert "topk 2, 2 levels, 4 nodes, captured" in text and "tiny, 4 of 4 layers, float32, on cpu" in text
 
 
+def test_held_contexts_are_not_computed_and_change_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two contexts, both found in the cache; every figure is noted as soon as it is there."""
+    prompts: list[int] = []
+    true = Engine.step
+
+    def watched(self: Engine) -> StepResult:
+        result = true(self)
+        prompts.append(result.stats.prompt_rows)
+        return result
+
+    monkeypatch.setattr(Engine, "step", watched)
+    noted: list[dict[str, Any]] = []
+    size = replace(SIZE, contexts=(40, 90), held=True, padded=True)
+    result = roofline.measure(Pair(num_threads=1), size, quiet, noted.append)
+    assert noted == result["figures"] and not result["skipped"]
+    assert 0 < max(prompts) <= 2 * roofline.HELD and {one["captured"] for one in noted} == {False, True}
+    for one in noted:
+        assert one["accept_length"] == pytest.approx(1.0 if one["setting"] == "plain" else 2.0)
+        assert one["context"] >= (90 if one["context"] > 60 else 40)
+    with pytest.raises(ConfigError, match="held contexts belong to a made-up shape"):
+        roofline.measure(Pair(), replace(size, shape=None), quiet)
+
+
 def test_a_target_alone_and_a_pair_that_writes_its_own_truth() -> None:
     target, draft = tiny_pair()
     small = replace(SIZE, shape=None, accept_length=None, captured=(False,), batches=(1,))
@@ -66,10 +90,10 @@ def test_a_target_alone_and_a_pair_that_writes_its_own_truth() -> None:
 def test_a_device_that_captures_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Loaded.engine
 
-    def refused(self: Loaded, config: EngineConfig, wrap: Wrap | None = None) -> tuple[Engine, ResolvedModels]:
+    def refused(self: Loaded, config: EngineConfig, wrap: Wrap | None, held: Any) -> tuple[Engine, ResolvedModels]:
         if config.capture == "on":
             raise ConfigError("capture on runs elsewhere")
-        return real(self, config, wrap)
+        return real(self, config, wrap, held)
 
     monkeypatch.setattr(Loaded, "engine", refused)
     result = roofline.measure(Pair(num_threads=1), replace(SIZE, trees=(PLAIN,), accept_length=None), quiet)

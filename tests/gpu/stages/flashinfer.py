@@ -1,0 +1,112 @@
+"""FlashInfer's attention in bfloat16 against the definition in float64, and the tokens of an engine on it against
+Triton's. Dry, its stand-in takes its place, which holds calls to FlashInfer's signatures.
+"""
+
+import importlib.util
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.attention.flashinfer_backend import FlashInferAttention
+from cluster.batch import HostBounds
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
+from cluster.kernels import flashinfer_library
+from cluster.kernels.flashinfer_library import Share
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import KVPool
+from cluster.tools.local_engine import complete
+from tests.flashinfer.stand_in import stand_in_serves
+from tests.gpu.stages.kernels import there
+from tests.gpu.stages.stage import NotHereError, Stage, run
+from tests.gpu.stages.tokens import requests
+from tests.tiny import tiny_draft, tiny_target
+from tests.unit.attention.dense import Case
+from tests.unit.attention.test_twins import SHAPES
+
+KINDS: dict[str, dict[str, Any]] = {
+    "grouped, 64": {"d": 64},
+    "grouped, 128, sinks": {"d": 128, "sunk": True},
+    "window, 128": {"d": 128, "window": 40},
+    "latent": {"d": 576, "latent": True, "kv_heads": 1},
+}
+
+
+class Wide(Case):
+    """A case whose latents are as wide as FlashInfer's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.values = 512 if self.latent else self.d
+
+
+def attended(stage: Stage, one: Case, unknown: int) -> Tensor:
+    """All that the case's rows see, of whose committed tokens the last `unknown` are not certain when it is planned."""
+    device = stage.device
+    found = flashinfer_library.find(device, one.dtype)
+    if isinstance(found, str):
+        raise NotHereError(f"flashinfer {found}")
+    table = PageTable(one.table.idle_row, one.table.length, one.page_size, device)
+    table.device_pages.copy_(one.table.device_pages)
+    pool = KVPool(2, one.pool.kv.shape[1], tuple(one.pool.kv.shape[2:]), one.dtype, device)
+    pool.kv.copy_(one.pool.kv.nan_to_num())
+    shares = [Share(True, True), Share(one.window is None, True)]
+    attention = FlashInferAttention(pool, table, one.heads, (None, one.window), 0.3, one.values, found, shares)
+    least = tuple(max(0, count - unknown) for count in one.committed)
+    attention.prepare(HostBounds(max(one.committed, default=0), tuple(one.chunks), least=least))
+    attention.bind(there(one.seen(), device))
+    return attention(1, one.q.to(device), one.kv.to(device), there(one.sinks, device))
+
+
+def work(stage: Stage) -> None:
+    if stage.dry:
+        stand_in_serves(setattr)
+    elif importlib.util.find_spec("flashinfer") is None:
+        raise NotHereError("flashinfer is not installed here")
+    with torch.inference_mode():
+        for kind, of_kind in KINDS.items():
+            for unknown in stage.either((3,), (0, 3)):
+                with stage.check(f"attention, {kind}, {unknown} unknown") as facts:
+                    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "seed": stage.seed}
+                    one = Wide(**given | SHAPES["ragged"] | of_kind, dtype=torch.bfloat16)
+                    stage.near(facts, {"out": attended(stage, one, unknown)}, {"out": one.expected()})
+    with tempfile.TemporaryDirectory() as name:
+        target = tiny_target(Path(name) / "target", vocab_size=24, hidden=stage.either(32, 256))
+        draft = tiny_draft(Path(name) / "draft", target)
+        tokens(stage, target, draft)
+
+
+def tokens(stage: Stage, target: str, draft: str) -> None:
+    """In bfloat16 near-ties may flip, so on a GPU most texts have to begin alike; dry, in float64, all are the same."""
+    settings: dict[str, object] = {
+        "model_path": target,
+        "device": stage.device.type,
+        "dtype": stage.either("float64", "bfloat16"),
+        "max_running_requests": 4,
+        "max_total_tokens": 1024,
+        "mixed_prefill_size": 64,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": draft,
+        "speculative_num_steps": stage.either(1, 3),
+        "speculative_eagle_topk": stage.either(1, 4),
+        "capture": "off",
+    }
+    with stage.check("an engine's tokens") as facts:
+        asked = requests(0.0, *stage.either((3, 1), (24, 4)))
+        asked = [replace(one, prompt_token_ids=one.prompt_token_ids * stage.either(1, 20)) for one in asked]
+        texts = []
+        for backend in stage.either(("torch", "flashinfer"), ("triton", "flashinfer")):
+            engine = build_engine(EngineConfig.from_kwargs(settings | {"attention_backend": backend}))
+            assert engine.info().attention_backend == backend
+            texts.append(complete(engine, asked))
+        alike = [one[:8] == other[:8] for one, other in zip(*texts, strict=True)]
+        facts["alike"] = f"{sum(alike)} of {len(alike)}"
+        assert sum(alike) >= len(alike) - stage.either(0, 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("flashinfer", work))

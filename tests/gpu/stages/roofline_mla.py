@@ -1,0 +1,6 @@
+"""`roofline` of the shape mla."""
+
+from tests.gpu.stages.roofline import main
+
+if __name__ == "__main__":
+    raise SystemExit(main("roofline_mla", "mla"))

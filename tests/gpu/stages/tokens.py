@@ -1,0 +1,61 @@
+"""The tokens of an engine in float64: captured = as it is = on a CPU by torch, chain and tree, greedy and sampled."""
+
+import tempfile
+from pathlib import Path
+
+from cluster.config import EngineConfig
+from cluster.engine import build_engine
+from cluster.request import Request, SamplingParams
+from cluster.tools.local_engine import complete
+from tests.gpu.stages.stage import Stage, run
+from tests.tiny import tiny_draft, tiny_target
+
+
+def work(stage: Stage) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        target = tiny_target(Path(name) / "target", vocab_size=24, layers=stage.either(3, 4))
+        draft = tiny_draft(Path(name) / "draft", target)
+        new, count = stage.either((5, 1), (32, 4))
+        for topk, temperature in stage.either(((2, 0.8),), ((1, 0.0), (1, 0.8), (4, 0.0), (4, 0.8))):
+            settings = {
+                "model_path": target,
+                "dtype": "float64",
+                "max_running_requests": 4,
+                "max_total_tokens": 2048,
+                "mixed_prefill_size": 64,
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": draft,
+                "speculative_num_steps": stage.either(2, 3),
+                "speculative_eagle_topk": topk,
+                "speculative_num_draft_tokens": {1: stage.either(3, 4), 2: 5, 4: 12}[topk],
+            }
+            compare(stage, settings, f"topk {topk}, temperature {temperature}", requests(temperature, new, count))
+
+
+def compare(stage: Stage, settings: dict[str, object], what: str, asked: list[Request]) -> None:
+    """Hold the engine on the device to torch's on the CPU, as it is and captured."""
+    there = settings | {"device": stage.device.type, "attention_backend": "triton"}
+    with stage.check(f"{what}, by torch on a CPU"):
+        config = EngineConfig.from_kwargs(settings | {"device": "cpu", "attention_backend": "torch", "capture": "off"})
+        expected = complete(build_engine(config), asked)
+        assert all(len(tokens) == asked[0].params.max_tokens for tokens in expected)
+    for capture in ("off", "on"):
+        with stage.check(f"{what}, {'captured' if capture == 'on' else 'as it is'}") as facts:
+            sizes = {"capture_sizes": (1, 2, 4)} if capture == "on" and not stage.dry else {}
+            engine = build_engine(EngineConfig.from_kwargs(there | {"capture": capture} | sizes))
+            facts["kernels"] = engine.info().kernels
+            given = [complete(engine, asked) for _ in range(stage.either(1, 2))]
+            assert all(tokens == expected for tokens in given), f"{given} are not {expected}"
+            if capture == "on":
+                facts["programs"] = len(engine._p.lockstep.programs.captured)
+                assert facts["programs"], "nothing was captured"
+
+
+def requests(temperature: float, new: int, count: int) -> list[Request]:
+    prompts = [tuple(2 + (i + n) % 20 for n in range(3 + 9 * i)) for i in range(count)]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=new, ignore_eos=True) for i in range(count)]
+    return [Request(str(i), prompt, param) for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))]
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("tokens", work))

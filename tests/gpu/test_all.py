@@ -1,0 +1,118 @@
+"""`all.sh --dry`: every stage runs and passes with only what a GPU machine has, and a broken one is named."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+STAGES = re.findall(r"^    (\w+) +(\d+)$", (FOLDER / "all.sh").read_text(), re.MULTILINE)
+EACH = {  # a check that shows what a stage is about
+    "ceilings": "product in bfloat16",
+    "kernels": "attention, FP8, latent, all",
+    "tokens": "topk 2, temperature 0.8, captured",
+    "syncs": "200 steps, captured",
+    "roofline_llama": "roofline of llama-8b",
+    "roofline_qwen3": "roofline of qwen3-30b-a3b",
+    "roofline_mla": "roofline of mla",
+    "capture": "capture, sizes 1, 2, 4",
+    "nccl": "collectives are captured and replayed",
+    "flashinfer": "an engine's tokens",
+}
+
+
+def needs() -> list[str]:
+    lines = (FOLDER / "needs.txt").read_text().splitlines()
+    return [spelled(line) for line in lines if line and not line.startswith("#")]
+
+
+def spelled(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def at_hand() -> set[str]:
+    """torch, triton and transformers with all that they need, but for what has to be carried."""
+    found, left = set[str](), ["torch", "triton", "transformers"]
+    while left:
+        name = left.pop()
+        if name in found or name in needs():
+            continue
+        try:
+            required = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue  # of another system, or of Python
+        found.add(name)
+        left += [spelled(re.split(r"[^\w.-]", one)[0]) for one in required if "extra ==" not in one]
+    return found
+
+
+def only(names: set[str], folder: Path) -> Path:
+    """A folder of packages with no others, to be put in the place of all that are installed."""
+    folder.mkdir()
+    for name in names:
+        files = distribution(name).files
+        assert files, name
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            (folder / top).symlink_to(Path(str(distribution(name).locate_file(top))))
+    return folder
+
+
+def run(tmp: Path, **environment: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """`all.sh --dry`; its end, its summary, and the lines of its results."""
+    python = tmp / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+    python.chmod(0o755)
+    site = tmp / "site" if (tmp / "site").exists() else only(at_hand() | set(needs()), tmp / "site")
+    own = {name: value for name, value in os.environ.items() if name not in ("BACKEND", "TRITON_INTERPRET")}
+    own |= {"PYTHON": str(python), "PYTHONPATH": str(site), **environment}
+    done = subprocess.run(
+        ["bash", str(FOLDER / "all.sh"), "--dry", str(tmp / "out")], env=own, capture_output=True, text=True
+    )
+    lines = [json.loads(line) for line in (tmp / "out" / "results.jsonl").read_text().splitlines()]
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]), lines
+
+
+@pytest.mark.timeout(1800)
+def test_every_stage_passes_with_what_a_gpu_machine_has(tmp_path: Path) -> None:
+    rc, summary, lines = run(tmp_path)
+    logs = {name: one for name, one in summary["stages"].items() if one["status"] != "passed"}
+    assert rc == 0 and summary["passed"] and not logs, json.dumps(logs, indent=1)
+    assert list(summary["stages"]) == [name for name, _ in STAGES] == list(EACH)
+    for name, check in EACH.items():
+        assert any(line.get("check") == check and line["passed"] for line in lines if line["stage"] == name), name
+    assert [line["stage"] for line in lines if "status" in line] == list(EACH), "in this order, so a cut run counts"
+    figures = [figure for one in summary["stages"].values() for figure in one["figures"]]
+    assert {figure["captured"] for figure in figures if "captured" in figure} == {False, True}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("harm", "status"), [("hang", "cut"), ("fail", "failed"), ("die", "ended")])
+def test_a_broken_stage_is_named_and_others_run(harm: str, status: str, tmp_path: Path) -> None:
+    short = {"SECONDS_capture": "5"} if harm == "hang" else {}
+    rc, summary, _ = run(tmp_path, STAGES="nccl capture", BREAK=f"capture:{harm}", **short)
+    assert rc == 1 and not summary["passed"] and summary["bad"] == ["capture"]
+    assert summary["stages"]["capture"]["status"] == status and summary["stages"]["capture"]["why"]
+    assert summary["stages"]["nccl"]["status"] == "passed" and list(summary["stages"]) == ["capture", "nccl"]
+
+
+def test_the_stages_fit_one_call() -> None:
+    """Of ten minutes at most, with a minute to spare; stages seldom take all that they may."""
+    text = (FOLDER / "all.sh").read_text()
+    assert "SECONDS_IN_ALL:-$((540 *" in text and sum(int(most) for _, most in STAGES) <= 600
+
+
+def test_what_is_carried_is_needed(tmp_path: Path) -> None:
+    """Without it the engine cannot be imported, so the folder of the first test has nothing else."""
+    site = only(at_hand() | {"typing-extensions"}, tmp_path / "site")
+    command = [sys.executable, "-S", "-c", "import cluster.engine"]
+    environment = os.environ | {"PYTHONPATH": f"{site}:{ROOT}"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and "No module named 'pydantic'" in done.stderr
