@@ -226,10 +226,10 @@ def sown(folder: Path, device: torch.device) -> Iterator[None]:
     """Have this process read the matrices of models in `folder` as if they had been written, made on `device`."""
     true, dice = Checkpoint.read, dict[str, Dice]()
 
-    def read(self: Checkpoint, stored: str, index: Index = ()) -> Tensor:
+    def read(self: Checkpoint, stored: str, index: Index = (), to: torch.device | None = None) -> Tensor:
         path, raw, entry = self._files[stored]
         if self._dry or folder not in path.parents or len(entry.shape) < 2:
-            return true(self, stored, index)
+            return true(self, stored, index, to)
         self._taken.add(stored)
         name = NAMES[entry.dtype]
         if name not in dice:
@@ -237,7 +237,8 @@ def sown(folder: Path, device: torch.device) -> Iterator[None]:
         own = dice[name]
         number = (entry.start - min(one.start for _, _, one in self._files.values())) // own.dtype.itemsize
         pieces = pieces_of(raw, entry.shape, number, self.has("embed_tokens.weight"))
-        return torch.cat([part for piece in pieces for part in own.parts(piece)]).view(entry.shape)[index]
+        whole = torch.cat([part for piece in pieces for part in own.parts(piece)]).view(entry.shape)
+        return whole[index].to(to)
 
     with patch.object(Checkpoint, "read", read):
         yield

@@ -17,7 +17,8 @@ import torch
 
 from cluster.bench.report import rounded
 from cluster.graph import Graph
-from cluster.tape import Captured, Tape
+from cluster.recording import Captured
+from cluster.tape import Tape
 
 
 class NotHereError(Exception):
