@@ -118,15 +118,16 @@ def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_len
     """
     most, enough = _most(config, context_length, window)
     left = max(0, needs.left // token_bytes - config.page_size)
+    sure = left - -(-left // 100)  # to advise: the next start measures anew, and seldom finds the same to the byte
     if config.max_total_tokens is not None:
         if config.max_total_tokens > left:
-            raise _too_much(needs, token_bytes, config.max_total_tokens, left, f"max_total_tokens to {left}")
+            raise _too_much(needs, token_bytes, config.max_total_tokens, left, f"max_total_tokens to {sure}")
         return Capacity(config.max_total_tokens, "max_total_tokens")
     words = f"what is left: {needs.about}"
     asked, remedy = left, ""
     if config.kv_cache_gb is not None:
         asked, words = int(config.kv_cache_gb * GB) // token_bytes, f"kv_cache_gb {config.kv_cache_gb:g}"
-        remedy = f"kv_cache_gb to {int(left * token_bytes / GB * 1e4) / 1e4:g}"
+        remedy = f"kv_cache_gb to {int(sure * token_bytes / GB * 1e4) / 1e4:g}"
     elif config.mem_fraction_static is not None:
         fraction = config.mem_fraction_static
         asked = int(needs.free - (1.0 - fraction) * needs.total) // token_bytes - config.page_size
@@ -134,7 +135,7 @@ def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_len
             f"mem_fraction_static {fraction:g} of {needs.total / GB:.1f} GB less "
             f"{(needs.total - needs.free) / GB:.1f} GB in use after loading"
         )
-        lower = int((1.0 - (needs.free - (left + config.page_size) * token_bytes) / needs.total) * 1e4) / 1e4
+        lower = int((1.0 - (needs.free - (sure + config.page_size) * token_bytes) / needs.total) * 1e4) / 1e4
         remedy = f"mem_fraction_static to {lower:g}"
     if asked >= most:
         asked, words = most, enough

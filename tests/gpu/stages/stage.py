@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cluster.bench.report import rounded
-from cluster.graph import Graph
+from cluster.graph import CudaSegments, Graph
 from cluster.recording import Captured
 from cluster.tape import Tape
 
@@ -42,7 +42,10 @@ class Stage:
     @property
     def maker(self) -> Callable[[Callable[[], Any]], Captured[Any]]:
         """What captures a program."""
-        return Tape if self.dry else Graph
+        if self.dry:
+            return Tape
+        segments = CudaSegments()
+        return lambda program: Graph(program, segments)
 
     def either(self, dry: Any, gpu: Any) -> Any:
         """A size, by where the stage runs."""

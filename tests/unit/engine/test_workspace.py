@@ -162,7 +162,7 @@ def test_a_size_that_is_set_and_does_not_fit_says_which_does(setting: str, value
     engine, _ = started(total, **{setting: int(fits) if unit == 1 else fits})
     assert engine.info().kv_tokens > 0
     with pytest.raises(ConfigError):
-        started(total, **{setting: int(fits) + 4 if unit == 1 else fits + 0.01})
+        started(total, **{setting: int(fits * 1.03) if unit == 1 else fits + 0.02})
 
 
 def test_weights_that_do_not_fit_are_refused_as_such() -> None:
