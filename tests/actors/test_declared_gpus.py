@@ -2,14 +2,11 @@
 it says, and what cannot be placed is refused soon, with the setting to change.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.actors.apart import found_by
 
 pytestmark = pytest.mark.ray
 
@@ -19,13 +16,7 @@ EIGHT = [str(gpu) for gpu in range(8)]
 @pytest.fixture(scope="module")
 def found() -> Any:
     """What the cluster of `declared_gpus` showed."""
-    checkout = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, "-m", "tests.actors.declared_gpus"]
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=290)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(lines[-1].removeprefix("FOUND "))
+    return found_by("tests.actors.declared_gpus", 290)
 
 
 def test_the_layout_of_the_file_is_placed_as_it_says(found: Any) -> None:

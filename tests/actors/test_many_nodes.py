@@ -1,14 +1,11 @@
 """Ranks over several nodes: those of a node are neighbours, the replica's node is first, and a node may die."""
 
-import json
-import os
-import subprocess
-import sys
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.actors.apart import found_by
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -16,13 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def found() -> Any:
     """What the cluster of `many_nodes` showed: nodes are letters in rank order, and the replica is on b."""
-    checkout = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, "-m", "tests.actors.many_nodes"]
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=240)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(lines[-1].removeprefix("FOUND "))
+    return found_by("tests.actors.many_nodes", 240)
 
 
 @pytest.mark.parametrize(

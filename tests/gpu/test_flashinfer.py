@@ -5,7 +5,6 @@ logarithms, one workspace for all wrappers, plans copied behind a step under way
 """
 
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from cluster.engine import build_engine
 from cluster.kernels.flashinfer_library import FlashInfer, Share, find
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from tests.gpu.stages.flashinfer import KINDS, Wide
 from tests.gpu.test_triton import CUDA, ERROR, LONG, there
 from tests.parity.harness import GREEDY, config_of, prompts, request, run
 from tests.tiny import draft_folder, target_folder
@@ -28,20 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed here"),
 ]
-KINDS: dict[str, dict[str, Any]] = {
-    "grouped, 64": {"d": 64},
-    "grouped, 128, sinks": {"d": 128, "sunk": True},
-    "window, 128": {"d": 128, "window": 40},
-    "latent": {"d": 576, "latent": True, "kv_heads": 1},
-}
-
-
-class Wide(Case):
-    """A case whose latents are as wide as FlashInfer's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.values = 512 if self.latent else self.d
 
 
 def asked(dtype: torch.dtype) -> FlashInfer:

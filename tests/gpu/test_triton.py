@@ -17,9 +17,7 @@ from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
-from cluster.spec import verify
-from cluster.spec.tree import TorchGrowth
-from cluster.spec.triton_tree import TritonGrowth, accept
+from tests.gpu.trees import check_trees
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
 from tests.unit.forward.test_c_chooser import logits_of
@@ -101,22 +99,7 @@ def test_thresholds_are_those_of_torch_there(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("k", "steps", "nodes"), [(4, 3, 16), (8, 5, 32), (10, 8, 60)])
 def test_trees_and_paths(k: int, steps: int, nodes: int) -> None:
-    dice, shapes = torch.Generator().manual_seed(k), [(7, k), *[(7, k, k)] * (steps - 1)]
-    likely = [there(torch.rand(shape, generator=dice, dtype=torch.float64).log()) for shape in shapes]  # no ties
-    tokens = [there(torch.randint(9000, shape, generator=dice)) for shape in shapes]
-    trees = []
-    for sprout in (TritonGrowth, TorchGrowth):
-        grown = sprout(tokens[0], likely[0], steps)
-        for level in range(1, steps):
-            grown.add(tokens[level], likely[level])
-            grown.best()
-        trees.append(grown.tree(tokens[0][:, 0], nodes))
-    for name in ("tokens", "parents", "depths", "ancestors"):
-        assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
-    chosen = trees[1].tokens.roll(-1, 1)
-    own, twin = (accepting(trees[1], chosen, chosen[:2, 0], steps) for accepting in (accept, verify.accept))
-    for name in ("path", "tokens", "accept_len", "bonus"):
-        assert torch.equal(getattr(own, name), getattr(twin, name)), name
+    check_trees(torch.device("cuda"), torch.Generator().manual_seed(k), k, steps, nodes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

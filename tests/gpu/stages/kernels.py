@@ -22,11 +22,9 @@ from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.triton_pool import TritonPool
-from cluster.spec import verify
-from cluster.spec.tree import TorchGrowth
-from cluster.spec.triton_tree import TritonGrowth, accept
 from cluster.timing import timer_of
 from tests.gpu.stages.stage import Stage, run
+from tests.gpu.trees import check_trees
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
 from tests.unit.forward.test_c_chooser import draw_of, logits_of, unfiltered
@@ -178,23 +176,7 @@ def trees(stage: Stage) -> None:
     dice = torch.Generator().manual_seed(stage.seed)
     for k, steps, nodes in stage.either(((3, 3, 7),), ((4, 3, 16), (8, 5, 32), (10, 8, 60))):
         with stage.check(f"trees, {k} x {steps}, {nodes} nodes"):
-            shapes = [(7, k), *[(7, k, k)] * (steps - 1)]
-            numbers = [torch.rand(shape, generator=dice, dtype=torch.float64).log() for shape in shapes]  # no ties
-            likely = [one.to(stage.device) for one in numbers]
-            tokens = [torch.randint(9000, shape, generator=dice).to(stage.device) for shape in shapes]
-            made = []
-            for sprout in (TritonGrowth, TorchGrowth):
-                grown = sprout(tokens[0], likely[0], steps)
-                for level in range(1, steps):
-                    grown.add(tokens[level], likely[level])
-                    grown.best()
-                made.append(grown.tree(tokens[0][:, 0], nodes))
-            for name in ("tokens", "parents", "depths", "ancestors"):
-                assert torch.equal(getattr(made[0], name), getattr(made[1], name)), name
-            chosen = made[1].tokens.roll(-1, 1)
-            one, other = (how(made[1], chosen, chosen[:2, 0], steps) for how in (accept, verify.accept))
-            for name in ("path", "tokens", "accept_len", "bonus"):
-                assert torch.equal(getattr(one, name), getattr(other, name)), name
+            check_trees(stage.device, dice, k, steps, nodes)
 
 
 def moves(stage: Stage, made: Inputs) -> None:
