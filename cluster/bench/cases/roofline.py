@@ -22,7 +22,7 @@ from cluster.arch.resolve import ResolvedModels
 from cluster.bench.ceilings import Ceilings, ceilings
 from cluster.bench.demand import Demand, least_seconds, step_demand
 from cluster.bench.loaded import Loaded, Wrap
-from cluster.bench.made_up import made_up
+from cluster.bench.made_up import made_up, random_prompts
 from cluster.bench.pair import PLAIN, Pair, Shape, short_path
 from cluster.bench.report import Say, machine, mean, median, ratio, records
 from cluster.bench.runs import params_of
@@ -261,8 +261,7 @@ def _asked(subject: Subject, loaded: Loaded, size: Size) -> dict[int, list[Reque
         if readable:
             prompts = subject.pair.prompts(count, length)
         else:
-            dice = torch.Generator().manual_seed(length)
-            prompts = torch.randint(loaded.vocab_size, (count, length), generator=dice).tolist()
+            prompts = random_prompts(loaded.vocab_size, count, length)
         seeds = range(number * count, (number + 1) * count)
         asked[length] = [
             Request(str(seed), tuple(prompt), params_of(new, seed=seed))
