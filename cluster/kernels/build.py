@@ -24,6 +24,8 @@ X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "baseline": (),
 }
+PAIRS = {"avx512": ("product", "-mavx512bf16")}
+"""A kernel of which a level's library has another one for CPUs that multiply bfloat16 in pairs, and the flag for it."""
 LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
 TIMEOUT_S = 300
 
@@ -39,7 +41,7 @@ def sources() -> list[Path]:
 
 def digest(level: str, extra: Sequence[str] = ()) -> str:
     """Of everything that the library of a level is made of."""
-    made = hashlib.sha256(f"{' '.join([*FLAGS, *LEVELS[level], *extra])} {OF_KERNEL}".encode())
+    made = hashlib.sha256(f"{' '.join([*FLAGS, *LEVELS[level], *extra])} {OF_KERNEL} {PAIRS}".encode())
     for path in sorted([*sources(), *HERE.glob("*/*.h")]):
         made.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return made.hexdigest()[:16]
@@ -72,11 +74,14 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         jobs, objects = [], []
         for path in sources():
-            kinds = KINDS.items() if path.parent.name != "c" else [("", 0)]
-            for name, kind in kinds:
+            kernel = path.parent.name
+            flags = [*FLAGS, *LEVELS[level], *extra, *OF_KERNEL.get(kernel, ())]
+            kinds = {name: [f"-DKIND={kind}"] for name, kind in KINDS.items()} if kernel != "c" else {"": ["-DKIND=0"]}
+            if level in PAIRS and PAIRS[level][0] == kernel:
+                kinds["bf16_pairs"] = [*kinds["bf16"], PAIRS[level][1]]
+            for name, own in kinds.items():
                 objects.append(f"{place}/{path.stem}{name}.o")
-                flags = *FLAGS, *LEVELS[level], *extra, *OF_KERNEL.get(path.parent.name, ()), f"-DKIND={kind}"
-                jobs.append([cc, *flags, "-c", str(path), "-o", objects[-1]])
+                jobs.append([cc, *flags, *own, "-c", str(path), "-o", objects[-1]])
         with ThreadPoolExecutor(os.cpu_count()) as several:
             list(several.map(_ran, jobs))
         _ran([cc, "-shared", *extra, *objects, "-lm", "-o", f"{place}/made.so"])

@@ -111,9 +111,11 @@ class CKernels(TorchKernels):
 
     name = "c"
 
-    def __init__(self, library: Library) -> None:
-        super().__init__(f"C, compiled for {library.level}")
-        self.digits = f"C with {'fused' if library.fused else 'rounded'} products"
+    def __init__(self, library: Library, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype` is that of the model, for what is said of these kernels."""
+        pairs = ", in pairs" * (library.pairs and dtype == torch.bfloat16)
+        super().__init__(f"C, compiled for {library.level}{pairs}")
+        self.digits = f"C with {'fused' if library.fused else 'rounded'} products{pairs}"
         self.library, self._functions = library, library.functions
 
     def weight(self, matrix: Tensor) -> Weight:

@@ -43,7 +43,7 @@ def _c(device: torch.device, dtype: torch.dtype) -> Kernels | str:
         return f"computes in {known}, and dtype is {str(dtype).removeprefix('torch.')}; set one of them, or auto"
     if (found := library()) is None:
         return "is not compiled here; install gcc or clang, or set attention_backend to auto"
-    return CKernels(found)
+    return CKernels(found, dtype)
 
 
 def _triton(device: torch.device) -> Kernels | str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.kernels.build import COMPILED, LEVELS, BuildError, compile_level, file_of
+from cluster.kernels.build import COMPILED, LEVELS, PAIRS, BuildError, compile_level, file_of
 
 logger = logging.getLogger(__name__)
 KIND_OF = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -35,15 +35,21 @@ Function = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The functions of one compiled library, by kernel and dtype. `level` are the vector instructions that it uses."""
+    """The functions of one compiled library, by kernel and dtype. `level` are the vector instructions that it uses.
+
+    `pairs`: products in bfloat16 are those of AVX512-BF16, two at a time, with sums of their own.
+    """
 
     level: str
     path: Path
     functions: dict[tuple[str, torch.dtype], Function]
+    pairs: bool = False
 
     @property
     def fused(self) -> bool:
-        """Whether products and sums are rounded once; all libraries that do so give the same bits."""
+        """Whether products and sums are rounded once; all libraries that do so, and without `pairs`, give the same
+        bits.
+        """
         return self.level != "baseline" or platform.machine() not in ("x86_64", "AMD64")
 
 
@@ -53,6 +59,16 @@ def level_of_cpu() -> str:
     return level if level in LEVELS else "baseline"
 
 
+def pairs_of_cpu() -> bool:
+    """Whether this CPU multiplies bfloat16 in pairs (AVX512-BF16)."""
+    if level_of_cpu() not in PAIRS:
+        return False
+    try:
+        return "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+
+
 @cache
 def library() -> Library | None:
     """That of this CPU: the one made at installation, else one compiled now and kept for the user. None: there is
@@ -60,7 +76,7 @@ def library() -> Library | None:
     """
     level = level_of_cpu()
     try:
-        return opened(level, _found(level))
+        return opened(level, _found(level), pairs_of_cpu())
     except (BuildError, OSError) as error:
         logger.warning("no C kernels, torch serves in their place: %s", error)
         return None
@@ -73,17 +89,18 @@ def _found(level: str) -> Path:
     return compile_level(level, home / "aerie" / "kernels")
 
 
-def opened(level: str, path: Path) -> Library:
-    """The library at `path`."""
+def opened(level: str, path: Path, pairs: bool = False) -> Library:
+    """The library at `path`; its products in bfloat16 are in `pairs` where the CPU can."""
     held = CDLL(str(path))
     _share_threads(held)
     functions: dict[tuple[str, torch.dtype], Function] = {}
     for name, signature in SIGNATURES.items():
         for dtype, kind in KIND_OF.items():
-            function = getattr(held, f"aerie_{name}_{kind}")
+            own = pairs and (name, kind) == (PAIRS[level][0], "bf16")
+            function = getattr(held, f"aerie_{name}_{kind}{'_pairs' * own}")
             function.argtypes, function.restype = [CODES[code] for code in signature], None
             functions[name, dtype] = function
-    return Library(level, path, functions)
+    return Library(level, path, functions, pairs)
 
 
 def _share_threads(held: CDLL) -> None:

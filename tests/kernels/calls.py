@@ -1,6 +1,6 @@
 """Calls of every C kernel on odd sizes, as bytes: run in this process, or in one with another library.
 
-`python -m tests.kernels.calls LIBRARY` prints their digests, one line each.
+`python -m tests.kernels.calls LEVEL LIBRARY [pairs]` prints their digests, one line each.
 """
 
 import sys
@@ -82,5 +82,6 @@ def digests(library: Library) -> dict[str, str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    for name, digest in digests(opened("given", Path(sys.argv[1]))).items():
+    level, path, *pairs = sys.argv[1:]
+    for name, digest in digests(opened(level, Path(path), bool(pairs))).items():
         print(f"{digest} {name}")

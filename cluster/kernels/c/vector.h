@@ -23,7 +23,11 @@ typedef int32_t whole;
 #else
 typedef float real;
 typedef int32_t whole;
+#if defined(__AVX512BF16__)
+#define NAMED(name) name##_bf16_pairs
+#else
 #define NAMED(name) name##_bf16
+#endif
 #endif
 #if KIND == 16
 typedef uint16_t stored;

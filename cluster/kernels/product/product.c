@@ -1,17 +1,18 @@
-/* out[m][n] = sum over k of rows[m][k] * weight[k][n], + bias[n]: each a chain of products, k ascending, whatever is
+/* out[m][n] = sum over k of rows[m][k] * weight[k][n], + bias[n]: each a chain of turns, k ascending, whatever is
  * computed beside it. A weight lies in panels of LANES columns: panels[column / LANES][k][column % LANES].
  */
 #include "../c/scratch.h"
 #include "../c/threads.h"
 #include "../c/vector.h"
+#include "turn.h"
 
 #if BYTES == 64
 #define MOST 12 /* rows of a tile: their sums fill the registers */
 #else
 #define MOST 6
 #endif
-#define DEEP 512 /* of k at once where there are more rows: so that a panel stays in the nearest cache */
-#define TALL (MOST * 8)
+#define DEEP (512 * TURN) /* of k at once where there are more rows: so that a panel stays in the nearest cache */
+#define TALL (MOST * 8 * TURN)
 
 struct job {
     const stored *rows, *panels, *bias;
@@ -22,9 +23,9 @@ struct job {
 };
 
 struct tile {
-    const real *rows; /* [k][mr] */
+    const entry *rows; /* [turns of k][mr] */
     const stored *panels;
-    const real *widened; /* the panels as real numbers, if several tiles share them */
+    const factor *ready; /* the panels' factors, if several tiles share them */
     int64_t k, panel; /* numbers from one panel to the next */
     const real *from; /* sums so far, NULL: none */
     real *to;         /* sums, NULL: they are complete and go out */
@@ -41,31 +42,31 @@ INLINE void finish(const struct tile *t, int row, int64_t column, vec x)
         save(out, t->bias ? x + load(t->bias + column) : x);
         return;
     }
+    real apart[EACH]; /* a sum of which single numbers are taken would be kept in memory from turn to turn */
+    *(loose *)apart = x;
     for (int i = 0; i < EACH && column + i < t->columns; i++)
-        put(out + i, t->bias ? x[i] + get(t->bias + column + i) : x[i]);
+        put(out + i, t->bias ? apart[i] + get(t->bias + column + i) : apart[i]);
 }
 
-INLINE void tile_of(const struct tile *t, int mr, int np, int widened)
+INLINE void tile_of(const struct tile *t, int mr, int np, int ready)
 {
     vec sum[MOST][8 * FOLDS];
-    const stored *panel[8];
-    const real *wide[8];
+    int64_t turns = TURNS(t->k);
     for (int m = 0; m < mr; m++)
         for (int j = 0; j < np * FOLDS; j++)
             sum[m][j] = t->from ? (vec) * (const loose *)(t->from + m * t->width + j * EACH) : (vec){0};
-    for (int p = 0; p < np; p++) panel[p] = t->panels + p * t->panel, wide[p] = t->widened + p * t->k * LANES;
-    const real *rows = t->rows;
-    for (int64_t k = 0; k < t->k; k++, rows += mr) {
-        vec weight[8 * FOLDS];
+    const stored *panel[8];
+    const factor *held[8];
+    for (int p = 0; p < np; p++) panel[p] = t->panels + p * t->panel, held[p] = t->ready + p * turns * FOLDS;
+    const entry *rows = t->rows;
+    for (int64_t k = 0; k < turns; k++, rows += mr) {
+        factor weight[8 * FOLDS];
         for (int p = 0; p < np; p++)
-            for (int f = 0; f < FOLDS; f++) {
-                int64_t at = k * LANES + f * EACH;
-                weight[p * FOLDS + f] = widened ? (vec) * (const loose *)(wide[p] + at) : load(panel[p] + at);
-            }
-        for (int m = 0; m < mr; m++) {
-            vec x = all(rows[m]);
-            for (int j = 0; j < np * FOLDS; j++) sum[m][j] += x * weight[j];
-        }
+            for (int f = 0; f < FOLDS; f++)
+                weight[p * FOLDS + f] = ready ? held[p][k * FOLDS + f]
+                                              : factor_of(panel[p] + k * TURN * LANES + f * EACH, t->k - k * TURN);
+        for (int m = 0; m < mr; m++)
+            for (int j = 0; j < np * FOLDS; j++) sum[m][j] = joined(sum[m][j], rows[m], weight[j]);
     }
     for (int m = 0; m < mr; m++)
         for (int j = 0; j < np * FOLDS; j++) {
@@ -76,8 +77,8 @@ INLINE void tile_of(const struct tile *t, int mr, int np, int widened)
         }
 }
 
-#define CASE(M, P) case (M) * 16 + (P): tile_of(t, M, P, widened); break;
-INLINE void sized(const struct tile *t, int mr, int np, int widened)
+#define CASE(M, P) case (M) * 16 + (P): tile_of(t, M, P, ready); break;
+INLINE void sized(const struct tile *t, int mr, int np, int ready)
 {
     switch (mr * 16 + np) {
         CASE(1, 1) CASE(1, 2) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(3, 1) CASE(3, 2)
@@ -92,15 +93,17 @@ INLINE void sized(const struct tile *t, int mr, int np, int widened)
 
 static void tile(const struct tile *t, int mr, int np) { sized(t, mr, np, 0); }
 #if KIND == 16
-static void tile_widened(const struct tile *t, int mr, int np) { sized(t, mr, np, 1); }
+static void tile_ready(const struct tile *t, int mr, int np) { sized(t, mr, np, 1); }
 
-/* `deep` inputs of `np` panels, as real numbers that lie together. */
-static const real *widened(const stored *panels, int64_t panel, int np, int64_t deep)
+/* The factors of `deep` inputs of `np` panels, which lie together. */
+static const factor *readied(const stored *panels, int64_t panel, int np, int64_t deep)
 {
-    real *to = aerie_scratch(2, sizeof(real) * np * deep * LANES);
+    int64_t turns = TURNS(deep);
+    factor *all = aerie_scratch(2, sizeof(factor) * np * turns * FOLDS);
     for (int p = 0; p < np; p++)
-        for (int64_t at = 0; at < deep * LANES; at += EACH) *(loose *)(to + p * deep * LANES + at) = load(panels + p * panel + at);
-    return to;
+        for (int64_t at = 0; at < turns * FOLDS; at++)
+            all[p * turns * FOLDS + at] = factor_of(panels + p * panel + at * TURN * EACH, deep - at / FOLDS * TURN);
+    return all;
 }
 #endif
 
@@ -114,14 +117,15 @@ INLINE int panels_of(int mr)
 #endif
 }
 
-/* Rows `[m][k]` of a block, from column `begin` on, as tiles: of each the numbers of one column lie together. */
-static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, real *to)
+/* Rows `[m][k]` of a block, from column `begin` on, as tiles: the entries of one turn lie together. */
+static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, entry *to)
 {
+    int64_t turns = TURNS(deep);
     for (int64_t row = 0; row < m; row += each) {
         int64_t mr = m - row < each ? m - row : each;
         for (int64_t i = 0; i < mr; i++) {
             const stored *from = rows + (row + i) * j->k + begin;
-            for (int64_t k = 0; k < deep; k++) to[row * deep + k * mr + i] = get(from + k);
+            for (int64_t k = 0; k < turns; k++) to[row * turns + k * mr + i] = entry_of(from + k * TURN, deep - k * TURN);
         }
     }
 }
@@ -134,7 +138,7 @@ static void some(const struct job *j, const stored *rows, const stored *panels, 
     for (int64_t top = 0; top < m; top += TALL) {
         int64_t tall = m - top < TALL ? m - top : TALL, tiles = (tall + MOST - 1) / MOST;
         int64_t each = (tall + tiles - 1) / tiles, deepest = tiles == 1 ? j->k : DEEP;
-        real *left = aerie_scratch(0, sizeof(real) * tall * (deepest < j->k ? deepest : j->k) + 64);
+        entry *left = aerie_scratch(0, sizeof(entry) * tall * TURNS(deepest < j->k ? deepest : j->k) + 64);
         real *sums = deepest < j->k ? aerie_scratch(1, sizeof(real) * tall * width) : NULL;
         for (int64_t begin = 0; begin < j->k; begin += deepest) {
             int64_t deep = j->k - begin < deepest ? j->k - begin : deepest;
@@ -143,22 +147,22 @@ static void some(const struct job *j, const stored *rows, const stored *panels, 
             for (int64_t p = first; p < last; p += np) {
                 for (np = most; np > last - p;) np /= 2;
                 const stored *here = panels + (p * j->k + begin) * LANES;
-                const real *wide = NULL;
+                const factor *ready = NULL;
 #if KIND == 16
-                if (tiles > 1) wide = widened(here, j->k * LANES, np, deep);
+                if (tiles > 1) ready = readied(here, j->k * LANES, np, deep);
 #endif
                 for (int64_t row = 0; row < tall; row += each) {
                     int64_t at = p * LANES;
                     real *sum = sums ? sums + row * width + (p - first) * LANES : NULL;
                     struct tile t = {
-                        .rows = left + row * deep, .panels = here, .widened = wide, .k = deep,
+                        .rows = left + row * TURNS(deep), .panels = here, .ready = ready, .k = deep,
                         .panel = j->k * LANES, .from = begin ? sum : NULL, .to = begin + deep < j->k ? sum : NULL,
                         .width = width, .bias = bias ? bias + at : NULL, .out = out + (top + row) * j->n + at, .n = j->n,
                         .columns = j->n - at};
                     int mr = (int)(tall - row < each ? tall - row : each);
 #if KIND == 16
-                    if (wide) {
-                        tile_widened(&t, mr, np);
+                    if (ready) {
+                        tile_ready(&t, mr, np);
                         continue;
                     }
 #endif

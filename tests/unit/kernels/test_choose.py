@@ -1,6 +1,7 @@
 """Which kernels serve, and what is said of it."""
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import cluster.kernels.choose
 import cluster.kernels.library
 from cluster.config import ConfigError
 from cluster.kernels.build import BuildError, compile_level, compiler, digest, file_of
+from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.choose import choose_kernels
 from cluster.kernels.library import level_of_cpu, library
 from tests.unit.kernels.library import c_library
@@ -22,6 +24,14 @@ def test_c_serves_where_it_can() -> None:
     chosen = choose_kernels("auto", CPU, torch.float32)
     assert (chosen.name, chosen.about) == ("c", f"C, compiled for {level}")
     assert choose_kernels("torch", CPU, torch.float32).about == "torch"
+
+
+def test_what_multiplies_bfloat16_in_pairs_has_digits_of_its_own() -> None:
+    """A gang whose ranks differ in that is refused in bfloat16, and in no other dtype."""
+    several = [replace(c_library(), pairs=pairs) for pairs in (False, True)]
+    for dtype, differ in ((torch.float32, False), (torch.float64, False), (torch.bfloat16, True)):
+        one, other = (CKernels(library, dtype) for library in several)
+        assert (one.digits != other.digits) == differ and (one.about != other.about) == differ
 
 
 @pytest.mark.parametrize(
