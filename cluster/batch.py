@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -235,6 +236,11 @@ class PromptRows:
     text: Text | None
     final_rows: Tensor
     final_lens: Tensor
+
+
+def with_prompts(trees: Tensor, prompts: Tensor) -> Tensor:
+    """What belongs to rows of trees `[a, ...]`, then what belongs to rows of prompts `[b, ...]`; no copy if b is 0."""
+    return torch.cat([trees, prompts]) if prompts.shape[0] else trees
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from ctypes import Structure, byref, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from cluster.batch import with_prompts
 from cluster.kernels.library import Library
 from cluster.recording import native
 from cluster.spec.tree import DraftTree
@@ -40,4 +41,4 @@ class CAccept:
         for name, tensor in zip(POINTERS, given.held, strict=True):
             setattr(given, name, tensor.data_ptr())
         native(self._run, byref(given))
-        return Accepted(path, taken, lens, torch.cat([bonus, first]) if first.shape[0] else bonus)
+        return Accepted(path, taken, lens, with_prompts(bonus, first))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cluster.arch import DraftSpec
 from cluster.attention.bits import line_bits
-from cluster.batch import Batch, Seen
+from cluster.batch import Batch, Seen, with_prompts
 from cluster.config import TreeShape
 from cluster.spec.inputs import EagleDraftExtendInput
 from cluster.spec.verify import Accepted
@@ -18,20 +18,20 @@ def extend_input(
     r, n, width, device = batch.decodes, shape.num_draft_tokens, shape.num_steps + 1, accepted.bonus.device
     prompt = batch.prompt
     nodes = torch.arange(r, device=device)[:, None] * n + accepted.path
-    source = torch.cat([nodes.view(-1), torch.arange(r * n, r * n + prompt.token_ids.shape[0], device=device)])
+    source = with_prompts(nodes.view(-1), torch.arange(r * n, r * n + prompt.token_ids.shape[0], device=device))
     after = prompt.next_ids.index_copy(0, prompt.final_rows, accepted.bonus[r:])
     positions = batch.seq_lens[:, None] + torch.arange(width, device=device)
     last = torch.arange(r, device=device) * width + accepted.accept_len - 1
     return EagleDraftExtendInput(
         hidden=EagleDraftExtendInput.hidden_of(draft, features, source),
-        token_ids=torch.cat([accepted.tokens.view(-1), after]),
-        positions=torch.cat([positions.view(-1), prompt.positions]),
-        select=torch.cat([last, prompt.final_rows + r * width]),
+        token_ids=with_prompts(accepted.tokens.view(-1), after),
+        positions=with_prompts(positions.view(-1), prompt.positions),
+        select=with_prompts(last, prompt.final_rows + r * width),
     )
 
 
 def extend_seen(batch: Batch, shape: TreeShape) -> Seen:
     """Rows in a line after each request's committed tokens, then the prompt chunks as the target saw them."""
     width = shape.num_steps + 1
-    write = torch.cat([batch.window[:, :width].reshape(-1), batch.prompt.write])
+    write = with_prompts(batch.window[:, :width].reshape(-1), batch.prompt.write)
     return Seen(write, batch.tree(line_bits(width, width, write.device), width), batch.prompt.text)

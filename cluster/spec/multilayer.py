@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention.bits import words
-from cluster.batch import Batch, Seen
+from cluster.batch import Batch, Seen, with_prompts
 from cluster.config import TreeShape
 from cluster.forward.draw import Draw, Drawing
 from cluster.forward.runner import DraftRunner
@@ -92,7 +92,7 @@ class MultiLayerDraft:
         """Run the committed rows through every runner; see `Draft.extend`."""
         given = extend_input(batch, accepted, features, shape, self._runners[0].model.spec)
         seen = extend_seen(batch, shape)
-        rows = torch.cat([batch.decode_rows.repeat_interleave(shape.num_steps + 1), batch.prompt.rows])
+        rows = with_prompts(batch.decode_rows.repeat_interleave(shape.num_steps + 1), batch.prompt.rows)
         before = self._table.slots(rows, (given.positions - 1).clamp(min=0))
         source = self._runners[0].fuse_aux(given.hidden)
         outputs = []

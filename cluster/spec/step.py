@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.bits import line_bits, packed
-from cluster.batch import Batch, Mode, PromptRows, Seen
+from cluster.batch import Batch, Mode, PromptRows, Seen, with_prompts
 from cluster.config import TreeShape
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.choose import Scores, choose, logprobs, scores
@@ -84,12 +84,12 @@ class Step:
                 final.adjust.commit(first[:, None], torch.ones_like(first))
         carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(drawing, accepted), shape)
         self.carried.put(batch.rows, carried)
-        self._table.commit(batch.rows, torch.cat([batch.seq_lens + accepted.accept_len, batch.prompt.final_lens]))
+        self._table.commit(batch.rows, with_prompts(batch.seq_lens + accepted.accept_len, batch.prompt.final_lens))
         asked = None
         if Mode.LOGPROBS in batch.mode:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
-            rows = torch.cat([nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device)])
-            asked = logprobs(columns, rows, torch.cat([accepted.tokens.view(-1), first]))
+            rows = with_prompts(nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device))
+            asked = logprobs(columns, rows, with_prompts(accepted.tokens.view(-1), first))
         drawn = first[:0] if drawing.noise is None or columns.shards is None else checksum(draws)
         scored = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         moments.append(self._timer.now())
@@ -105,7 +105,7 @@ class Step:
         return Drawing(batch.sampling, noise, self.adjusting.of(batch.rows, batch.mode))
 
     def _noise(self, batch: Batch, num_steps: int) -> Noise:
-        first = torch.cat([batch.seq_lens + 1, batch.prompt.final_lens])
+        first = with_prompts(batch.seq_lens + 1, batch.prompt.final_lens)
         seeds, count = batch.sampling.seeds, num_steps + 1 + self._drafts
         vocab, dtype = self._target.model.arch.vocab_size, self.carried.hidden.dtype
         ids = range(vocab) if batch.mode.adjusts else self._ids  # what is adjusted is all columns
@@ -124,7 +124,7 @@ class Step:
         if not self._drafts:
             return drawing.at(0)
         which, finals = accepted.accept_len, accepted.bonus.shape[0] - accepted.accept_len.shape[0]
-        return drawing.next(which if finals == 0 else torch.cat([which, which.new_ones(finals)]))
+        return drawing.next(with_prompts(which, which.new_ones(finals)))
 
     @property
     def _drafts(self) -> bool:
@@ -134,9 +134,9 @@ class Step:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
         r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
         bits = line_bits(n, n, tree.tokens.device) if chain else packed(tree.ancestors)
-        write = torch.cat([batch.window[:, :n].reshape(-1), prompt.write])
-        tokens = torch.cat([tree.tokens.reshape(-1), prompt.token_ids])
-        positions = torch.cat([(batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions])
+        write = with_prompts(batch.window[:, :n].reshape(-1), prompt.write)
+        tokens = with_prompts(tree.tokens.reshape(-1), prompt.token_ids)
+        positions = with_prompts((batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions)
         seen = Seen(write, batch.tree(bits, n), prompt.text)
         hidden, aux = self._target.forward(tokens, positions, seen)
         if not prompt.token_ids.shape[0]:

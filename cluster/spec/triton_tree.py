@@ -7,6 +7,7 @@ Legend: R requests, K topk, N nodes, C candidates.
 import torch
 from torch import Tensor
 
+from cluster.batch import with_prompts
 from cluster.forward.noise import at_least_float32
 from cluster.kernels.accept import gpu as accepting
 from cluster.kernels.launch import WIDE, launch, warps, whole
@@ -100,4 +101,4 @@ def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Ac
     numbers = nodes, tokens.stride(0), parents.stride(0)
     how = {"WIDE": wide, "BLOCK": whole(nodes), "num_warps": warps(whole(nodes))}
     launch(accepting.accept, (trees,), tokens, parents, chosen.contiguous(), *made, *numbers, **how)
-    return Accepted(path, taken, lens, torch.cat([bonus, first]) if first.shape[0] else bonus)
+    return Accepted(path, taken, lens, with_prompts(bonus, first))

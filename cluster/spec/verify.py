@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.batch import with_prompts
 from cluster.spec.tree import DraftTree
 
 
@@ -45,4 +46,4 @@ def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Ac
     path = path[:, :-1]
     tokens = chosen.gather(1, path)
     last = tokens.gather(1, accept_len[:, None] - 1)[:, 0]
-    return Accepted(path, tokens, accept_len, torch.cat([last, first]))
+    return Accepted(path, tokens, accept_len, with_prompts(last, first))
