@@ -18,6 +18,7 @@ from tests.tiny import draft_folder, target_folder
 
 VOCAB = 24
 """Small, so that a random draft is right now and then."""
+OVERLAP = int(os.environ.get("OVERLAP", "0"))  # steps that have begun when the results of one are read
 CACHE = os.environ.get("KV_CACHE_DTYPE", "auto")
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLING = {

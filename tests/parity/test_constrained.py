@@ -1,7 +1,6 @@
 """Constrained requests over trees: always in the grammar, and what plain decoding gives under the same masks."""
 
 import json
-import os
 import time
 from dataclasses import replace
 from functools import cache
@@ -16,11 +15,21 @@ from cluster.engine.programs import Programs
 from cluster.grammar.asked import GrammarError
 from cluster.request import Adjustments, Request
 from tests.parity.automata import EOS, Walker, automaton, follows, walked
-from tests.parity.harness import SAMPLING, Run, config_of, prompts, request, run, scarce, speculative, tiny_pair
+from tests.parity.harness import (
+    OVERLAP,
+    SAMPLING,
+    Run,
+    config_of,
+    prompts,
+    request,
+    run,
+    scarce,
+    speculative,
+    tiny_pair,
+)
 
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
 WORDS = ((5,), (7, 3))
-OVERLAP = int(os.environ.get("OVERLAP", "0"))  # a step more has begun when results are read
 BANS = Adjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
 
 

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Metaspace
 
 from cluster.cli import main
 from cluster.engine import build_engine
-from tests.parity.harness import config_of
+from tests.parity.harness import OVERLAP, config_of
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
 
@@ -77,7 +77,7 @@ def test_every_step_is_printed_when_it_is_over(
     assert main(["generate", *asked, "--dtype", "float64"]) == 0
     said, _, summary = pipe.getvalue().rpartition("\n[")
     assert said == text
-    assert summary.startswith("9 tokens in 9 steps and ") and summary.endswith(", finished by length]\n")
+    assert summary.startswith(f"9 tokens in {9 + OVERLAP} steps and ") and summary.endswith(", finished by length]\n")
     grown = sorted({size for size in pipe.flushed if 0 < size <= len(said)})
     assert len(grown) == 9, "a flush per step"
 
