@@ -13,6 +13,7 @@ from cluster.engine.captures import buckets_of, captures_of
 from cluster.graph import Graph
 from cluster.mesh import Axis, Mesh
 from cluster.tape import Tape
+from cluster.waiting import watched
 from tests.parity.harness import config_of, tiny_pair
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -112,3 +113,11 @@ def test_a_capture_that_fails_is_dropped(fails: bool) -> None:
     with pytest.raises(RuntimeError if fails else ZeroDivisionError):
         Graph(lambda: 1 // 0, segments)
     assert segments.did == ["ready", "begin", "drop"]
+
+
+def test_what_waits_before_a_capture_waits_under_watch() -> None:
+    """A peer that is lost just then is named: nothing that blocks the host comes before the wait that is watched."""
+    segments = Noting()
+    with watched(lambda: segments.did.append("watched")):
+        Graph(lambda: 1, segments)
+    assert segments.did == ["watched", "ready", "begin", "end", "launch"]
