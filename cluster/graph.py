@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cluster.recording import answered, recorded_by
+from cluster.waiting import catch_up
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class Graph(Generic[T]):
         """Capture `program`, and run it."""
         self._segments = segments
         self._parts: list[Callable[[], object]] = []
+        catch_up()  # what makes ready waits for all work too, but not under watch
         segments.ready()
         before = segments.held()
         with torch.inference_mode(), recorded_by(self):

@@ -7,7 +7,7 @@ World: `tp_size` ranks in `attn_dp` groups of `attn_tp` ranks each; rank = dp_ra
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -207,8 +207,10 @@ class Mesh:
         if self._farewells is not None:
             self._farewells.say(farewell)
 
-    def close(self, reason: str = "") -> None:
-        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`."""
+    def close(self, reason: str = "", drop: Callable[[], object] = lambda: None) -> None:
+        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `drop` lets go of
+        the graphs that hold collectives.
+        """
         if self._closed:
             return
         self._closed = True
@@ -217,13 +219,13 @@ class Mesh:
         if reason or self.herald is not None:
             self.say(Farewell(self.rank if reason else None, reason))
         if self.world.size > 1 and dist.is_initialized():
-            self._abort()
+            self._abort(drop)
 
-    def _abort(self) -> None:
+    def _abort(self, drop: Callable[[], object]) -> None:
         """End the process groups. Aborting, unlike destroying, also releases a thread that waits in a collective."""
         axes = (self.world, self.attn, self.facts, self.attn_facts)
         own = [axis.group for axis in axes[:2] if axis.group is not None and axis.direct]
-        if nccl.abort(own):
+        if nccl.abort(own, drop):
             dist.distributed_c10d._abort_process_group()
         else:  # torch would wait for them, up to the timeout of the group
             logger.error("rank %d: NCCL does not end its communicators; the end of the process will", self.rank)

@@ -94,12 +94,16 @@ def warm(axes: Sequence[Axis], device: torch.device) -> None:
             time.sleep(1e-3)
 
 
-def abort(groups: Sequence[Any], seconds: float = ABORT_S) -> bool:
-    """Abort communicators, each in a thread of its own, since one may wait for the end of another; returns after
-    `seconds` at the latest, and whether all have ended.
+def abort(groups: Sequence[Any], drop: Callable[[], object] = lambda: None, seconds: float = ABORT_S) -> bool:
+    """Abort communicators, each in a thread of its own, since one may wait for the end of another, and `drop` graphs
+    that hold their collectives; returns after `seconds` at the latest, and whether all have ended.
+
+    NCCL tells the device at once to leave its collectives, and then waits until the last such graph is destroyed
+    (`commDestroySync` in its init.cc). A graph under way may be destroyed only when the device has left it, so neither
+    is to wait for the other here.
     """
     threads = [threading.Thread(target=_quietly, args=(group.abort,), daemon=True) for group in groups]
-    for thread in threads:
+    for thread in (*threads, threading.Thread(target=drop, daemon=True)):
         thread.start()
     until = time.monotonic() + seconds
     for thread in threads:

@@ -5,6 +5,7 @@ something. The wait ends without a result at once when a peer has left for a rea
 limit when a rank has given no sign for so long, or none has done anything.
 """
 
+import threading
 import time
 from typing import Any
 
@@ -34,6 +35,11 @@ class Watch:
         self.limit_s, self._serves = limit_s, True
         if self._mesh.herald is not None:
             self._mesh.herald.hurry(limit_s)
+
+    def follow(self) -> None:
+        """The calling thread steps: from now on its CPU time is what the peers hear of, whichever thread has loaded."""
+        if self._mesh.herald is not None:
+            self._mesh.herald.effort.thread = threading.get_native_id()
 
     def mark(self) -> Any:
         """A moment behind all that was queued so far, to `wait` for."""

@@ -36,11 +36,16 @@ class Block:
 
     size: int
     small: bool
+    private: bool
     pieces: list[Piece] = field(default_factory=list)
 
 
 class SimulatedMemory(TorchDispatchMode):
-    """A `DeviceMemory`. `beside` bytes are taken by others. `most` is what was ever in use at once, by all."""
+    """A `DeviceMemory`. `beside` bytes are taken by others. `most` is what was ever in use at once, by all.
+
+    While it is `private`, as in a capture, what is made lies in blocks of its own, which others cannot use and which
+    are kept, although nothing is in them any more.
+    """
 
     def __init__(self, total: int, beside: int = 0) -> None:
         super().__init__()
@@ -48,6 +53,7 @@ class SimulatedMemory(TorchDispatchMode):
         self._blocks: list[Block] = []
         self._live: dict[int, tuple[Block, Piece]] = {}
         self._held = self._peak = 0
+        self.private = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -73,14 +79,20 @@ class SimulatedMemory(TorchDispatchMode):
     def _take(self, size: int) -> tuple[Block, Piece]:
         size = -(-size // GRAIN) * GRAIN
         small = size <= SMALL
-        free = [(b, p) for b in self._blocks if b.small == small for p in b.pieces if not p.used and p.size >= size]
+        free = [
+            (b, p)
+            for b in self._blocks
+            if (b.small, b.private) == (small, self.private)
+            for p in b.pieces
+            if not p.used and p.size >= size
+        ]
         if not free:
             wants = SMALL_BLOCK if small else MEDIUM_BLOCK if size < MEDIUM else -(-size // ROUND) * ROUND
             if self.beside + self.reserved + wants > self.total:
                 self._release()
             if self.beside + self.reserved + wants > self.total:
                 raise DeviceMemoryError(f"{size} bytes asked, {self.total - self.beside - self.reserved} free")
-            block = Block(wants, small, [Piece(wants)])
+            block = Block(wants, small, self.private, [Piece(wants)])
             self._blocks.append(block)
             self._peak = max(self._peak, self.reserved)
             self.most = max(self.most, self.beside + self.reserved)
@@ -102,15 +114,12 @@ class SimulatedMemory(TorchDispatchMode):
                 del block.pieces[neighbour]
 
     def _release(self) -> None:
-        self._blocks = [block for block in self._blocks if any(piece.used for piece in block.pieces)]
+        self._blocks = [block for block in self._blocks if block.private or any(piece.used for piece in block.pieces)]
 
     def free(self) -> int:
         gc.collect()
         self._release()
         return self.total - self.beside - self.reserved
-
-    def left(self) -> int:
-        return self.total - self.beside - self.allocated
 
     def begin(self) -> None:
         self.free()

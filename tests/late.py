@@ -34,6 +34,9 @@ class LatePrograms:
         self.before: Callable[[Order], None] | None = None
         self.checksum = 0
 
+    def drop(self) -> None:
+        """Nothing is captured."""
+
     def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "LateOutput":
         meant = running(self._rank)
 

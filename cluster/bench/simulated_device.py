@@ -35,6 +35,9 @@ class SimulatedDevice:
         self.sent: list[float] = []
         self._step_s, self._full, self._free = step_s, full, 0.0
 
+    def drop(self) -> None:
+        """There are no captured programs."""
+
     def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
         """Queue a step."""
         began = time.perf_counter()

@@ -219,7 +219,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
             lockstep, resolved.config, prepared.context_length, prepared.device_memory, memory.cache.table
         )
     pace = _pace(prepared, lockstep)
-    captured = None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
+    captured = None if captures is None else _captured(prepared, lockstep, captures)
     if check is not None:
         check()
     memory.watch.take()
@@ -297,6 +297,14 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         lag=_lag(config, device),
         debug=config.debug_lockstep,
     )
+
+
+def _captured(prepared: Prepared, lockstep: Lockstep, captures: Captures) -> CaptureInfo:
+    config, memory = prepared.resolved.config, prepared.device_memory
+    if memory is None:
+        return capture_decoding(lockstep, config, captures.buckets)
+    remedy = f"lower {SMALLER_KV}"
+    return fitting(lambda: capture_decoding(lockstep, config, captures.buckets), memory, "captured programs", remedy)
 
 
 def _lag(config: EngineConfig, device: torch.device) -> int:

@@ -88,6 +88,7 @@ class Lockstep:
             PeerLostError: a peer is gone.
         """
         began = time.perf_counter()
+        self.watch.follow()
         words = pack(order) if self.mesh.attn.size > 1 and self.mesh.leads else []
         facts = self.coordinator.header()._replace(
             decodes=len(order.decodes),

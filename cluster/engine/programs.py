@@ -72,6 +72,11 @@ class Programs:
         program = self._later.pop(key, None) or self._started.pop(key)
         self.checksum -= program.number
 
+    def drop(self) -> None:
+        """Drop all of them. A communicator ends only when no graph holds its collectives any more."""
+        for key in self.captured:
+            self.forget(key)
+
     def add(self, key: Key, program: Program) -> None:
         """Have a program replayed from now on."""
         self._later[key] = program

@@ -130,7 +130,7 @@ class Rank:
 
     def close(self, reason: str = "") -> None:
         """Leave the gang at once; peers read `reason` and their steps raise."""
-        self._lockstep.mesh.close(reason)
+        self._lockstep.mesh.close(reason, self._lockstep.programs.drop)
 
     def info(self) -> RankInfo:
         """The resolved settings, JSON-ready, with what was chosen automatically."""

@@ -194,7 +194,7 @@ def check_left(
     taken = memory.taken()
 
     def check() -> None:
-        lacks = max(row[0] for row in lockstep.mesh.all_gather_row((taken - memory.left(),)))
+        lacks = max(row[0] for row in lockstep.mesh.all_gather_row((taken - memory.free(),)))
         if lacks > 0:
             raise ConfigError(
                 f"captured programs have left {lacks / GB:.3f} GB too little for the largest steps, which take "

@@ -58,9 +58,11 @@ def test_a_graph_calls_the_host_between_segments() -> None:
     """Beside other graphs in the same pool, which write over all that a program does not need any more."""
     x, said, own = torch.randn(4, 4, dtype=torch.float64), list[float](), list[float]()
     there, segments = x.cuda(), CudaSegments()
+    memory = torch.zeros(6, 4, dtype=x.dtype, device="cuda")
     called(there, said)
+    program(there, memory)
     graph = Graph(lambda: called(there, said), segments)
-    others = [Graph(lambda: program(there, torch.zeros(6, 4, dtype=x.dtype, device="cuda")), segments) for _ in "ab"]
+    others = [Graph(lambda: program(there, memory), segments) for _ in "ab"]
     assert len(graph) == 5
     for _ in range(20):
         x.copy_(torch.randn(4, 4))

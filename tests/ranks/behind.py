@@ -113,6 +113,9 @@ class BehindPrograms:
         self._device, self._clock = device, mesh.world.clock
         self.assembler, self.step = programs.assembler, programs.step
 
+    def drop(self) -> None:
+        self._programs.drop()
+
     @property
     def checksum(self) -> int:
         return self._programs.checksum

@@ -1,6 +1,5 @@
 """The process of a rank on a simulated GPU: the real engine in its real loop; faults come from within."""
 
-import json
 import os
 import signal
 import sys
@@ -13,11 +12,11 @@ from cluster.actors.messages import Commands
 from cluster.config import EngineConfig
 from cluster.dp_attention.plan import Call
 from cluster.engine import build_rank
-from cluster.mesh import Rendezvous, Store, open_store
+from cluster.mesh import Rendezvous, Store
 from cluster.request import Request, SamplingParams
 from tests.backend import force
 from tests.ranks.behind import put_behind
-from tests.ranks.worker import HOST, say
+from tests.ranks.process import say, serve
 
 SLOW_S, SLOW_CALLS = 0.5, 6  # how much later a slow device comes to a collective, and to how many
 
@@ -51,18 +50,6 @@ class Fault:
             if self._plant == "aborts":
                 raise ValueError("a fault of this device alone")
             threading.Event().wait()
-
-
-def main(rank: int) -> None:
-    store: Store | None = None
-    say({"ready": rank})
-    for line in sys.stdin:
-        if line == "open\n":
-            store = open_store(HOST)
-            say({"port": store.port})
-            continue
-        message = json.loads(line)
-        run(message["case"], rank, Rendezvous(HOST, message["port"], message["epoch"]), store if rank == 0 else None)
 
 
 def run(case: dict[str, Any], rank: int, where: Rendezvous, store: Store | None) -> None:
@@ -111,4 +98,4 @@ def asked(action: dict[str, Any]) -> Request:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve(int(sys.argv[1]), run)

@@ -1,6 +1,5 @@
-"""The process of one rank: reads a case per line, runs it, answers with one line of JSON."""
+"""The process of one rank: runs a case, and answers with one line of JSON."""
 
-import json
 import os
 import sys
 import threading
@@ -19,15 +18,15 @@ from cluster.batch import Batch
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, Rank, build_rank
 from cluster.engine.scheduler import Schedule
-from cluster.mesh import Axis, GangError, Rendezvous, Store, open_store
+from cluster.mesh import Axis, GangError, Rendezvous, Store
 from cluster.request import Adjustments, Request, SamplingParams
 from cluster.spec.tree import DraftTree
 from tests.backend import force
 from tests.parity.automata import walked
 from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
+from tests.ranks.process import say, serve
 
-HOST = "127.0.0.1"
 SENT = {"reduce_scatter": sum}  # sends rows to all; the others send own rows
 RING_AFTER_S = 0.5
 
@@ -78,33 +77,20 @@ class Logs:
         return logged
 
 
-def main(rank: int) -> None:
-    """Answer cases until the input ends."""
-    store: Store | None = None
-    say({"ready": rank})
-    for line in sys.stdin:
-        if line == "open\n":
-            store = open_store(HOST)
-            say({"port": store.port})
-            continue
-        message = json.loads(line)
-        where = Rendezvous(HOST, message["port"], message["epoch"])
-        try:
-            say(asdict(run(message["case"], rank, where, store)))
-        except Exception as error:
-            said = {name: getattr(error, name, None) for name in ("rank", "step", "phase")}
-            at = time.monotonic()
-            known = isinstance(error, GangError | ConfigError)
-            text = str(error) if known else traceback.format_exc()
-            say(asdict(Lost(text, type(error).__name__, **said, at=at)))
+def live(case: dict[str, Any], rank: int, where: Rendezvous, store: Store | None) -> None:
+    """Run a case, and say how the life ended."""
+    try:
+        say(asdict(run(case, rank, where, store)))
+    except Exception as error:
+        said = {name: getattr(error, name, None) for name in ("rank", "step", "phase")}
+        at = time.monotonic()
+        known = isinstance(error, GangError | ConfigError)
+        text = str(error) if known else traceback.format_exc()
+        say(asdict(Lost(text, type(error).__name__, **said, at=at)))
 
 
 def _struck(step: int) -> None:
     say({"struck": [time.monotonic(), step]})
-
-
-def say(what: dict[str, Any]) -> None:
-    print(json.dumps(what), flush=True)
 
 
 def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None) -> Life:
@@ -265,4 +251,4 @@ def _adjustments(params: dict[str, Any]) -> Adjustments | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve(int(sys.argv[1]), live)

@@ -69,10 +69,28 @@ def test_an_abort_that_hangs_holds_nobody_up() -> None:
     """Both begin although the first does not end: it may wait for the second."""
     ended, forever = threading.Event(), threading.Event()
     began = time.monotonic()
-    assert not nccl.abort([Group(forever.wait), Group(ended.set)], 0.2)
+    assert not nccl.abort([Group(forever.wait), Group(ended.set)], seconds=0.2)
     assert ended.is_set() and time.monotonic() - began < nccl.ABORT_S
     forever.set()
     assert nccl.abort([Group(raises), Group(ended.set)]) and nccl.abort([])
+
+
+def test_graphs_are_dropped_while_a_communicator_that_waits_for_it_ends() -> None:
+    """As NCCL's does, which waits until the graphs with its collectives are gone; they may wait for it to begin."""
+    aborts, dropped = threading.Event(), threading.Event()
+
+    def abort() -> None:
+        aborts.set()
+        dropped.wait()
+
+    def drop() -> None:
+        aborts.wait()
+        dropped.set()
+
+    assert nccl.abort([Group(abort), Group(abort)], drop, 60.0)
+    dropped.clear()
+    assert not nccl.abort([Group(abort)], seconds=0.2)
+    dropped.set()
 
 
 class Slow:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch.distributed as dist
 
 from cluster import watch as watches
 from cluster.clock import Clock
-from cluster.herald import Sign
+from cluster.engine import build_engine
+from cluster.herald import Sign, StepThread
 from cluster.losses import Farewell, Farewells, PeerLostError, StuckDeviceError, believed, bounded
 from cluster.mesh import Axis, Mesh
 from cluster.waiting import catch_up, watched
 from cluster.watch import Watch
+from tests.parity.harness import SAMPLING, config_of, request, tiny_pair
 
 LIMIT_S = 0.4
 
@@ -217,3 +220,21 @@ def test_an_error_is_a_peers_only_if_it_can_be(error: RuntimeError, alone: str, 
         lost = mesh.loss(error)
         assert (lost is None) == (not words) and words in str(lost or ""), lost
     assert Mesh().loss(error) is None
+
+
+def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
+    """Not the one that has loaded the engine, which does nothing from then on."""
+    engine = build_engine(config_of(tiny_pair()[0]))
+    herald: Any = SimpleNamespace(effort=StepThread())
+    engine._lockstep.mesh.herald = herald
+    loaded, ids = herald.effort.thread, list[int]()
+    engine.submit(request("a", [3, 1, 4], SAMPLING["greedy"], max_tokens=2))
+
+    def loop() -> None:
+        ids.append(threading.get_native_id())
+        engine.step()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert [herald.effort.thread] == ids != [loaded]

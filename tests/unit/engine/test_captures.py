@@ -8,12 +8,13 @@ import torch
 
 from cluster.config import ConfigError
 from cluster.dp_attention.sizes import multiples, sizes_up_to
-from cluster.engine import captures
+from cluster.engine import build_engine, captures
 from cluster.engine.captures import buckets_of, captures_of
 from cluster.graph import Graph
 from cluster.mesh import Axis, Mesh
 from cluster.tape import Tape
-from tests.parity.harness import config_of, tiny_pair
+from cluster.waiting import watched
+from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 TWO_GROUPS = Mesh(world=Axis(0, 4), attn=Axis(0, 2))
@@ -112,3 +113,23 @@ def test_a_capture_that_fails_is_dropped(fails: bool) -> None:
     with pytest.raises(RuntimeError if fails else ZeroDivisionError):
         Graph(lambda: 1 // 0, segments)
     assert segments.did == ["ready", "begin", "drop"]
+
+
+def test_what_waits_before_a_capture_waits_under_watch() -> None:
+    """A peer that is lost just then is named: nothing that blocks the host comes before the wait that is watched."""
+    segments = Noting()
+    with watched(lambda: segments.did.append("watched")):
+        Graph(lambda: 1, segments)
+    assert segments.did == ["watched", "ready", "begin", "end", "launch"]
+
+
+def test_a_rank_that_leaves_drops_its_programs_with_its_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what NCCL's wait for before they end."""
+    engine = build_engine(config_of(tiny_pair()[0], capture="on"))
+    for _ in range(2):
+        run(engine, [request("a", [3, 1, 4], SAMPLING["greedy"], max_tokens=6)])
+    programs = engine._lockstep.programs
+    assert programs.captured and programs.checksum
+    monkeypatch.setattr(Mesh, "close", lambda mesh, reason, drop: drop())
+    engine.close("a bug")
+    assert not programs.captured and not programs.checksum

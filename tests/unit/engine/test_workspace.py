@@ -2,14 +2,22 @@
 
 import random
 import re
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from cluster.config import ConfigError, EngineConfig
-from cluster.engine import Engine
+from cluster.dp_attention.sizes import Buckets
+from cluster.engine import Engine, build
 from cluster.engine.build import engine_of, prepare_alone
+from cluster.engine.captures import Captures
+from cluster.engine.memory import RankMemory
+from cluster.engine.programs import Programs
 from cluster.engine.workspace import needs_of
+from cluster.graph import Graph
 from cluster.kv import pool
 from cluster.kv.budget import Needs
 from cluster.mesh import Mesh
@@ -119,6 +127,85 @@ def test_what_leaves_no_memory_says_what_to_lower_and_to_what() -> None:
     assert serve(engine, memory, [Request("one", (3, 4), SamplingParams(max_tokens=3, seed=1))]) == 3
 
 
+class Noting:
+    """Captures in the memory of a device, which runs what it is told at once."""
+
+    def __init__(self, memory: SimulatedMemory) -> None:
+        self._memory = memory
+
+    def ready(self) -> None:
+        self._memory.free()
+
+    def begin(self) -> None:
+        self._memory.private = True
+
+    def end(self) -> Callable[[], object]:
+        self._memory.private = False
+        return lambda: None
+
+    def drop(self) -> None:
+        self._memory.private = False
+
+    def held(self) -> int:
+        return self._memory.reserved
+
+
+def graphs_in(memory: SimulatedMemory, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines capture steps of so many requests as graphs, which have memory of their own."""
+
+    def graphs(*_: object) -> Captures:
+        return Captures(lambda program: Graph(program, Noting(memory)), Buckets((size,), prompts=False))
+
+    monkeypatch.setattr("cluster.engine.build.captures_of", graphs)
+
+
+@pytest.mark.parametrize("more", [0, 330_000])
+def test_memory_of_captured_programs_is_not_left_for_others(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
+    """Although no tensor is in it any more: the check before serving refuses what would run out later, where caches
+    take `more` than the largest steps leave.
+    """
+    memory = SimulatedMemory(2_500_000, BESIDE)
+    graphs_in(memory, 12, monkeypatch)
+    monkeypatch.setattr(Needs, "left", property(lambda needs: needs.free - needs.workspace - needs.spare + more))
+    with memory:
+        prepared = prepare_alone(config(), memory)
+        if not more:
+            assert engine_of(prepared, prepared.draft()).info().captured is not None
+            return
+        with pytest.raises(ConfigError, match=r"captured programs have left .* too little for the largest steps"):
+            engine_of(prepared, prepared.draft())
+
+
+def test_programs_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimulatedMemory(2_500_000, BESIDE)
+    graphs_in(memory, 60, monkeypatch)
+    with memory:
+        prepared = prepare_alone(config(), memory)
+        with pytest.raises(ConfigError, match=r"captured programs do not fit the device .*lower .* capture_sizes"):
+            engine_of(prepared, prepared.draft())
+
+
+def test_a_trial_is_given_back_before_what_serves_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs too, and so the memory that they have for themselves."""
+    made, alive = list[weakref.ref[Programs]](), list[int]()
+    begin, make = Programs.__init__, build.allocate
+
+    def begun(programs: Programs, *given: Any) -> None:
+        made.append(weakref.ref(programs))
+        begin(programs, *given)
+
+    def allocate(*given: Any) -> RankMemory:
+        alive.append(sum(one() is not None for one in made))
+        return make(*given)
+
+    monkeypatch.setattr(Programs, "__init__", begun)
+    monkeypatch.setattr(build, "allocate", allocate)
+    memory = SimulatedMemory(2_500_000, BESIDE)
+    with memory:
+        prepare_alone(config(capture="on"), memory)
+    assert len(made) == 2 and alive == [0]
+
+
 class Plain:
     """A device where nothing is taken but what `measure` says."""
 
@@ -182,6 +269,6 @@ def test_the_device_is_as_unkind_as_it_says() -> None:
         large = torch.zeros(6000)
         assert memory.reserved > held, "what is free in cut blocks is of no use for large tensors"
         del large, small
-        assert memory.left() == memory.free() == 200_000
+        assert memory.free() == 200_000
         with pytest.raises(DeviceMemoryError):
             torch.zeros(60_000)
