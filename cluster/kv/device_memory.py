@@ -26,11 +26,9 @@ class DeviceMemory(Protocol):
         ...
 
     def free(self) -> int:
-        """What this process can still take, after it has given back what its allocator holds and nobody uses."""
-        ...
-
-    def left(self) -> int:
-        """What this process can still use: what is free, and what its allocator holds and nobody uses."""
+        """What this process can still take, after it has given back what its allocator holds and nobody uses. The memory
+        of captured programs is theirs, though nothing in it counts as used.
+        """
         ...
 
     def begin(self) -> None:
@@ -59,11 +57,6 @@ class CudaMemory:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
-
-    def left(self) -> int:
-        """See `DeviceMemory.left`."""
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return torch.cuda.mem_get_info(self._device)[0] + unused
 
     def begin(self) -> None:
         """See `DeviceMemory.begin`."""

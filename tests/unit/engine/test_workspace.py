@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cluster.config import ConfigError, EngineConfig
-from cluster.engine import Engine
+from cluster.engine import Engine, workspace
 from cluster.engine.build import engine_of, prepare_alone
-from cluster.engine.workspace import needs_of
+from cluster.engine.workspace import beside, needs_of, rehearsed
 from cluster.kv import pool
 from cluster.kv.budget import Needs
 from cluster.mesh import Mesh
@@ -165,6 +165,26 @@ def test_a_size_that_is_set_and_does_not_fit_says_which_does(setting: str, value
         started(total, **{setting: int(fits * 1.03) if unit == 1 else fits + 0.02})
 
 
+def test_captured_programs_leave_the_largest_steps_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's memory is no other's, though nothing in it is in use between two replays."""
+    memory = SimulatedMemory(400_000)
+    monkeypatch.setattr(workspace, "run_largest", lambda *_: torch.zeros(25_000))
+
+    def program(numbers: int) -> str:
+        with memory.capturing():
+            torch.zeros(numbers)
+        return "captured"
+
+    with memory:
+        taken = rehearsed(None, config(), CONTEXT, memory, None)  # type: ignore[arg-type]
+        assert 100_000 <= taken < 120_000
+        assert beside(taken, lambda: program(40_000), Mesh(), memory) == "captured"
+        with pytest.raises(ConfigError, match=r"too little for the largest steps.*lower .*capture_sizes"):
+            beside(taken, lambda: program(45_000), Mesh(), memory)
+        with pytest.raises(ConfigError, match=r"captured programs do not fit.*lower .*capture_sizes"):
+            beside(taken, lambda: program(90_000), Mesh(), memory)
+
+
 def test_weights_that_do_not_fit_are_refused_as_such() -> None:
     with pytest.raises(ConfigError, match="the weights do not fit the device"):
         started(BESIDE + 40_000)
@@ -182,6 +202,10 @@ def test_the_device_is_as_unkind_as_it_says() -> None:
         large = torch.zeros(6000)
         assert memory.reserved > held, "what is free in cut blocks is of no use for large tensors"
         del large, small
-        assert memory.left() == memory.free() == 200_000
+        assert memory.free() == 200_000
+        with memory.capturing():
+            torch.zeros(6000)
+        torch.zeros(6000)
+        assert memory.allocated == 0 and memory.free() < 200_000 - 24_000, "a program's memory is its own"
         with pytest.raises(DeviceMemoryError):
             torch.zeros(60_000)
