@@ -189,7 +189,8 @@ class LLMConfig(ServingSettings):
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return replace(layout, gangs=self.least_replicas, leaves_s=leaves_s, wait_s=placing.wait_s if placing else None)
+        facts = {"gangs": self.least_replicas, "group": config.tp_size // config.attn_dp_size, "leaves_s": leaves_s}
+        return replace(layout, **facts, wait_s=placing.wait_s if placing else None)
 
 
 class AppSettings(ServingSettings):
