@@ -172,7 +172,7 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: 
     else:
         remedy, before = "raise tp_size, or serve a quantised checkpoint", memory.free()
         models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
-        weights = before - memory.free()
+        weights = max(0, before - memory.free())  # others may have given some back
     pools = allocated(models, mesh, device, context_length, memory, weights)
     return Prepared(mesh, device, context_length, models, pools, memory, weights)
 

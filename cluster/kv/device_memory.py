@@ -26,8 +26,8 @@ class DeviceMemory(Protocol):
         ...
 
     def free(self) -> int:
-        """What this process can still take, after it has given back what its allocator holds and nobody uses. The memory
-        of captured programs is theirs, though nothing in it counts as used.
+        """What this process can still take, after it has given back what its allocator holds and nobody uses. Memory of
+        captured programs is theirs, though nothing in it counts as used.
         """
         ...
 
