@@ -111,7 +111,7 @@ class SimulatedMemory(TorchDispatchMode):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """What is made here lies in the memory of programs, which nobody else gets, used or not; and meanwhile nothing is
+        """What is made here lies in the memory of programs, which nobody else gets, used or not; meanwhile nothing is
         given back.
         """
         self._capturing = True
