@@ -7,6 +7,8 @@ divided by `SCALE`, as the models here are small. Memory inside an operator is n
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,16 +38,12 @@ class Block:
 
     size: int
     small: bool
-    private: bool
     pieces: list[Piece] = field(default_factory=list)
+    captured: bool = False
 
 
 class SimulatedMemory(TorchDispatchMode):
-    """A `DeviceMemory`. `beside` bytes are taken by others. `most` is what was ever in use at once, by all.
-
-    While it is `private`, as in a capture, what is made lies in blocks of its own, which others cannot use and which
-    are kept, although nothing is in them any more.
-    """
+    """A `DeviceMemory`. `beside` bytes are taken by others. `most` is what was ever in use at once, by all."""
 
     def __init__(self, total: int, beside: int = 0) -> None:
         super().__init__()
@@ -53,7 +51,7 @@ class SimulatedMemory(TorchDispatchMode):
         self._blocks: list[Block] = []
         self._live: dict[int, tuple[Block, Piece]] = {}
         self._held = self._peak = 0
-        self.private = False
+        self._capturing = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -79,20 +77,15 @@ class SimulatedMemory(TorchDispatchMode):
     def _take(self, size: int) -> tuple[Block, Piece]:
         size = -(-size // GRAIN) * GRAIN
         small = size <= SMALL
-        free = [
-            (b, p)
-            for b in self._blocks
-            if (b.small, b.private) == (small, self.private)
-            for p in b.pieces
-            if not p.used and p.size >= size
-        ]
+        own = [block for block in self._blocks if block.small == small and block.captured == self._capturing]
+        free = [(b, p) for b in own for p in b.pieces if not p.used and p.size >= size]
         if not free:
             wants = SMALL_BLOCK if small else MEDIUM_BLOCK if size < MEDIUM else -(-size // ROUND) * ROUND
-            if self.beside + self.reserved + wants > self.total:
+            if self.beside + self.reserved + wants > self.total and not self._capturing:
                 self._release()
             if self.beside + self.reserved + wants > self.total:
                 raise DeviceMemoryError(f"{size} bytes asked, {self.total - self.beside - self.reserved} free")
-            block = Block(wants, small, self.private, [Piece(wants)])
+            block = Block(wants, small, [Piece(wants)], self._capturing)
             self._blocks.append(block)
             self._peak = max(self._peak, self.reserved)
             self.most = max(self.most, self.beside + self.reserved)
@@ -114,7 +107,18 @@ class SimulatedMemory(TorchDispatchMode):
                 del block.pieces[neighbour]
 
     def _release(self) -> None:
-        self._blocks = [block for block in self._blocks if block.private or any(piece.used for piece in block.pieces)]
+        self._blocks = [block for block in self._blocks if block.captured or any(p.used for p in block.pieces)]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What is made here lies in the memory of programs, which nobody else gets, used or not; meanwhile nothing is
+        given back.
+        """
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
 
     def free(self) -> int:
         gc.collect()

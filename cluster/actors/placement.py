@@ -1,4 +1,4 @@
-"""Where the ranks of a gang run: one bundle per rank in one placement group; the ranks of a node are consecutive."""
+"""Where the ranks of a gang run: one bundle per rank in one placement group, attention groups on one node each."""
 
 import asyncio
 import logging
@@ -90,19 +90,31 @@ async def reserve(layout: Layout, name: str) -> Placement:
 def _placed(group: PlacementGroup, layout: Layout) -> Placement:
     """Assign ranks to the bundles of a group that is ready."""
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    order = rank_order(node_of, ray.get_runtime_context().get_node_id())
+    order = rank_order(node_of, ray.get_runtime_context().get_node_id(), layout.group)
     return Placement(group, order, tuple(node_of[bundle] for bundle in order), layout)
 
 
-def rank_order(node_of: Mapping[int, str], own_node: str) -> tuple[int, ...]:
-    """Bundle indices by rank: bundles of one node stay together, the caller's node first, then the fullest nodes.
+def rank_order(node_of: Mapping[int, str], own_node: str, group: int = 1) -> tuple[int, ...]:
+    """Bundle indices by rank, of which each `group` ranks are an attention group: as many groups as can be are on one
+    node each, what nodes have left makes up the others. The caller's node comes first, then the fullest nodes, then
+    those with the first bundles.
 
     Ray numbers bundles in the order they were asked for, which says nothing about nodes.
     """
-    count: dict[str, int] = {}
-    for node in node_of.values():
-        count[node] = count.get(node, 0) + 1
-    return tuple(sorted(node_of, key=lambda i: (node_of[i] != own_node, -count[node_of[i]], node_of[i], i)))
+    held: dict[str, list[int]] = {}
+    for bundle in sorted(node_of):
+        held.setdefault(node_of[bundle], []).append(bundle)
+
+    def in_turn(parts: list[list[int]]) -> list[list[int]]:
+        return sorted(parts, key=lambda part: (node_of[part[0]] != own_node, -len(part), part[0]))
+
+    nodes = in_turn([*held.values()])
+    groups = [node[at : at + group] for node in nodes for at in range(0, len(node) - group + 1, group)]
+    left = in_turn([rest for node in nodes if (rest := node[len(node) // group * group :])])
+    loose = [bundle for rest in left for bundle in rest]
+    groups += [loose[at : at + group] for at in range(0, len(loose), group)]
+    groups.sort(key=lambda one: all(node_of[bundle] != own_node for bundle in one))
+    return tuple(bundle for one in groups for bundle in one)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ GRAIN = 1e-4  # Ray counts resources in steps of this size
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The bundles that a gang asks for, one per rank, how many gangs there are to be, and how long one waits for room.
+    `group` ranks that follow each other are to be on one node, where that can be.
 
     It waits `join_s` where no nodes of the cluster could hold it, as a cluster that has just been started may lack some
     yet; `busy_s` where others hold what it needs, and `leaves_s` more if one of them is a gang of its own deployment,
@@ -26,6 +27,7 @@ class Layout:
     bundles: tuple[Resources, ...]
     strategy: Strategy = "PACK"
     gangs: int = 1
+    group: int = 1
     join_s: float = 10.0
     busy_s: float = 30.0
     leaves_s: float = 0.0

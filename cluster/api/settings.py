@@ -189,7 +189,9 @@ class LLMConfig(ServingSettings):
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return replace(layout, gangs=self.least_replicas, leaves_s=leaves_s, wait_s=placing.wait_s if placing else None)
+        gangs, group = self.least_replicas, config.tp_size // config.attn_dp_size
+        wait_s = placing.wait_s if placing else None
+        return replace(layout, gangs=gangs, group=group, leaves_s=leaves_s, wait_s=wait_s)
 
 
 class AppSettings(ServingSettings):

@@ -26,7 +26,7 @@ from cluster.engine.rank import Follower, Rank
 from cluster.engine.same_everywhere import same_everywhere
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.summing import refuse_summing, sum_in_one_shot
-from cluster.engine.workspace import SMALLER_KV, check_left, fitting, measured_needs
+from cluster.engine.workspace import SMALLER_KV, beside, fitting, measured_needs, rehearsed
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.adjustments import AdjustmentTable
 from cluster.forward.bars import bars_of
@@ -170,9 +170,9 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: 
     if memory is None:
         models, weights = load_models(resolved, mesh, device, kernels, deepest), 0
     else:
-        remedy = "raise tp_size, or serve a quantised checkpoint"
+        remedy, before = "raise tp_size, or serve a quantised checkpoint", memory.free()
         models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
-        weights = memory.taken()
+        weights = max(0, before - memory.free())  # others may have given some back
     pools = allocated(models, mesh, device, context_length, memory, weights)
     return Prepared(mesh, device, context_length, models, pools, memory, weights)
 
@@ -213,15 +213,15 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     captures = captures_of(resolved.config, prepared.device, prepared.models, mesh)
     lockstep = _lockstep(prepared, draft, captures)
     _check_sample(prepared, lockstep)
-    check = None
-    if prepared.device_memory is not None:
-        check = check_left(
-            lockstep, resolved.config, prepared.context_length, prepared.device_memory, memory.cache.table
-        )
+    own, taken = prepared.device_memory, 0
+    if own is not None:
+        taken = rehearsed(lockstep, resolved.config, prepared.context_length, own, memory.cache.table)
     pace = _pace(prepared, lockstep)
-    captured = None if captures is None else _captured(prepared, lockstep, captures)
-    if check is not None:
-        check()
+
+    def capture() -> CaptureInfo | None:
+        return None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
+
+    captured = capture() if own is None else beside(taken, capture, mesh, own)
     memory.watch.take()
     lockstep.watch.serve(resolved.config.watchdog_timeout_s)
     name = Path(resolved.config.model_path).name or "model"
@@ -297,14 +297,6 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         lag=_lag(config, device),
         debug=config.debug_lockstep,
     )
-
-
-def _captured(prepared: Prepared, lockstep: Lockstep, captures: Captures) -> CaptureInfo:
-    config, memory = prepared.resolved.config, prepared.device_memory
-    if memory is None:
-        return capture_decoding(lockstep, config, captures.buckets)
-    remedy = f"lower {SMALLER_KV}"
-    return fitting(lambda: capture_decoding(lockstep, config, captures.buckets), memory, "captured programs", remedy)
 
 
 def _lag(config: EngineConfig, device: torch.device) -> int:

@@ -70,7 +70,7 @@ def run_largest(lockstep: Lockstep, config: EngineConfig, context_length: int, t
 
 
 def fitting(load: Callable[[], T], memory: DeviceMemory, what: str, remedy: str) -> T:
-    """What `load` returns; `memory.taken` then is what that takes.
+    """What `load` returns.
 
     Raises:
         ConfigError: that, in words `what`, does not fit; `remedy` says what to do.
@@ -176,11 +176,10 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def check_left(
+def rehearsed(
     lockstep: Lockstep, config: EngineConfig, context_length: int, memory: DeviceMemory, table: PageTable
-) -> Callable[[], None]:
-    """Run the largest steps on the finished engine, so that what is made once is made and the allocator has what they
-    take; returns what checks, once programs are captured, that as much is still left.
+) -> int:
+    """Run the largest steps on the finished engine, so that what is made once is made; the bytes that they take.
 
     Raises:
         ConfigError: there is not enough for them.
@@ -191,14 +190,20 @@ def check_left(
         run_largest(lockstep, config, context_length, table)
     except OUT_OF_MEMORY as error:
         raise ConfigError(f"the largest steps do not fit beside the KV cache ({error}); lower {SMALLER_KV}") from None
-    taken = memory.taken()
+    return memory.taken()
 
-    def check() -> None:
-        lacks = max(row[0] for row in lockstep.mesh.all_gather_row((taken - memory.free(),)))
-        if lacks > 0:
-            raise ConfigError(
-                f"captured programs have left {lacks / GB:.3f} GB too little for the largest steps, which take "
-                f"{taken / GB:.3f} GB; lower {SMALLER_KV} by as much"
-            )
 
-    return check
+def beside(taken: int, capture: Callable[[], T], mesh: Mesh, memory: DeviceMemory) -> T:
+    """What `capture` makes of programs, beside which there is still what the largest steps take.
+
+    Raises:
+        ConfigError: there is not, or not even for the programs.
+    """
+    captured = fitting(capture, memory, "captured programs", f"lower {SMALLER_KV}")
+    lacks = max(row[0] for row in mesh.all_gather_row((taken - memory.free(),)))
+    if lacks > 0:
+        raise ConfigError(
+            f"captured programs have left {lacks / GB:.3f} GB too little for the largest steps, which take "
+            f"{taken / GB:.3f} GB; lower {SMALLER_KV} by as much"
+        )
+    return captured

@@ -57,7 +57,7 @@ class Quantised:
         if (float8 := FLOAT8.get(self.kind)) is not None:
             values = self.codes.view(float8).to(dtype)
         elif self.kind == "fp4":
-            values = torch.tensor(FP4, dtype=dtype)[self.codes.long()]
+            values = torch.tensor(FP4, dtype=dtype, device=self.codes.device)[self.codes.long()]
         else:
             zeros = MIDDLE[self.kind] if self.zeros is None else self._spread(self.zeros.to(dtype))
             values = self.codes.to(dtype) - zeros

@@ -15,6 +15,7 @@ from cluster.mesh import Mesh
 CPU_FRACTION = 0.3  # of the memory that is free once the models are loaded, for KV
 GB = 1e9
 SPARE = 0.1, 0.01  # of the measured workspace, and of a device: kept free, as an allocator may fill its blocks worse
+RESTART = 0.5  # of what stays spare, that a size which is set may take: a restart asks for what the first start found
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -119,8 +120,9 @@ def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_len
     most, enough = _most(config, context_length, window)
     left = max(0, needs.left // token_bytes - config.page_size)
     sure = left - -(-left // 100)  # to advise: the next start measures anew, and seldom finds the same to the byte
+    fits = max(0, int(needs.left + RESTART * needs.spare) // token_bytes - config.page_size)
     if config.max_total_tokens is not None:
-        if config.max_total_tokens > left:
+        if config.max_total_tokens > fits:
             raise _too_much(needs, token_bytes, config.max_total_tokens, left, f"max_total_tokens to {sure}")
         return Capacity(config.max_total_tokens, "max_total_tokens")
     words = f"what is left: {needs.about}"
@@ -130,16 +132,15 @@ def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_len
         remedy = f"kv_cache_gb to {int(sure * token_bytes / GB * 1e4) / 1e4:g}"
     elif config.mem_fraction_static is not None:
         fraction = config.mem_fraction_static
-        asked = int(needs.free - (1.0 - fraction) * needs.total) // token_bytes - config.page_size
+        asked = int(fraction * needs.total - needs.weights) // token_bytes - config.page_size
         words = (
-            f"mem_fraction_static {fraction:g} of {needs.total / GB:.1f} GB less "
-            f"{(needs.total - needs.free) / GB:.1f} GB in use after loading"
+            f"mem_fraction_static {fraction:g} of {needs.total / GB:.1f} GB less {needs.weights / GB:.1f} GB of weights"
         )
-        lower = int((1.0 - (needs.free - (sure + config.page_size) * token_bytes) / needs.total) * 1e4) / 1e4
+        lower = int((needs.weights + (sure + config.page_size) * token_bytes) / needs.total * 1e4) / 1e4
         remedy = f"mem_fraction_static to {lower:g}"
     if asked >= most:
         asked, words = most, enough
-    if asked > left:
+    if asked > fits:
         raise _too_much(needs, token_bytes, asked, left, remedy)
     return Capacity(max(0, asked), words)
 

@@ -27,7 +27,7 @@ class DeviceMemory(Protocol):
 
     def free(self) -> int:
         """What this process can still take, after it has given back what its allocator holds and nobody uses. Memory of
-        captured programs is not: nothing but programs can use it, even where no tensor is in it.
+        captured programs is theirs, though nothing in it counts as used.
         """
         ...
 

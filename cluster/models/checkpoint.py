@@ -98,8 +98,8 @@ class Checkpoint:
         expert: int | None = None,
         device: torch.device | None = None,
     ) -> Matrix:
-        """The tensor `name`, checked against `shape` and counted as used, on `device`, else on the CPU; if it is
-        quantised on disk, quantised and on the CPU.
+        """The tensor `name`, checked against `shape` and counted as used, on `device`, else on the CPU; quantised if it
+        is so on disk.
 
         `rows` and `columns` limit what is read of the last two dimensions (a vector has only rows), `expert` selects
         one entry of a stack of experts.
@@ -113,7 +113,7 @@ class Checkpoint:
             shape = self.entry(stored).shape if shape is None else shape
             if len(shape) != (2 if expert is None else 3) or (expert is not None and quantised is not mxfp4):
                 raise self.wrong(place_of(self, stored), f"is quantised; of {list(shape)} that is not served")
-            return quantised(self, Asked(stored, shape, rows, columns, expert))
+            return quantised(self, Asked(stored, shape, rows, columns, expert, device))
         self.entry(stored, shape)
         return self.read(stored, (*(() if expert is None else (expert,)), *_slices(rows, columns)), device)
 

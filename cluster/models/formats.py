@@ -41,8 +41,8 @@ class Files(Protocol):
         """Whether it is there."""
         ...
 
-    def read(self, stored: str, index: Index = ()) -> Tensor:
-        """What `index` selects of it, counted as used."""
+    def read(self, stored: str, index: Index = (), device: torch.device | None = None) -> Tensor:
+        """What `index` selects of it, on `device`, else on the CPU; counted as used."""
         ...
 
     def skip(self, stored: str) -> None:
@@ -56,13 +56,16 @@ class Files(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A part of the matrix `stored` `[.., O, I]` of `shape`: its outputs in `rows`, its inputs in `columns`."""
+    """A part of the matrix `stored` `[.., O, I]` of `shape`: its outputs in `rows`, its inputs in `columns`; what it is
+    made of goes to the `device` as it is stored, and is unpacked there. None: the CPU.
+    """
 
     stored: str
     shape: tuple[int, ...]
     rows: Span | None = None
     columns: Span | None = None
     expert: int | None = None
+    device: torch.device | None = None
 
     @property
     def stem(self) -> str:
@@ -107,7 +110,7 @@ def float8(files: Files, asked: Asked) -> Quantised:
         raise files.wrong(asked.stored, f"is FP8 and needs one scale, {names[0]!r}; has {found}")
     for end in ACTIVATION_SCALES:
         files.skip(asked.stem + end)
-    codes = files.read(asked.stored, (slice(*asked.outputs), slice(*asked.inputs))).view(torch.uint8)
+    codes = _part(files, asked).view(torch.uint8)
     scales, group = _beside(files, asked, found[0])
     return Quantised(kind, codes, _of_scales(scales), None, group)
 
@@ -117,7 +120,7 @@ def int8(files: Files, asked: Asked) -> Quantised:
     files.entry(asked.stored, asked.shape)
     for end in ACTIVATION_SCALES:
         files.skip(asked.stem + end)
-    codes = _from_zero(files.read(asked.stored, (slice(*asked.outputs), slice(*asked.inputs))))
+    codes = _from_zero(_part(files, asked))
     scales, group = _beside(files, asked, f"{asked.stored}_scale")
     zeros, stored = None, f"{asked.stored}_zero_point"
     if files.has(stored):
@@ -134,14 +137,14 @@ def compressed(files: Files, asked: Asked) -> Quantised:
     if files.has(declared) and not (held := files.read(declared)).is_meta and tuple(held.tolist()) != asked.shape:
         raise files.wrong(declared, f"says {held.tolist()} but the config requires {list(asked.shape)}")
     words, cut = _words(asked.inputs, bits)
-    codes = unpacked(files.read(name, (slice(*asked.outputs), words)), bits)[:, cut]
+    codes = unpacked(files.read(name, (slice(*asked.outputs), words), asked.device), bits)[:, cut]
     scales, group = _beside(files, asked, f"{asked.stem}.weight_scale")
     zeros, stored = None, f"{asked.stem}.weight_zero_point"
     if files.has(stored):
         groups = files.entry(f"{asked.stem}.weight_scale").shape[-1]
         files.entry(stored, (-(-outputs * bits // 32), groups))
         words, cut = _words(asked.outputs, bits)
-        zeros = _of_inputs(files, asked, unpacked(files.read(stored, (words,)).t(), bits)[:, cut].t())[0]
+        zeros = _of_inputs(files, asked, unpacked(files.read(stored, (words,), asked.device).t(), bits)[:, cut].t())[0]
     return Quantised(INTEGERS[bits], codes, _of_scales(scales), zeros, group)
 
 
@@ -159,14 +162,14 @@ def qweight(files: Files, asked: Asked) -> Quantised:
         said = files.quantisation.group
         raise files.wrong(f"{asked.stem}.scales", f"has {groups} groups of {inputs} inputs, and group_size is {said}")
     words, cut = _words(asked.outputs, bits)
-    zeros = unpacked(files.read(f"{asked.stem}.qzeros", (slice(None), words)), bits, awq)[:, cut]
+    zeros = unpacked(files.read(f"{asked.stem}.qzeros", (slice(None), words), asked.device), bits, awq)[:, cut]
     if awq:
-        codes = unpacked(files.read(name, (slice(*asked.inputs), words)), bits, True)[:, cut].t()
+        codes = unpacked(files.read(name, (slice(*asked.inputs), words), asked.device), bits, True)[:, cut].t()
     else:
         zeros = zeros + files.quantisation.zero_offset & 2**bits - 1
         words, cut = _words(asked.inputs, bits)
-        codes = unpacked(files.read(name, (words, slice(*asked.outputs))).t(), bits)[:, cut]
-    scales = files.read(f"{asked.stem}.scales", (slice(None), slice(*asked.outputs))).t()
+        codes = unpacked(files.read(name, (words, slice(*asked.outputs)), asked.device).t(), bits)[:, cut]
+    scales = files.read(f"{asked.stem}.scales", (slice(None), slice(*asked.outputs)), asked.device).t()
     scales, group = _of_inputs(files, asked, scales)
     return Quantised(INTEGERS[bits], codes, _of_scales(scales), _of_inputs(files, asked, zeros.t())[0], group)
 
@@ -182,27 +185,32 @@ def mxfp4(files: Files, asked: Asked) -> Quantised:
         name = asked.stored + end
         if (entry := files.entry(name, (*asked.shape[:-1], groups, *tail))).dtype != "U8":
             raise files.wrong(name, f"is {entry.dtype}, but MXFP4 must be stored as U8")
-        parts.append(files.read(name, (*index, slice(*asked.outputs), lying)))
+        parts.append(files.read(name, (*index, slice(*asked.outputs), lying), asked.device))
     first = start - lying.start * MX_GROUP
     codes = halves(parts[0]).flatten(-2)[..., first : first + stop - start]
     scales, group = powers(parts[1]), MX_GROUP
     if first or (stop % MX_GROUP and stop != inputs):
-        scales, group = chosen(scales, torch.arange(first, first + stop - start) // MX_GROUP, -1), 1
+        scales, group = chosen(scales, _groups(first, first + stop - start, MX_GROUP, scales), -1), 1
     return Quantised("fp4", codes, scales, None, group)
+
+
+def _part(files: Files, asked: Asked) -> Tensor:
+    """The codes asked for, which are stored one to a number."""
+    return files.read(asked.stored, (slice(*asked.outputs), slice(*asked.inputs)), asked.device)
 
 
 def _beside(files: Files, asked: Asked, name: str) -> tuple[Tensor, int]:
     """Scales or zeros `name` of the tensor, of each output, of its groups of inputs, or of blocks -> `[O, G]`, of the
     part asked for, and how many inputs share one.
     """
-    held, (outputs, inputs), (start, stop) = files.read(name), asked.shape, asked.outputs
+    (outputs, inputs), (start, stop), held = asked.shape, asked.outputs, files.read(name, (), asked.device)
     if held.numel() == 1:
         return held.view(1, 1).expand(stop - start, 1), asked.inputs[1] - asked.inputs[0]
     if held.shape == (outputs,):
         held = held[:, None]
     blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
     if held.shape == blocks and outputs != blocks[0]:
-        return _of_inputs(files, asked, chosen(held, torch.arange(start, stop) // BLOCK, 0), BLOCK)
+        return _of_inputs(files, asked, chosen(held, _groups(start, stop, BLOCK, held), 0), BLOCK)
     if held.dim() != 2 or held.shape[0] != outputs or inputs % held.shape[1]:
         raise files.wrong(
             name,
@@ -223,8 +231,14 @@ def _of_inputs(files: Files, asked: Asked, given: Tensor, group: int | None = No
         return given, stop - start
     if own is None and start % each == 0 and (stop % each == 0 or stop == inputs):
         return given[:, start // each : -(-stop // each)], each
-    own = torch.arange(inputs) // each if own is None else own
+    own = _groups(0, inputs, each, given) if own is None else own
     return chosen(given, own[start:stop], 1), 1
+
+
+def _groups(start: int, stop: int, each: int, given: Tensor) -> Tensor:
+    """The groups of `each` neighbours in which numbers from `start` to `stop` are, to choose of `given` by."""
+    device = "cpu" if given.is_meta else given.device  # see `joined`
+    return torch.arange(start, stop, device=device) // each
 
 
 def _groups_by_activation(files: Files, stem: str, each: int) -> Tensor | None:
@@ -234,7 +248,7 @@ def _groups_by_activation(files: Files, stem: str, each: int) -> Tensor | None:
             held = files.read(name)
             if held.is_meta:
                 return held if always else None
-            regular = torch.equal(held.long(), torch.arange(len(held)) // each)
+            regular = torch.equal(held.long(), torch.arange(len(held), device=held.device) // each)
             return None if regular else held.long()
     return None
 
@@ -289,4 +303,4 @@ def powers(exponents: Tensor) -> Tensor:
     """A byte s -> 2 ** (s - 127), which bfloat16 has."""
     if exponents.is_meta:
         return torch.empty(exponents.shape, dtype=torch.bfloat16, device="meta")
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127).to(torch.bfloat16)
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127).to(torch.bfloat16)

@@ -122,9 +122,10 @@ class SliceReader:
             ConfigError: the file ends before it.
         """
         kept, runs = runs_of(shape, index, dtype.itemsize)
+        device = CPU if device is None else device
         count = prod(kept) * dtype.itemsize
         raw = torch.empty(count, dtype=torch.uint8, device=device)
-        if device is not None and device.type != "cpu" and device not in self._buffers:
+        if device.type != "cpu" and device not in self._buffers:
             self._buffers[device] = self._pinned(device)
         if count:
             source = self._open(path)
@@ -154,7 +155,7 @@ class SliceReader:
             self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._files[path]
 
-    def _fill(self, path: Path, source: int, part: list[Run], raw: Tensor, device: torch.device | None) -> None:
+    def _fill(self, path: Path, source: int, part: list[Run], raw: Tensor, device: torch.device) -> None:
         """Read the runs of a part, which lie together in the slice, to their place in `raw`."""
         begin, end = part[0].at, part[-1].at + part[-1].pieces * part[-1].length
 
@@ -164,12 +165,12 @@ class SliceReader:
                 if run.pieces == 1:
                     self._read(path, source, run.start, to)
                     continue
-                around = torch.empty(run.span, dtype=torch.uint8)
+                around = torch.empty(run.span, dtype=torch.uint8, device=CPU)
                 self._read(path, source, run.start, bytes_of(around))
                 cut = around.as_strided((run.pieces, run.length), (run.stride, 1))
                 torch.frombuffer(to, dtype=torch.uint8).view(run.pieces, run.length).copy_(cut)
 
-        if (through := self._buffers.get(device or CPU)) is not None:
+        if (through := self._buffers.get(device)) is not None:
             through.send(fill, raw[begin:end])
         else:
             fill(bytes_of(raw)[begin:end])

@@ -35,13 +35,14 @@ stages=(
     flashinfer          60
 )
 
-say() { # stage, status, seconds, why
+say() { # stage, status, seconds, why; on a line of its own, after one that a stage was ended in as well
+    [ -n "$(tail -c 1 "$out/results.jsonl")" ] && echo >>"$out/results.jsonl"
     printf '{"stage": "%s", "status": "%s", "seconds": %s, "why": "%s"}\n' "$@" >>"$out/results.jsonl"
 }
 
-child=
+child= clock=
 ended() {
-    [ -n "$child" ] && kill -KILL -- "-$child" 2>/dev/null
+    for group in $child $clock; do kill -KILL -- "-$group" 2>/dev/null; done
     "$python" -m tests.gpu.stages.summary "$out" "${asked[@]}" $dry
     exit $?
 }
@@ -49,7 +50,7 @@ asked=()
 for ((at = 0; at < ${#stages[@]}; at += 2)); do
     [ -z "${STAGES:-}" ] || [[ " $STAGES " == *" ${stages[at]} "* ]] && asked+=("${stages[at]}")
 done
-trap ended TERM INT
+trap ended TERM INT HUP
 
 set -m # a stage leads a process group, so that all of it can be ended
 for ((at = 0; at < ${#stages[@]}; at += 2)); do
@@ -65,17 +66,20 @@ for ((at = 0; at < ${#stages[@]}; at += 2)); do
     began=$SECONDS
     "$python" -m "tests.gpu.stages.$stage" "$out" $dry >"$out/$stage.log" 2>&1 &
     child=$!
-    (sleep "$most" && kill -KILL -- "-$child") 2>/dev/null &
+    (sleep "$most" && kill -KILL -- "-$child") >/dev/null 2>&1 &
     clock=$!
     wait "$child" 2>/dev/null
     rc=$? took=$((SECONDS - began)) child=
     kill -KILL -- "-$clock" 2>/dev/null
     wait "$clock" 2>/dev/null
+    clock=
+    [ "$rc" = 137 ] && [ "$took" -lt "$most" ] && rc=killed
     case $rc in
         0) say "$stage" passed "$took" "" ;;
         1) say "$stage" failed "$took" "see its checks and $stage.log" ;;
         3) say "$stage" "not here" "$took" "see $stage.log" ;;
         137) say "$stage" cut "$took" "it was still running after $most s" ;;
+        killed) say "$stage" killed "$took" "by another, for memory perhaps; see $stage.log" ;;
         *) say "$stage" ended "$took" "with $rc; see $stage.log" ;;
     esac
     tail -n 3 "$out/$stage.log" | sed "s/^/$stage: /"

@@ -6,11 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.gpu.stages.summary import read
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -65,19 +68,23 @@ def only(names: set[str], folder: Path) -> Path:
     return folder
 
 
-def run(tmp: Path, **environment: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """`all.sh --dry`; its end, its summary, and the lines of its results."""
+def begun(tmp: Path, **environment: str) -> subprocess.Popen[str]:
+    """`all.sh --dry`, on its way."""
     python = tmp / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
     python.chmod(0o755)
     site = tmp / "site" if (tmp / "site").exists() else only(at_hand() | set(needs()), tmp / "site")
     own = {name: value for name, value in os.environ.items() if name not in ("BACKEND", "TRITON_INTERPRET")}
     own |= {"PYTHON": str(python), "PYTHONPATH": str(site), **environment}
-    done = subprocess.run(
-        ["bash", str(FOLDER / "all.sh"), "--dry", str(tmp / "out")], env=own, capture_output=True, text=True
-    )
-    lines = [json.loads(line) for line in (tmp / "out" / "results.jsonl").read_text().splitlines()]
-    return done.returncode, json.loads(done.stdout.splitlines()[-1]), lines
+    command = ["bash", str(FOLDER / "all.sh"), "--dry", str(tmp / "out")]
+    return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True)
+
+
+def run(tmp: Path, **environment: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """`all.sh --dry`; its end, its summary, and the lines of its results."""
+    done = begun(tmp, **environment)
+    said, _ = done.communicate()
+    return done.returncode, json.loads(said.splitlines()[-1]), read(tmp / "out" / "results.jsonl")
 
 
 @pytest.mark.timeout(1800)
@@ -94,13 +101,28 @@ def test_every_stage_passes_with_what_a_gpu_machine_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("harm", "status"), [("hang", "cut"), ("fail", "failed"), ("die", "ended")])
-def test_a_broken_stage_is_named_and_others_run(harm: str, status: str, tmp_path: Path) -> None:
-    short = {"SECONDS_capture": "5"} if harm == "hang" else {}
-    rc, summary, _ = run(tmp_path, STAGES="nccl capture", BREAK=f"capture:{harm}", **short)
-    assert rc == 1 and not summary["passed"] and summary["bad"] == ["capture"]
-    assert summary["stages"]["capture"]["status"] == status and summary["stages"]["capture"]["why"]
-    assert summary["stages"]["nccl"]["status"] == "passed" and list(summary["stages"]) == ["capture", "nccl"]
+def test_broken_stages_are_named_and_others_run(tmp_path: Path) -> None:
+    harms = {"tokens": "fail", "syncs": "die", "roofline_mla": "kill", "capture": "hang"}
+    stages, broken = [*harms, "nccl"], " ".join(f"{stage}:{harm}" for stage, harm in harms.items())
+    rc, summary, _ = run(tmp_path, STAGES=" ".join(stages), BREAK=broken, SECONDS_capture="20")
+    assert rc == 1 and not summary["passed"] and summary["bad"] == [*harms]
+    found = {name: one["status"] for name, one in summary["stages"].items()}
+    assert found == dict(zip(stages, ["failed", "ended", "killed", "cut", "passed"], strict=True))
+    assert "ZeroDivisionError" in summary["stages"]["tokens"]["failed"]["tokens"]
+    assert all(summary["stages"][name]["why"] for name in harms)
+
+
+@pytest.mark.timeout(900)
+def test_a_run_that_is_told_to_end_says_what_it_has_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Whoever reads its output to the end waits for all that hold it."""
+    going = begun(tmp_path, STAGES="capture nccl", BREAK="capture:hang", SECONDS_capture="3000")
+    while not (tmp_path / "out" / "capture.log").exists():
+        time.sleep(0.1)
+    going.terminate()
+    said, _ = going.communicate(timeout=600)
+    summary = json.loads(said.splitlines()[-1])
+    assert going.returncode == 1 and summary["bad"] == ["capture", "nccl"]
+    assert {one["why"] for one in summary["stages"].values()} == {"cut off"}
 
 
 def test_the_stages_fit_one_call() -> None:

@@ -4,6 +4,7 @@ import argparse
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -78,6 +79,7 @@ class Stage:
             self.failed.append(name)
             why = f"{type(error).__name__}: {error}"[:400]
             self.say(check=name, passed=False, why=why, s=time.perf_counter() - began, **facts)
+            self.wait()  # a device that is lost says so again, and ends the stage: later checks would say nothing
         else:
             self.say(check=name, passed=True, s=time.perf_counter() - began, **facts)
 
@@ -104,6 +106,22 @@ def error_of(given: torch.Tensor, expected: torch.Tensor) -> float:
     return float(away / size) if size else float("inf") if away else 0.0
 
 
+def _die(stage: Stage) -> None:
+    """End amid a line."""
+    with (stage.out / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"stage": "')
+    os._exit(9)
+
+
+HARM: dict[str, Callable[[Stage], object]] = {
+    "hang": lambda _: time.sleep(3600),
+    "fail": lambda _: 1 // 0,
+    "die": _die,
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+}
+"""What a test may have happen to a stage."""
+
+
 def run(name: str, work: Callable[[Stage], None]) -> int:
     """Run a stage by its command line; its exit status: 0, 1 where a check failed, 3 where it cannot be run here."""
     parser = argparse.ArgumentParser(prog=name)
@@ -117,10 +135,10 @@ def run(name: str, work: Callable[[Stage], None]) -> int:
         stage.say(check="a CUDA device", passed=False, why="torch sees none; for a CPU there is --dry")
         return 1
     torch.manual_seed(seed)
-    broken = os.environ.get("BREAK", "").split(":")  # of tests: a stage that fails, or hangs
+    broken = dict(one.split(":") for one in os.environ.get("BREAK", "").split())  # of tests: stages, and their harm
     try:
-        if broken[0] == name:
-            {"hang": lambda: time.sleep(3600), "fail": lambda: 1 // 0, "die": lambda: os._exit(9)}[broken[1]]()
+        if name in broken:
+            HARM[broken[name]](stage)
         work(stage)
     except NotHereError as error:
         stage.say(check=name, passed=None, why=str(error))

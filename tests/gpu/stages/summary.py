@@ -28,13 +28,14 @@ def summary(lines: list[dict[str, Any]], asked: list[str], dry: bool) -> dict[st
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of results; one that a stage was cut off in is left out."""
+    """The lines of results; one that a stage was ended in is left out."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            lines.append(json.loads(line))
+            line = json.loads(line)
         except ValueError:
             continue
+        lines += [line] if isinstance(line, dict) and "stage" in line else []
     return lines
 
 

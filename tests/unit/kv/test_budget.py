@@ -127,9 +127,9 @@ def test_a_device_gives_what_is_left_but_for_the_sink_page() -> None:
 @pytest.mark.parametrize(
     ("setting", "fits", "tokens", "told"),
     [
-        ("max_total_tokens", 58_999_984, 58_999_984, "58409984"),
-        ("kv_cache_gb", 58.9999, 58_999_900, "58.4099"),
-        ("mem_fraction_static", 0.89, 59_000_000 - 16, "0.8841"),
+        ("max_total_tokens", 59_499_984, 59_499_984, "58409984"),
+        ("kv_cache_gb", 59.4999, 59_499_900, "58.4099"),
+        ("mem_fraction_static", 0.845, 59_500_000 - 16, "0.8341"),
     ],
 )
 def test_what_is_set_for_a_device_is_taken_or_refused_with_a_little_less_than_fits(
@@ -137,15 +137,30 @@ def test_what_is_set_for_a_device_is_taken_or_refused_with_a_little_less_than_fi
 ) -> None:
     assert of_device(**{setting: fits}).tokens == pytest.approx(tokens, abs=1)
     more = fits + (1 if setting == "max_total_tokens" else 0.01)
-    with pytest.raises(ConfigError, match=rf"lower {setting} to {told}") as refused:
+    with pytest.raises(ConfigError, match=rf"lower {setting} to {told},") as refused:
         of_device(**{setting: more})
     assert "59.000 GB are left for it (of 100.000 GB weights take 25.000" in str(refused.value)
 
 
 def test_sglang_s_fraction_is_of_weights_and_kv_together() -> None:
     found = of_device(mem_fraction_static=0.5)
-    assert found.tokens == 20_000_000 - 16, "70 less half of 100"
-    assert "mem_fraction_static 0.5 of 100.0 GB" in found.sized_by
+    assert found.tokens == 25_000_000 - 16, "half of 100 less 25 of weights"
+    assert "mem_fraction_static 0.5 of 100.0 GB less 25.0 GB of weights" in found.sized_by
+
+
+def test_gangs_that_share_a_device_get_a_fraction_each() -> None:
+    """The first has taken 45 of 100 when the second, whose fraction is as large, has loaded."""
+    second = NEEDS._replace(free=30 * GB)
+    assert of_device(second, mem_fraction_static=0.4).tokens == 15_000_000 - 16
+    with pytest.raises(ConfigError, match=r"25.000 GB, and 19.000 .* lower mem_fraction_static to 0.4"):
+        of_device(second, mem_fraction_static=0.5)
+
+
+def test_a_restart_gets_the_size_of_the_first_start_though_a_little_less_is_free() -> None:
+    first = of_device().tokens
+    assert of_device(NEEDS._replace(free=70 * GB - 400_000_000), max_total_tokens=first).tokens == first
+    with pytest.raises(ConfigError, match=r"lower max_total_tokens"):
+        of_device(NEEDS._replace(free=70 * GB - 600_000_000), max_total_tokens=first)
 
 
 def test_models_that_leave_nothing_are_refused(free: Callable[[int], None]) -> None:

@@ -18,7 +18,7 @@ from cluster.config import ConfigError
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.formats import halves, powers
+from cluster.models.formats import Index, halves, powers
 from tests.exact import Oracle, exact
 from tests.families import SIZES, random_model
 from tests.loading import check_target
@@ -115,6 +115,35 @@ def test_slices_are_cuts_of_the_whole(kind: str, rows: tuple[int, int] | None, c
     assert torch.equal(held.numbers(), cut)
     aligned = columns != (7, 50) or "row" in kind or "tensor" in kind
     assert c_kernels().keeps(held, torch.float32) == (aligned and kind != "gptq by activation")
+
+
+HOST = "weight_shape", "g_idx"  # what the reading code itself looks at
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
+def test_codes_are_unpacked_where_they_are_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for a GPU: whatever does not say that it is to be made there is made on the meta device, and no
+    number comes of it. A GPU's host reads what is not for the device, which is little.
+    """
+    expert = 1 if kind == "mxfp4" else None
+    name = "layers.1.mlp.experts.down_proj" if expert else "layers.1.mlp.up_proj.weight"
+    cuts: list[tuple[tuple[int, int] | None, ...]] = [(None, None), ((3, 51), None), ((8, 24), (7, 50))]
+    checkpoint, true, host = Checkpoint(of(kind)[0], read_target(of(kind)[0]).stored_name), Checkpoint.read, set[str]()
+    shape = (3, 64, 96) if expert else (192, 128)
+
+    def read(self: Checkpoint, stored: str, index: Index = (), device: torch.device | None = None) -> torch.Tensor:
+        host.update([] if device else [stored])
+        return true(self, stored, index, device)
+
+    for rows, columns in cuts:
+        expected = checkpoint.take(name, shape, rows, columns, expert)
+        with monkeypatch.context() as patched, torch.device("meta"):
+            patched.setattr(Checkpoint, "read", read)
+            held = checkpoint.matrix(name, shape, rows, columns, expert, torch.device("cpu"))
+            assert isinstance(held, Quantised)
+            numbers = held.numbers()
+        assert numbers.device.type == "cpu" and torch.equal(numbers, expected)
+    assert all(stored.endswith(HOST) for stored in host), host
 
 
 def test_a_cut_of_blocks_has_the_scales_of_its_place(tmp_path: Path) -> None:

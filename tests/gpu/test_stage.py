@@ -1,0 +1,35 @@
+"""What a stage does with a check that fails."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.stages.stage import Stage
+from tests.gpu.stages.summary import read
+
+
+def failing(stage: Stage, name: str) -> None:
+    with stage.check(name):
+        raise ValueError("wrong")
+
+
+def test_a_check_that_fails_is_told_and_the_stage_goes_on(tmp_path: Path) -> None:
+    stage = Stage("one", tmp_path, True, 0)
+    failing(stage, "first")
+    with stage.check("second") as facts:
+        facts["number"] = 1
+    lines = read(tmp_path / "results.jsonl")
+    assert [(line["check"], line["passed"]) for line in lines] == [("first", False), ("second", True)]
+    assert lines[0]["why"] == "ValueError: wrong" and lines[1]["number"] == 1 and stage.failed == ["first"]
+
+
+def test_a_check_that_loses_the_device_is_told_and_ends_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(_: Stage) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Stage, "wait", lost)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        failing(Stage("one", tmp_path, False, 0), "first")
+    assert [line["why"] for line in read(tmp_path / "results.jsonl")] == ["ValueError: wrong"]

@@ -1,0 +1,40 @@
+"""Which rank gets which bundle: attention groups on one node each, as many as can be; the replica's node first."""
+
+import random
+from itertools import groupby
+
+import pytest
+
+from cluster.actors.placement import rank_order
+
+
+def on_one(nodes: list[str], group: int) -> int:
+    """How many groups are on one node."""
+    return sum(len(set(nodes[at : at + group])) == 1 for at in range(0, len(nodes), group))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_as_many_groups_as_can_be_are_on_one_node(group: int) -> None:
+    draw = random.Random(group)
+    for _ in range(200):
+        world = group * draw.randint(1, 4)
+        node_of = {bundle: draw.choice("abcd") for bundle in range(world)}
+        own = draw.choice("abcde")
+        order = rank_order(node_of, own, group)
+        nodes = [node_of[bundle] for bundle in order]
+        assert sorted(order) == list(range(world))
+        assert on_one(nodes, group) == sum([*node_of.values()].count(node) // group for node in "abcd")
+        assert own not in nodes or nodes[0] == own
+        if group in (1, world):
+            assert len([*groupby(nodes)]) == len(set(nodes)), "ranks of a node follow each other"
+
+
+def test_a_group_is_not_cut_for_the_replicas_node() -> None:
+    node_of = dict(enumerate("abbccd"))
+    assert rank_order(node_of, "a", 2) == (0, 5, 1, 2, 3, 4)
+    assert rank_order(node_of, "elsewhere", 2) == (1, 2, 3, 4, 0, 5)
+
+
+def test_nodes_alike_go_by_their_first_bundle() -> None:
+    """So a config whose bundles name their nodes has its ranks in that order."""
+    assert rank_order(dict(enumerate("zzaa")), "elsewhere", 2) == (0, 1, 2, 3)
