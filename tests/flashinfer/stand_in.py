@@ -158,7 +158,8 @@ class Paged(Wrapper):
         works = int(pages[-1])  # lists are as long as the step at hand needs
         if self.graphs:
             self._most_rows = works = self._most_rows or count
-            assert count <= self._most_rows and len(self._buffers[0]) == batch + 1
+            assert len(self._buffers[0]) == batch + 1, "the batch of graphs is of one size"
+            assert count <= self._most_rows
             assert given["uniform_q_len"] is None or (rows.diff() == given["uniform_q_len"]).all()
             self.kept(self._buffers, (rows, pages, last), listed)
         else:
