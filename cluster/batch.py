@@ -144,13 +144,15 @@ class Order(NamedTuple):
 class HostBounds(NamedTuple):
     """What the host knows of a step before it runs: no request has more than `longest` tokens committed, and prompt
     chunks, in order of length, have rows `(start, stop - 1)`; windows have `forced` more slots than others. Decoding
-    request i has `least[i]` tokens committed or more; empty: nothing is known.
+    request i has `least[i]` tokens committed or more; empty: nothing is known. Of steps that may be under way at the
+    same time each has another `turn`.
     """
 
     longest: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
     forced: int = 0
     least: tuple[int, ...] = ()
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

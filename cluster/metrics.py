@@ -84,6 +84,7 @@ class StepStats:
     admitted: int = 0
     retracted: int = 0
     nonfinite: int = 0
+    launched_anew: int = 0
     rank: int = 0
     status: EngineStatus = field(default_factory=EngineStatus)
 
@@ -149,6 +150,7 @@ class EngineMetrics:
             "admitted": ("aerie_admitted_requests", "Requests admitted, each counted once"),
             "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
             "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
+            "launched_anew": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
         }
         states = {
             "running": ("aerie_running_requests", "Requests that hold slots"),

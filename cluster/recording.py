@@ -3,12 +3,14 @@
 A program is recorded as a tape on a CPU (`cluster/tape.py`), or as graphs on a GPU (`cluster/graph.py`). Both have one
 notion of what is in it. Operators of torch they see by themselves. `native` and `opaque` are work of the device that
 they take as it is. `hosted` is work of the host amid the program: a tape makes the call where it stands, graphs end
-before it and go on behind it.
+before it and go on behind it. `ahead` is work of the host before each run, which no recorder sees: whoever repeats a
+program has it done.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -61,7 +63,23 @@ class Recorder(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Ahead:
+    """What the host does before each run of a program that is repeated: `calls`, which say whether what is recorded
+    fits what they made. The program's first run finds them, and is run as it is; then they are `known`.
+    """
+
+    calls: list[Callable[[], bool]] = field(default_factory=list)
+    known: bool = False
+
+    def ready(self) -> bool:
+        """Make them all; whether the program may be recorded, or repeated, for what the step at hand needs."""
+        made = [call() for call in self.calls]
+        return all(made)
+
+
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
 
 
 @contextmanager
@@ -72,6 +90,38 @@ def recorded_by(recorder: Recorder | None) -> Iterator[None]:
         yield
     finally:
         _recorder.reset(token)
+
+
+@contextmanager
+def repeated(ahead: Ahead) -> Iterator[None]:
+    """What runs in this block is a program that is to be repeated: its first run, or the one that is recorded."""
+    token = _ahead.set(ahead)
+    try:
+        yield
+    finally:
+        _ahead.reset(token)
+        ahead.known = True
+
+
+def repeats() -> bool:
+    """Whether what runs is a program that is to be repeated."""
+    return _ahead.get() is not None
+
+
+def ahead(call: Callable[[], bool]) -> None:
+    """Have the host make `call` now, and before each run of the program that runs; once, if it is asked for again.
+
+    Raises:
+        CaptureError: the program is being recorded, and did not need this when it first ran.
+    """
+    found = _ahead.get()
+    assert found is not None, "nobody repeats what runs"
+    if call in found.calls:
+        return
+    if found.known:
+        raise CaptureError(f"{call}: needed first while it is recorded, which is too late")
+    found.calls.append(call)
+    call()
 
 
 @contextmanager

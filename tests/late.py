@@ -32,7 +32,7 @@ class LatePrograms:
         self._queue: deque[LateOutput] = deque()
         self.owners: dict[int, str] = {}
         self.before: Callable[[Order], None] | None = None
-        self.checksum = 0
+        self.checksum = self.launched_anew = 0
 
     def drop(self) -> None:
         """Nothing is captured."""

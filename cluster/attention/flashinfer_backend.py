@@ -16,7 +16,6 @@ from cluster.batch import HostBounds, Seen, Text, Tree
 from cluster.kernels.flashinfer_library import FlashInfer, Share
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
-from cluster.recording import native, opaque
 
 
 class FlashInferAttention(TritonAttention):
@@ -52,13 +51,6 @@ class FlashInferAttention(TritonAttention):
 
     def bind(self, seen: Seen) -> None:
         """Use `seen` for the calls of the next forward."""
-        native(self._bind, seen)
-
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
-        return opaque(super().__call__, layer, q, kv, sinks)
-
-    def _bind(self, seen: Seen) -> None:
         super().bind(seen)
         self._tree, self._texts = None, {}
         if seen.first:

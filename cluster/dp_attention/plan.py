@@ -59,12 +59,15 @@ GROUP_HEADER = ("order", "results")
 
 
 class Key(NamedTuple):
-    """What decides every shape and every choice of a step's program."""
+    """What decides every shape and every choice of a step's program, and in which `turn`'s memory it works, where steps
+    that may be under way at the same time have memory of their own.
+    """
 
     num_steps: int
     forced: int
     mode: int
     sizes: tuple[Sizes, ...]
+    turn: int = 0
 
 
 class StepPlan(NamedTuple):

@@ -23,12 +23,13 @@ from cluster.staging import Sent, Staging
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the program of a step takes from the host: numbers on the device, and what decides its shapes."""
+    """What the program of a step takes from the host: numbers on the device, what decides its shapes, and its turn."""
 
     sent: Sent
     decodes: int
     mode: Mode
     forced: int
+    turn: int = 0
 
 
 class Assembler:
@@ -42,10 +43,13 @@ class Assembler:
         shape: TreeShape,
         slots: Ordered[SlotMemory],
         attentions: Ordered[AttentionBackend],
+        turns: int = 1,
     ) -> None:
         """`shape` is that of the largest trees, `slots` is all memory that has slots; `attentions` learn the bounds of
-        every step.
+        every step, and keep what a step works with for `turns` steps.
         """
+        self.turns = turns
+        self._turn = 0
         self._table, self._sampling, self._adjusting = table, sampling, adjusting
         self._slots, self._attentions = slots, attentions
         self._device = table.device_pages.device
@@ -87,10 +91,11 @@ class Assembler:
             self._change(order, rest.lists())
         longest = max((decode.most for decode in order.decodes), default=0)
         chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
-        bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes))
+        self._turn = (self._turn + 1) % self.turns
+        bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes), self._turn)
         for attention in self._attentions:
             attention.prepare(bounds)
-        return Inputs(sent, len(order.decodes), order.mode, forced)
+        return Inputs(sent, len(order.decodes), order.mode, forced, self._turn)
 
     def _change(self, order: Order, changes: dict[str, Tensor]) -> None:
         if order.writes:

@@ -264,7 +264,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
     table, target = memory.cache.table, prepared.resolved.target
-    vocab = target.vocab_size
+    vocab, turns = target.vocab_size, 1 if models.kernels.flashinfer is None else 2
     matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
     grammars = GrammarTable(vocab, matchers, bars_of(models.kernels.library))
     adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), grammars)
@@ -277,7 +277,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, attentions),
+            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, attentions, turns),
             Step(
                 memory.target_runner,
                 draft,

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED)
 AUTO_BYTES = 1 << 28  # that programs may take where no setting asks for them
 LARGEST = 512  # rows of decoding requests, or of prompts, that a GPU's steps are padded to unless settings say more
-ONE_PLAN = "FlashInfer's kernels are started with numbers of their plan, which is another in each step"
+NOT_YET = "graphs of FlashInfer's kernels have not run on a GPU yet; capture on captures steps that decode"
+BY_RANKS = "a rank whose plan of FlashInfer's comes out unlike the captured one would launch anew what others replay"
 BY_TORCH = "attention by torch reads as far as the longest request may be, which a graph would fix"
 UNEVEN = "with dp_padding exact groups exchange parts of different sizes, which a graph is not to hold"
 
@@ -41,7 +42,7 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
 
     By default of steps without prompts, which recur: on a GPU with Triton's kernels, whose launches say nothing of
     lengths, and on a CPU with the kernels in C, whose calls are replayed faster than torch makes them anew, there as
-    many rows as keep all programs within `AUTO_BYTES`.
+    many rows as keep all programs within `AUTO_BYTES`. With FlashInfer the same steps, but only where it is asked for.
 
     Raises:
         ConfigError: the device has no attention that can be captured, or sizes do not suit the ranks.
@@ -60,16 +61,22 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
     if config.capture == "off":
         return None
     kernels, why, remedy = models.kernels, "", "attention_backend to triton"
-    if kernels.flashinfer is not None or kernels.name != "triton":
-        why = BY_TORCH if kernels.flashinfer is None else ONE_PLAN
+    if kernels.name not in ("triton", "flashinfer"):
+        why = BY_TORCH
+    elif kernels.flashinfer is not None and mesh.world.size > 1:
+        why = BY_RANKS
     elif config.dp_padding == "exact" and mesh.attn_dp > 1:
         why, remedy = UNEVEN, "dp_padding to auto or padded"
     if why and config.capture == "on":
         raise ConfigError(f"capture on: {why}; set {remedy}, or capture to auto or off")
+    if kernels.flashinfer is not None and config.capture == "auto":
+        why = why or NOT_YET
     if why:
         logger.info("rank %d: steps are launched anew, not captured: %s", mesh.rank, why)
         return None
     buckets, segments = buckets_of(config, torch.device("cuda"), mesh), CudaSegments()
+    if kernels.flashinfer is not None:  # graphs are planned for a fixed number of texts, which no key has
+        buckets = replace(buckets, prompts=False)
     return Captures(lambda program: Graph(program, segments), buckets)
 
 
@@ -128,7 +135,7 @@ def capture_decoding(lockstep: Lockstep, config: EngineConfig, buckets: Buckets)
     began, programs = time.perf_counter(), lockstep.programs
     for step in decoding_steps(config, lockstep.shapes[-1], buckets):
         order = Order(decodes=(Decode(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
-        for _ in range(2):  # the first run makes what is made once, the second is captured
+        for _ in range(2 * programs.assembler.turns):  # the first run makes what is made once, the second is captured
             ran = lockstep.run(order if lockstep.mesh.leads else Order(), 0, step.num_steps)
             if ran.output is not None:
                 lockstep.read(ran)

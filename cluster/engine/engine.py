@@ -65,7 +65,7 @@ class Engine(Rank):
         self._sequences: dict[str, Sequence] = {}
         self._seeds = Seeds(parts.config.random_seed)
         self._over: list[RequestOutput] = []
-        self._trees = self._tree_tokens = 0
+        self._trees = self._tree_tokens = self._anew = 0
         self._busiest = self._prefilling = 0
 
     @property
@@ -293,6 +293,7 @@ class Engine(Rank):
         self._tree_tokens += sum(lens)
         schedule, ran = landed.flight.schedule, landed.flight.ran
         shape, fresh, decodes = ran.shape, schedule.fresh, len(schedule.decodes)
+        anew, self._anew = self._lockstep.programs.launched_anew - self._anew, self._lockstep.programs.launched_anew
         return StepStats(
             phase_seconds=seconds,
             waited_seconds=landed.waited,
@@ -312,6 +313,7 @@ class Engine(Rank):
             admitted=len(fresh),
             retracted=schedule.retracted,
             nonfinite=sum(o.error_code == "nonfinite_logits" for o in outputs),
+            launched_anew=anew,
             rank=self._lockstep.mesh.rank,
             status=self.status(),
         )

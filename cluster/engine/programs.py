@@ -2,9 +2,11 @@
 
 A step's program reads its inputs where they lay when it was captured, and decides nothing on the host, so steps of one
 key (sizes of all groups, tier, mode) share one program. It is captured the second time that its key occurs: the first
-run makes what is made once and kept. `cluster/tape.py` says what a capture is.
+run makes what is made once and kept. `cluster/tape.py` says what a capture is. What the host has to do before each run
+(`recording.Ahead`) may come out unlike what a program was captured with: then the step runs as it is.
 """
 
+import logging
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,23 +18,32 @@ from cluster.config import TreeShape
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Call, Key, StepPlan
 from cluster.engine.assembler import Assembler, Inputs
-from cluster.recording import Captured
+from cluster.recording import Ahead, Captured, repeated
 from cluster.spec.result import Phases, Results, StepOutput
 from cluster.spec.step import Step
 from cluster.timing import timer_of
 
+logger = logging.getLogger(__name__)
+
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
 KEPT = 16
-"""Programs besides those captured at start, the one unused for longest making room; and keys that occurred once."""
+"""Programs besides those captured at start, the one unused for longest making room; and keys that occurred once. Of
+each turn.
+"""
+UNLIKE = (
+    "a captured step was launched anew, as its plan is unlike the one that it was captured with. Its tokens are right. "
+    "/metrics counts such steps in aerie_launched_anew_total; if there are many, set capture to off"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A captured step: the inputs that it reads, its calls of the exchange, and the collectives that these enter;
-    `number` stands for its key in checksums.
+    """A captured step: the inputs that it reads, what comes ahead of it, its calls of the exchange, and the collectives
+    that these enter; `number` stands for its key in checksums.
     """
 
     inputs: Inputs
+    ahead: Ahead
     captured: Captured[StepOutput]
     calls: tuple[Call, ...]
     entered: int
@@ -53,9 +64,11 @@ class Programs:
         self._timer = timer_of(step.carried.bonus.device)
         self._started: dict[Key, Program] = {}
         self._later: OrderedDict[Key, Program] = OrderedDict()
-        self._once: OrderedDict[Key, None] = OrderedDict()
+        self._once: OrderedDict[Key, Ahead] = OrderedDict()
         self.checksum = 0
         """One number for the keys that are captured, whatever their order."""
+        self.launched_anew = 0
+        """Steps whose program was not repeated because of what came ahead of it."""
 
     @property
     def captured(self) -> dict[Key, Program]:
@@ -81,7 +94,7 @@ class Programs:
         """Have a program replayed from now on."""
         self._later[key] = program
         self.checksum += program.number
-        if len(self._later) > KEPT:
+        if len(self._later) > KEPT * self.assembler.turns:
             self.forget(next(iter(self._later)))
 
     def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> Results:
@@ -93,31 +106,44 @@ class Programs:
         return Results(self._begun(self.assembler.send(order, shape.forced), plan, shape))
 
     def _begun(self, inputs: Inputs, plan: StepPlan, shape: TreeShape) -> StepOutput:
-        key = plan.key
+        key = plan.key._replace(turn=inputs.turn)
         if self._capture is None or not plan.captured:
             return self._run(inputs, shape)
-        if key in self._started:
-            return self._replayed(self._started[key], inputs)
         if key in self._later:
             self._later.move_to_end(key)
-            return self._replayed(self._later[key], inputs)
-        if key in self._once:
-            del self._once[key]
-            return self._captured(self._capture, key, inputs, shape)
-        self._once[key] = None
-        if len(self._once) > KEPT:
+        program = self._started.get(key) or self._later.get(key)
+        if program is not None:
+            return self._replayed(program, inputs) if self._ready(program.ahead) else self._run(inputs, shape)
+        ahead = self._once.pop(key, None)
+        if ahead is not None and self._ready(ahead):
+            return self._captured(self._capture, key, inputs, ahead, shape)
+        return self._first(key, inputs, shape)
+
+    def _ready(self, ahead: Ahead) -> bool:
+        ready = ahead.ready()
+        if not ready:
+            if not self.launched_anew:
+                logger.warning(UNLIKE)
+            self.launched_anew += 1
+        return ready
+
+    def _first(self, key: Key, inputs: Inputs, shape: TreeShape) -> StepOutput:
+        self._once[key] = ahead = Ahead()
+        if len(self._once) > KEPT * self.assembler.turns:
             self._once.popitem(last=False)
-        return self._run(inputs, shape)
+        with repeated(ahead):
+            return self._run(inputs, shape)
 
     def _run(self, inputs: Inputs, shape: TreeShape) -> StepOutput:
         return self.step.run(self.assembler.batch(inputs), shape)
 
-    def _captured(self, capture: Capture, key: Key, inputs: Inputs, shape: TreeShape) -> StepOutput:
+    def _captured(self, capture: Capture, key: Key, inputs: Inputs, ahead: Ahead, shape: TreeShape) -> StepOutput:
         own = replace(inputs, sent=replace(inputs.sent, words=inputs.sent.words.clone()))
         calls, before = self._exchange.rest, self._clock.calls
-        captured = capture(lambda: self._run(own, shape))
+        with repeated(ahead):
+            captured = capture(lambda: self._run(own, shape))
         number = zlib.crc32(repr(key).encode())
-        self.add(key, Program(own, captured, calls, self._clock.calls - before, number))
+        self.add(key, Program(own, ahead, captured, calls, self._clock.calls - before, number))
         return captured.output.kept()
 
     def _replayed(self, program: Program, inputs: Inputs) -> StepOutput:

@@ -17,6 +17,7 @@ PREFILL, LATENT, METADATA = (
     "BatchMLAPagedAttentionWrapper",
     "MLAPlanMetadata",
 )
+BACKENDS = "mla/_batch_mla/_backends/_fa_common.py"
 METHODS = {
     PREFILL: ("prefill.py", ("__init__", "plan", "run")),
     LATENT: ("mla/_batch_mla/_wrapper.py", ("__init__", "plan", "run")),
@@ -31,6 +32,16 @@ MENTIONED = {
     "head sizes of fa3": ("utils.py", "is_fa3_prefill_head_dim_supported"),
 }
 """Functions that hold what is given to them to the dtypes, or the whole numbers, that they mention."""
+RUNS = {
+    PREFILL: (("prefill.py", PREFILL, "run"),),
+    LATENT: (("mla/_batch_mla/_wrapper.py", LATENT, "run"),),
+    "what MLA plans with": (
+        (BACKENDS, "_BatchMLAPagedAttentionFaBackendBase", "run_from_wrapper"),
+        (BACKENDS, "_BatchMLAGeneratedFaMechanics", "_run_generated_fa"),
+        (BACKENDS, "_BatchMLAGeneratedFaMechanics", "_validate_run_input_dtypes"),
+    ),
+}
+"""Of each object that launches, the methods that do so: the file, the class and the name."""
 
 
 def read(package: Path) -> dict[str, Any]:
@@ -45,6 +56,16 @@ def read(package: Path) -> dict[str, Any]:
         },
         "mentioned": {
             what: _mentioned(_function(_tree(package / file), name)) for what, (file, name) in MENTIONED.items()
+        },
+        "read": {
+            what: sorted(
+                {
+                    name
+                    for file, owner, method in methods
+                    for name in _read(_class(_tree(package / file), owner), method)
+                }
+            )
+            for what, methods in RUNS.items()
         },
     }
 
@@ -108,6 +129,24 @@ def _arguments(function: ast.FunctionDef) -> list[str]:
 def _said(argument: ast.arg, optional: bool) -> str:
     kind = "" if argument.annotation is None else f": {ast.unparse(argument.annotation)}"
     return f"{argument.arg}{kind}{' =' if optional else ''}"
+
+
+def _read(owner: ast.ClassDef, method: str) -> set[str]:
+    """What a method reads of its object, the names of other methods left out."""
+    found = set()
+    for node in ast.walk(_function(owner, method)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Load):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and ast.unparse(node.args[0]) == "self":
+            found.add(str(ast.literal_eval(node.args[1])))
+    called = {
+        node.func.attr
+        for node in ast.walk(owner)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "self"
+    }
+    return found - called
 
 
 def _mentioned(function: ast.FunctionDef) -> list[Any]:

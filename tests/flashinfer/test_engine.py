@@ -63,15 +63,6 @@ def test_tokens_are_those_of_plain_decoding(shape: str, family: str, overlap: bo
     assert DEVICE.plans > before[0] and DEVICE.runs > before[1] + 10
 
 
-@pytest.mark.slow
-def test_captured_steps_are_planned_anew() -> None:
-    """A tape decides anew which wrapper it runs."""
-    target, draft = tiny_pair()
-    expected = run(build_engine(config_of(target, attention_backend="torch")), requests()).tokens
-    engine = build_engine(config_of(target, draft, attention_backend="flashinfer", capture="on"))
-    assert [run(engine, requests()).tokens for _ in range(2)] == [expected] * 2
-
-
 def test_what_is_left_to_triton_is_said() -> None:
     info = build_engine(config_of(made("gpt_oss", "yarn").folder, attention_backend="flashinfer")).info()
     assert info.attention_backend == "flashinfer" and "attention by FlashInfer 0." in info.kernels

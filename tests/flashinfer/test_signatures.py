@@ -11,8 +11,11 @@ import torch
 
 from cluster.attention.flashinfer_readers import LatentReader, PagedReader, Reader, Work
 from cluster.kernels import flashinfer_library
+from cluster.kernels.flashinfer_launch import LATENT as LATENT_OWN
+from cluster.kernels.flashinfer_launch import LATENT_BACKEND, PAGED, latent_launch, paged_launch
 from cluster.kernels.flashinfer_library import VERSION, FlashInfer
 from tests.flashinfer.signatures import LATENT, METADATA, METHODS, PREFILL, known, read, signature
+from tests.flashinfer.stand_in import Latent, Paged, Planning
 
 FOUND = importlib.util.find_spec("flashinfer")
 CALLED = {(name, method) for name, (_, methods) in METHODS.items() for method in methods}
@@ -60,7 +63,7 @@ def calls(dtype: torch.dtype = torch.bfloat16) -> dict[tuple[str, str], dict[str
         given = flashinfer, pool, 16, 4, 0.125
         reader: Reader = PagedReader(*given) if size == value else LatentReader(*given, value)
         wrapper = reader.wrapper()
-        reader.plan(wrapper, Work(numbers, numbers, numbers[1:], numbers, True))
+        reader.plan(wrapper, Work([0, 3], [0, 3], [3], numbers, True))
         reader.run(wrapper, pool[0], torch.zeros(3, 4, size, dtype=dtype), torch.zeros(3, 4, value, dtype=dtype))
     return noted.calls
 
@@ -81,6 +84,31 @@ def test_what_it_is_asked_for_is_what_its_source_mentions() -> None:
     assert offered.head_sizes <= set(mentioned["head sizes of fa3"])
     assert {"bfloat16", "float16"} <= set(mentioned["dtypes of MLA queries and latents"])
     assert known()["named"] == [PREFILL, LATENT, METADATA]
+
+
+def test_all_that_a_launch_reads_is_compared() -> None:
+    """What latents are planned with is another object after each plan: of that one, what it launches with."""
+    read = known()["read"]
+    assert sorted(PAGED) == read[PREFILL]
+    assert sorted([*LATENT_OWN, "_planned_backend"]) == read[LATENT]
+    assert sorted(LATENT_BACKEND) == read["what MLA plans with"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "launch", "names"), [(Paged, paged_launch, PAGED), (Latent, latent_launch, LATENT_OWN)]
+)
+def test_each_of_them_tells_two_plans_apart(kind: Any, launch: Any, names: tuple[str, ...]) -> None:
+    workspace = torch.zeros(1, dtype=torch.uint8)
+    given = {"kv_layout": "NHD"} if kind is Paged else {}
+    wrapper = kind(workspace, backend="fa3", **given)
+    wrapper._planned_backend = Planning()
+    for owner, own in ((wrapper, names), (wrapper._planned_backend, LATENT_BACKEND if kind is Latent else ())):
+        for name in own:
+            for value in (3, [4, 5], torch.zeros(2)):
+                before = launch(wrapper)
+                assert before == launch(wrapper)
+                setattr(owner, name, value)
+                assert launch(wrapper) != before, f"{name} is not compared"
 
 
 def test_one_version_is_meant_everywhere() -> None:

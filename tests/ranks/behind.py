@@ -120,6 +120,10 @@ class BehindPrograms:
     def checksum(self) -> int:
         return self._programs.checksum
 
+    @property
+    def launched_anew(self) -> int:
+        return self._programs.launched_anew
+
     def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> Output:
         output, script = Output(), self._host.script
         noted = [Moment() for _ in range(MOMENTS)]

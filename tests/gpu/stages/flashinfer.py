@@ -1,5 +1,6 @@
-"""FlashInfer's attention in bfloat16 against the definition in float64, and the tokens of an engine on it against
-Triton's. Dry, its stand-in takes its place, which holds calls to FlashInfer's signatures.
+"""FlashInfer's attention in bfloat16 against the definition in float64, as it is and as a graph that is planned anew
+for each replay; an engine's tokens on it against Triton's, and captured. Dry, its stand-in takes its place, which holds
+calls to FlashInfer's signatures, and tapes that of graphs.
 """
 
 import importlib.util
@@ -15,10 +16,13 @@ from cluster.attention.flashinfer_backend import FlashInferAttention
 from cluster.batch import HostBounds
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
+from cluster.graph import CudaSegments, Graph
 from cluster.kernels import flashinfer_library
 from cluster.kernels.flashinfer_library import Share
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.recording import Ahead, repeated
+from cluster.tape import Tape
 from cluster.tools.local_engine import complete
 from tests.flashinfer.stand_in import stand_in_serves
 from tests.gpu.stages.kernels import there
@@ -44,8 +48,8 @@ class Wide(Case):
         self.values = 512 if self.latent else self.d
 
 
-def attended(stage: Stage, one: Case, unknown: int) -> Tensor:
-    """All that the case's rows see, of whose committed tokens the last `unknown` are not certain when it is planned."""
+def attention_of(stage: Stage, one: Case) -> FlashInferAttention:
+    """Attention over the case's cells, on the device."""
     device = stage.device
     found = flashinfer_library.find(device, one.dtype)
     if isinstance(found, str):
@@ -55,11 +59,48 @@ def attended(stage: Stage, one: Case, unknown: int) -> Tensor:
     pool = KVPool(2, one.pool.kv.shape[1], tuple(one.pool.kv.shape[2:]), one.dtype, device)
     pool.kv.copy_(one.pool.kv.nan_to_num())
     shares = [Share(True, True), Share(one.window is None, True)]
-    attention = FlashInferAttention(pool, table, one.heads, (None, one.window), 0.3, one.values, found, shares)
+    return FlashInferAttention(pool, table, one.heads, (None, one.window), 0.3, one.values, found, shares)
+
+
+def known(one: Case, unknown: int) -> HostBounds:
+    """What is known of the case's lengths if the last `unknown` committed tokens are not certain."""
     least = tuple(max(0, count - unknown) for count in one.committed)
-    attention.prepare(HostBounds(max(one.committed, default=0), tuple(one.chunks), least=least))
+    return HostBounds(max(one.committed, default=0), tuple(one.chunks), least=least)
+
+
+def attended(stage: Stage, one: Case, unknown: int) -> Tensor:
+    """All that the case's rows see, planned with what is known."""
+    attention, device = attention_of(stage, one), stage.device
+    attention.prepare(known(one, unknown))
     attention.bind(there(one.seen(), device))
     return attention(1, one.q.to(device), one.kv.to(device), there(one.sinks, device))
+
+
+def replayed(stage: Stage, one: Case, unknown: tuple[int, ...]) -> dict[str, Tensor]:
+    """The same by one graph, planned for each of `unknown` before it is replayed, as the host is one step ahead."""
+    attention, device, ahead = attention_of(stage, one), stage.device, Ahead()
+    seen, q, kv, sinks = (there(given, device) for given in (one.seen(), one.q, one.kv, one.sinks))
+
+    def program() -> Tensor:
+        attention.bind(seen)
+        return attention(1, q, kv, sinks)
+
+    attention.prepare(known(one, 1))
+    with repeated(ahead):
+        program()
+    assert len(ahead.calls) == 1, "a tree's committed tokens are FlashInfer's"
+    attention.prepare(known(one, 2))
+    assert ahead.ready()
+    with repeated(ahead):
+        graph = Tape(program) if stage.dry else Graph(program, CudaSegments())
+    given = {}
+    for count in unknown:
+        stage.wait()
+        attention.prepare(known(one, count))
+        assert ahead.ready(), f"with {count} unknown the plan launches with other numbers"
+        graph.replay()
+        given[f"{count} unknown"] = graph.output.clone()
+    return given
 
 
 def work(stage: Stage) -> None:
@@ -74,6 +115,11 @@ def work(stage: Stage) -> None:
                     given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "seed": stage.seed}
                     one = Wide(**given | SHAPES["ragged"] | of_kind, dtype=torch.bfloat16)
                     stage.near(facts, {"out": attended(stage, one, unknown)}, {"out": one.expected()})
+            if "window" not in of_kind:
+                with stage.check(f"graph, {kind}") as facts:
+                    one = Wide(**given | SHAPES["ragged"] | of_kind, dtype=torch.bfloat16)
+                    out = replayed(stage, one, (3, 0, 40, 9))
+                    stage.near(facts, out, dict.fromkeys(out, one.expected()))
     with tempfile.TemporaryDirectory() as name:
         target = tiny_target(Path(name) / "target", vocab_size=24, hidden=stage.either(32, 256))
         draft = tiny_draft(Path(name) / "draft", target)
@@ -81,7 +127,9 @@ def work(stage: Stage) -> None:
 
 
 def tokens(stage: Stage, target: str, draft: str) -> None:
-    """In bfloat16 near-ties may flip, so on a GPU most texts have to begin alike; dry, in float64, all are the same."""
+    """In bfloat16 near-ties may flip, so on a GPU most texts have to begin alike; dry, in float64, all are the same.
+    Captured, no step may be launched anew because of its plan.
+    """
     settings: dict[str, object] = {
         "model_path": target,
         "device": stage.device.type,
@@ -93,19 +141,24 @@ def tokens(stage: Stage, target: str, draft: str) -> None:
         "speculative_draft_model_path": draft,
         "speculative_num_steps": stage.either(1, 3),
         "speculative_eagle_topk": stage.either(1, 4),
-        "capture": "off",
     }
     with stage.check("an engine's tokens") as facts:
         asked = requests(0.0, *stage.either((3, 1), (24, 4)))
         asked = [replace(one, prompt_token_ids=one.prompt_token_ids * stage.either(1, 20)) for one in asked]
-        texts = []
-        for backend in stage.either(("torch", "flashinfer"), ("triton", "flashinfer")):
-            engine = build_engine(EngineConfig.from_kwargs(settings | {"attention_backend": backend}))
+        texts = {}
+        for backend, capture in ((stage.either("torch", "triton"), "off"), ("flashinfer", "off"), ("flashinfer", "on")):
+            sizes = (1, 2, 4) if capture == "on" else None
+            given = {"attention_backend": backend, "capture": capture, "capture_sizes": sizes}
+            engine = build_engine(EngineConfig.from_kwargs(settings | given))
             assert engine.info().attention_backend == backend
-            texts.append(complete(engine, asked))
-        alike = [one[:8] == other[:8] for one, other in zip(*texts, strict=True)]
-        facts["alike"] = f"{sum(alike)} of {len(alike)}"
-        assert sum(alike) >= len(alike) - stage.either(0, 1)
+            texts[backend, capture] = complete(engine, asked)
+            facts[f"launched anew, {backend}, capture {capture}"] = engine._p.lockstep.programs.launched_anew
+            assert not engine._p.lockstep.programs.launched_anew
+        first, *others = texts.values()
+        for text in others:
+            alike = [one[:8] == other[:8] for one, other in zip(first, text, strict=True)]
+            facts["alike"] = f"{sum(alike)} of {len(alike)}"
+            assert sum(alike) >= len(alike) - stage.either(0, 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What is captured where: by which device, kernels and settings, and at which sizes."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,15 +39,27 @@ def test_graphs_are_of_tritons_kernels(capture: str) -> None:
     assert of.buckets.prompts == (capture == "on")
 
 
-@pytest.mark.parametrize(("name", "why"), [("torch", "as far as the longest"), ("flashinfer", "numbers of their plan")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "why"),
+    [("torch", 1, "as far as the longest"), ("flashinfer", 2, "a rank whose plan .* would launch anew")],
+)
 def test_what_a_graph_cannot_hold_is_refused_or_launched_anew(
-    name: str, why: str, caplog: pytest.LogCaptureFixture
+    name: str, ranks: int, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    mesh = Mesh(world=Axis(0, ranks), attn=Axis(0, ranks))
     with caplog.at_level("INFO"):
-        assert captures_of(config_of(tiny_pair()[0], capture="auto"), CUDA, models(name), Mesh()) is None
-    assert why in caplog.text
+        assert captures_of(config_of(tiny_pair()[0], capture="auto"), CUDA, models(name), mesh) is None
+    assert re.search(why, caplog.text)
     with pytest.raises(ConfigError, match=f"capture on: .*{why}.*set attention_backend to triton"):
-        captures_of(config_of(tiny_pair()[0], capture="on"), CUDA, models(name), Mesh())
+        captures_of(config_of(tiny_pair()[0], capture="on"), CUDA, models(name), mesh)
+
+
+def test_with_flashinfer_steps_that_decode_are_captured_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+    of = captures_of(config_of(tiny_pair()[0], capture="on"), CUDA, models("flashinfer"), Mesh())
+    assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.prompts
+    with caplog.at_level("INFO"):
+        assert captures_of(config_of(tiny_pair()[0], capture="auto"), CUDA, models("flashinfer"), Mesh()) is None
+    assert "have not run on a GPU yet; capture on captures steps that decode" in caplog.text
 
 
 def test_groups_that_exchange_uneven_parts_are_not_captured() -> None:

@@ -1,0 +1,118 @@
+"""What FlashInfer's wrappers launch with: all that `run` reads of them, so that two plans can be told apart.
+
+A graph holds the numbers and addresses of the plan that it was captured with, and reads what lies at these addresses
+when it is replayed. So another plan may take that one's place if all that `run` reads is the same. What these are is
+read from the source of the one version (`tests/flashinfer/signatures.json`, "read"), and a test compares.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+PAGED = (
+    "_backend",
+    "_batch_size",
+    "_block_tables",
+    "_cached_kv_data_type",
+    "_cached_module",
+    "_cached_o_data_type",
+    "_cached_q_data_type",
+    "_causal",
+    "_cudnn_plan",
+    "_cudnn_prepared",
+    "_custom_mask_buf",
+    "_cute_dsl_wrapper",
+    "_eagle_verify_fp8kv_sm90_state",
+    "_float_workspace_buffer",
+    "_int_workspace_buffer",
+    "_jit_additional_scalar_names",
+    "_jit_additional_tensor_names",
+    "_jit_module",
+    "_kv_layout",
+    "_kv_lens_buffer",
+    "_logits_soft_cap",
+    "_mask_indptr_buf",
+    "_max_item_len_ptr",
+    "_max_kv_len",
+    "_max_q_len",
+    "_num_kv_heads",
+    "_num_qo_heads",
+    "_paged_kv_indices_buf",
+    "_paged_kv_indptr_buf",
+    "_paged_kv_last_page_len_buf",
+    "_plan_info",
+    "_prefix_len_ptr",
+    "_prims_backend",
+    "_qo_indptr_buf",
+    "_qo_indptr_last",
+    "_rope_scale",
+    "_rope_theta",
+    "_seq_lens_kv",
+    "_seq_lens_q",
+    "_sm_scale",
+    "_token_pos_in_items_len",
+    "_token_pos_in_items_ptr",
+    "_trtllm_gen_multi_ctas_kv_counter_buffer",
+    "_variant_owns_mask",
+    "_window_left",
+    "_workspace_size",
+)
+"""Of the wrapper for keys and values."""
+LATENT = (
+    "_backend",
+    "_float_workspace_buffer",
+    "_input_contract",
+    "_kv_data_type",
+    "_legacy_flat_csr_plan",
+    "_planned_kv_cache_layout",
+    "_planned_query_layout",
+    "_q_data_type",
+)
+"""Of the wrapper for latents, beside `_planned_backend`, which each plan makes anew."""
+LATENT_BACKEND = (
+    "_cached_module",
+    "_causal",
+    "_float_workspace_buffer",
+    "_head_dim_ckv",
+    "_int_workspace_buffer",
+    "_kv_data_type",
+    "_kv_indices_buf",
+    "_page_size",
+    "_plan_info",
+    "_q_data_type",
+    "_sm_scale",
+    "_use_profiler",
+    "device",
+)
+"""Of what that one plans with, for its kernels of the families fa2 and fa3."""
+
+
+class Place(NamedTuple):
+    """Memory that a kernel is told of."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+
+
+def paged_launch(wrapper: Any) -> dict[str, Any]:
+    """All that `run` reads of the wrapper for keys and values, as it is planned."""
+    return {name: _told(getattr(wrapper, name)) for name in PAGED}
+
+
+def latent_launch(wrapper: Any) -> dict[str, Any]:
+    """The same of the wrapper for latents and what it plans with."""
+    planned = wrapper._planned_backend
+    own = {name: _told(getattr(wrapper, name)) for name in LATENT}
+    return own | {f"planned.{name}": _told(getattr(planned, name)) for name in LATENT_BACKEND} | {"kind": type(planned)}
+
+
+def _told(value: Any) -> Any:
+    """Something that compares equal to another only if a launch with either is the same."""
+    if isinstance(value, Tensor):
+        return Place(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(value)
+    return value

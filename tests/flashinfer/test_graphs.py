@@ -1,0 +1,213 @@
+"""Engines on FlashInfer's stand-in whose steps are captured, as tapes and as graphs on a stream as unkind as CUDA's.
+
+The host is a step ahead on the stream, so each program is captured once for each set of wrappers. Tokens are plain
+decoding's, and what a graph must not meet is found: a plan that is written over, a stale one, another key's, other
+numbers than it was captured with.
+"""
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from cluster import recording
+from cluster.attention import flashinfer_plans, flashinfer_readers
+from cluster.attention.flashinfer_plans import Key, Plans
+from cluster.batch import Mode
+from cluster.config import EngineConfig
+from cluster.dp_attention.sizes import Buckets
+from cluster.engine import Engine, build_engine, captures
+from cluster.engine.programs import UNLIKE
+from cluster.metrics import merge
+from cluster.recording import Ahead
+from tests.flashinfer.device import DEVICE, PLANNED
+from tests.flashinfer.stand_in import Paged, stand_in_serves
+from tests.flashinfer.test_engine import FAMILIES, SHAPES, pair
+from tests.parity.harness import SAMPLING, config_of, request, run
+from tests.static.stream import Stream, on_stream, on_the_host
+
+SIZES = Buckets((1, 2), prompts=False)
+WITH_PROMPTS = Buckets((1, 2, 4, 8, 16))
+
+
+def requests() -> list[Any]:
+    prompts = [[3, 5, 2], [1, *range(2, 15)]]
+    return [request(f"r{at}", one, SAMPLING["0.8"], max_tokens=9, seed=at) for at, one in enumerate(prompts)]
+
+
+@cache
+def plain(target: str) -> dict[str, list[int]]:
+    return run(build_engine(config_of(target, attention_backend="torch")), requests()).tokens
+
+
+def config(shape: str, family: str, **settings: Any) -> EngineConfig:
+    target, draft = pair(family)
+    plain(target)
+    given = {"attention_backend": "flashinfer", "chunked_prefill_size": 8, "max_running_requests": 2}
+    return config_of(target, draft, **given | SHAPES[shape] | settings)
+
+
+def serve(patch: pytest.MonkeyPatch, of: EngineConfig, buckets: Buckets = SIZES) -> tuple[Engine, Stream]:
+    stand_in_serves(patch.setattr)
+    patch.setattr(flashinfer_readers, "WORKSPACE", 1)
+    patch.setattr(captures, "MODES", (Mode.NOISY,))
+    stream = on_stream(patch, buckets)
+    patch.setattr(flashinfer_plans, "brought", recording.brought)
+    patch.setattr(DEVICE, "host", lambda: on_the_host(stream))
+    return build_engine(of), stream
+
+
+def served(engine: Engine, stream: Stream, turns: int = 2) -> int:
+    """The tokens are plain decoding's, and steps are replayed; how many were launched anew."""
+    launched = stream.launches
+    for _ in range(turns):
+        assert run(engine, requests()).tokens == plain(engine._p.config.model_path)
+    assert stream.launches > launched + 3, "few steps were replayed"
+    return engine._p.lockstep.programs.launched_anew
+
+
+def check(patch: pytest.MonkeyPatch, of: EngineConfig) -> Engine:
+    engine, stream = serve(patch, of)
+    repeated = DEVICE.repeated
+    assert not served(engine, stream)
+    assert DEVICE.repeated == repeated, "what decodes was captured before the first request, and only that"
+    return engine
+
+
+@pytest.mark.parametrize(("shape", "family"), [("tree", "grouped"), ("chain", "latent")])
+def test_graphs_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch, shape: str, family: str) -> None:
+    engine = check(monkeypatch, config(shape, family))
+    programs = engine._p.lockstep.programs.captured
+    assert {key.turn for key in programs} == {0, 1} and all(program.ahead.calls for program in programs.values())
+
+
+ALL = [(shape, family) for shape in SHAPES for family in FAMILIES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "family"), ALL)
+def test_all_families_by_both_shapes(monkeypatch: pytest.MonkeyPatch, shape: str, family: str) -> None:
+    """Sliding windows and sinks among them."""
+    check(monkeypatch, config(shape, family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_of_prompts_in_graphs_are_tritons(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Their number is no part of a key, and a wrapper for graphs has a batch of one size."""
+    engine, stream = serve(monkeypatch, config("tree", family, disable_radix_cache=True), WITH_PROMPTS)
+    assert not served(engine, stream, 4)
+    assert any(key.sizes[0].prompt_rows for key in engine._p.lockstep.programs.captured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    stand_in_serves(monkeypatch.setattr)
+    engine = build_engine(config("tree", family, capture="on", capture_sizes=(1, 2, 4, 8, 16)))
+    before = DEVICE.runs
+    for _ in range(2):
+        assert run(engine, requests()).tokens == plain(engine._p.config.model_path)
+    assert DEVICE.runs > before and not engine._p.lockstep.programs.launched_anew
+
+
+def found(patch: pytest.MonkeyPatch, what: str) -> None:
+    """With what a test has planted, a step meets a plan that is not its own."""
+    with pytest.raises(AssertionError, match=what):
+        check(patch, config("chain", "grouped"))
+
+
+def test_one_set_of_wrappers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = Plans.__init__
+
+    def one(self: Plans, *given: Any) -> None:
+        true(self, *given)
+        self._sets, self._stay = (self._sets[0],) * 2, (self._stay[0],) * 2
+
+    monkeypatch.setattr(Plans, "__init__", one)
+    found(monkeypatch, "while its copy may be under way")
+
+
+def test_a_stale_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are repeated as if nothing had to be done before."""
+    monkeypatch.setattr(Ahead, "ready", lambda self: True)
+    found(monkeypatch, "a stale plan")
+
+
+def test_a_plan_for_another_key_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan is made in the place of the one for one request less or more."""
+    true = Plans.again
+
+    def other(self: Plans, key: Key, turn: int) -> dict[str, Any] | None:
+        held, wrong = self._stay[turn], key._replace(requests=3 - key.requests)
+        if wrong in held:
+            held[key], held[wrong] = held[wrong], held[key]
+        return true(self, key, turn)
+
+    monkeypatch.setattr(Plans, "again", other)
+    found(monkeypatch, "the batch of graphs is of one size")
+
+
+def test_plans_of_another_program_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = serve(monkeypatch, config("chain", "grouped"))
+    programs = engine._p.lockstep.programs
+    held = programs._started
+    for key in list(held):
+        if key.sizes[0].decodes == 1:
+            other = key._replace(sizes=(key.sizes[0]._replace(decodes=2),))
+            one, two = held[key], held[other]
+            held[key], held[other] = replace(one, ahead=two.ahead), replace(two, ahead=one.ahead)
+    for _ in range(2):
+        assert run(engine, requests()).tokens == plain(engine._p.config.model_path)
+    assert programs.launched_anew > 3
+
+
+def unlike(patch: pytest.MonkeyPatch, change: Callable[[Paged, int], None]) -> list[str]:
+    """Have every seventh plan of wrappers for graphs come out unlike the others, once the list has something in it."""
+    true, planted, count = Paged._plan, list[str](), itertools.count()
+
+    def plan(self: Paged, given: dict[str, Any]) -> None:
+        true(self, given)
+        if self.graphs:
+            change(self, int(bool(planted) and next(count) % 7 == 0))
+
+    patch.setattr(Paged, "_plan", plan)
+    return planted
+
+
+def grid(wrapper: Paged, by: int) -> None:
+    """Another number of blocks, in the plan and in what is launched with it."""
+    wrapper._plan_info = [*wrapper._plan_info[:3], wrapper._plan_info[3] + by]
+    PLANNED[-1] = replace(PLANNED[-1], launched=tuple(wrapper._plan_info))
+
+
+def longest(wrapper: Paged, by: int) -> None:
+    """Another bound of lengths, which `run` passes on."""
+    wrapper._max_kv_len += by
+
+
+@pytest.mark.parametrize("change", [grid, longest])
+def test_a_plan_with_other_numbers_is_launched_anew_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Callable[[Paged, int], None]
+) -> None:
+    planted = unlike(monkeypatch, change)
+    engine, stream = serve(monkeypatch, config("chain", "grouped"))
+    planted.append("from now on")
+    count, page = served(engine, stream, 3), merge([engine.metrics.serialize()]).decode()
+    shown = re.search(r"^aerie_launched_anew_total{.*} (\S+)$", page, re.MULTILINE)
+    assert shown is not None and 1 < float(shown[1]) <= count
+    assert [record.message for record in caplog.records].count(UNLIKE) == 1
+
+
+def test_were_numbers_not_compared_a_graph_would_meet_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = unlike(monkeypatch, grid)
+    engine, stream = serve(monkeypatch, config("chain", "grouped"))
+    planted.append("from now on")
+    true = Ahead.ready
+    monkeypatch.setattr(Ahead, "ready", lambda self: true(self) or True)
+    with pytest.raises(AssertionError, match="with other numbers than it was launched with"):
+        served(engine, stream)
