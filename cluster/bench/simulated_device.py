@@ -27,6 +27,7 @@ class SimulatedDevice:
 
     checksum = 0
     """Of captured programs, of which there are none."""
+    launched_anew = 0
 
     def __init__(self, assembler: Assembler, step_s: float, full: int) -> None:
         self.assembler = assembler

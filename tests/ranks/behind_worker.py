@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+import torch
+
 from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands
 from cluster.config import EngineConfig
@@ -14,6 +16,7 @@ from cluster.dp_attention.plan import Call
 from cluster.engine import build_rank
 from cluster.mesh import Rendezvous, Store
 from cluster.request import Request, SamplingParams
+from cluster.tape import Tape
 from tests.backend import force
 from tests.ranks.behind import put_behind
 from tests.ranks.process import say, serve
@@ -98,4 +101,5 @@ def asked(action: dict[str, Any]) -> Request:
 
 
 if __name__ == "__main__":
+    Tape(lambda: torch.zeros(1) + 1)  # a first tape imports torch's compiler, which takes longer than the limit
     serve(int(sys.argv[1]), run)
