@@ -77,9 +77,9 @@ class Plans:
             self._planned(key)
 
     def tree(self, tree: Tree) -> Plan | None:
-        """What reads the tokens that are committed for certain; None where none are known."""
+        """What reads the tokens that are committed for certain; None where none are known, or nobody decodes."""
         requests, each = tree.rows.shape[0], tree.bits.shape[1]
-        if requests != len(self._bounds.least):
+        if not requests or requests != len(self._bounds.least):
             return None
         plan = self._repeated(Key(each, requests=requests)) if repeats() else self._asked_for(Key(each))
         if plan is not None:

@@ -134,7 +134,7 @@ def tokens(stage: Stage, target: str, draft: str) -> None:
         "model_path": target,
         "device": stage.device.type,
         "dtype": stage.either("float64", "bfloat16"),
-        "max_running_requests": 4,
+        "max_running_requests": stage.either(1, 4),
         "max_total_tokens": 1024,
         "mixed_prefill_size": 64,
         "speculative_algorithm": "EAGLE3",
@@ -147,7 +147,7 @@ def tokens(stage: Stage, target: str, draft: str) -> None:
         asked = [replace(one, prompt_token_ids=one.prompt_token_ids * stage.either(1, 20)) for one in asked]
         texts = {}
         for backend, capture in ((stage.either("torch", "triton"), "off"), ("flashinfer", "off"), ("flashinfer", "on")):
-            sizes = (1, 2, 4) if capture == "on" else None
+            sizes = stage.either((1,), (1, 2, 4)) if capture == "on" else None
             given = {"attention_backend": backend, "capture": capture, "capture_sizes": sizes}
             engine = build_engine(EngineConfig.from_kwargs(settings | given))
             assert engine.info().attention_backend == backend
