@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -217,11 +218,10 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     if own is not None:
         taken = rehearsed(lockstep, resolved.config, prepared.context_length, own, memory.cache.table)
     pace = _pace(prepared, lockstep)
-
-    def capture() -> CaptureInfo | None:
-        return None if captures is None else capture_decoding(lockstep, resolved.config, captures.buckets)
-
-    captured = capture() if own is None else beside(taken, capture, mesh, own)
+    captured = None
+    if captures is not None:
+        capture = partial(capture_decoding, lockstep, resolved.config, captures.buckets)
+        captured = capture() if own is None else beside(taken, capture, mesh, own)
     memory.watch.take()
     lockstep.watch.serve(resolved.config.watchdog_timeout_s)
     name = Path(resolved.config.model_path).name or "model"
