@@ -24,8 +24,8 @@ X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "baseline": (),
 }
-PAIRS = {"avx512": ("product", "-mavx512bf16")}
-"""A kernel of which a level's library has another one for CPUs that multiply bfloat16 in pairs, and the flag for it."""
+PAIRS = {"avx512": (("codes", "product"), "-mavx512bf16")}
+"""Kernels of which a level's library has others for CPUs that multiply bfloat16 in pairs, and the flag for them."""
 LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
 TIMEOUT_S = 300
 
@@ -77,7 +77,7 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
             kernel = path.parent.name
             flags = [*FLAGS, *LEVELS[level], *extra, *OF_KERNEL.get(kernel, ())]
             kinds = {name: [f"-DKIND={kind}"] for name, kind in KINDS.items()} if kernel != "c" else {"": ["-DKIND=0"]}
-            if level in PAIRS and PAIRS[level][0] == kernel:
+            if level in PAIRS and kernel in PAIRS[level][0]:
                 kinds["bf16_pairs"] = [*kinds["bf16"], PAIRS[level][1]]
             for name, own in kinds.items():
                 objects.append(f"{place}/{path.stem}{name}.o")

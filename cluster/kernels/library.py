@@ -96,7 +96,7 @@ def opened(level: str, path: Path, pairs: bool = False) -> Library:
     functions: dict[tuple[str, torch.dtype], Function] = {}
     for name, signature in SIGNATURES.items():
         for dtype, kind in KIND_OF.items():
-            own = pairs and (name, kind) == (PAIRS[level][0], "bf16")
+            own = pairs and kind == "bf16" and name in PAIRS[level][0]
             function = getattr(held, f"aerie_{name}_{kind}{'_pairs' * own}")
             function.argtypes, function.restype = [CODES[code] for code in signature], None
             functions[name, dtype] = function

@@ -9,7 +9,7 @@
 #include "unpack.h"
 
 #define MOST 6 /* rows of a tile */
-#define TALL (MOST * 4)
+#define HIGH (MOST * 4)
 
 struct job {
     const stored *rows;
@@ -22,20 +22,22 @@ struct job {
     int kind, wide;
     const int32_t *ends; /* of each expert's rows; NULL: there is one matrix */
     int64_t experts;
-    int64_t steps, groups, panels; /* steps and groups of a panel, panels of a matrix */
+    int64_t bytes, turns, groups, panels; /* bytes, turns and groups of a panel, panels of a matrix */
 };
 
 struct tile {
-    const real *rows; /* [k][mr] */
+    const entry *rows; /* [turns][mr] */
     int64_t panel;    /* the first, counted over all experts */
     const stored *bias;
     stored *out;
     int64_t columns; /* from the first panel's to the last of the matrix */
 };
 
-/* Inputs of a step, and bytes that it takes of a column. */
-INLINE int inputs_of(int kind) { return kind == INT4 ? 8 : kind == FP4 ? 2 : 1; }
-INLINE int bytes_of(int kind) { return kind == INT4 ? 4 : 1; }
+/* Bytes of `inputs` of a panel, which are whole steps, or all of it. */
+INLINE int64_t bytes_of(int kind, int64_t inputs)
+{
+    return (kind == INT4 ? (inputs + 7) / 8 * 4 : kind == FP4 ? (inputs + 1) / 2 : inputs) * LANES;
+}
 
 INLINE void finish(const struct job *j, const struct tile *t, int row, int64_t column, vec x)
 {
@@ -48,57 +50,30 @@ INLINE void finish(const struct job *j, const struct tile *t, int row, int64_t c
         put(out + i, t->bias ? x[i] + get(t->bias + column + i) : x[i]);
 }
 
-/* The group's products of one input: of the tile's rows, at `x`, and the panels' numbers. */
-#define ADDED(x, numbers_of_panel)                                                                 \
-    for (int p = 0; p < np; p++) {                                                                 \
-        numbers weight = numbers_of_panel;                                                         \
-        for (int m = 0; m < mr; m++)                                                               \
-            for (int f = 0; f < FOLDS; f++) sum[m][p * FOLDS + f] += all((x)[m]) * weight.part[f]; \
-    }
-
-/* The sums of one group of `inputs`, whose steps are at `codes`, `panel` bytes from one panel to the next. */
-INLINE void group_of(const real *x, const uint8_t *codes, int64_t panel, const uint8_t *zeros, int64_t zeros_panel,
+/* The sums of one group of `inputs`, whose codes are `panel` bytes from one panel to the next. */
+INLINE void group_of(const entry *x, const uint8_t *codes, int64_t panel, const uint8_t *zeros, int64_t zeros_panel,
                      int64_t inputs, int kind, int mr, int np, vec sum[MOST][4 * FOLDS])
 {
-    const int each = inputs_of(kind);
-    integers zero[4];
-    for (int p = 0; p < np; p++) zero[p] = widened(zeros ? octets_at(zeros + p * zeros_panel) : same(8));
-    if (kind == INT4) {
-        numbers less[4][PLACES];
-        integers words[4];
-        for (int p = 0; p < np; p++)
-            for (int i = 0; i < PLACES; i++)
-                for (int f = 0; f < FOLDS; f++) less[p][i].part[f] = place_of(i) + real_of(zero[p]).part[f];
-        for (; inputs >= 8; inputs -= 8, codes += 4 * LANES, x += 8 * mr) {
-            for (int p = 0; p < np; p++) words[p] = words_at(codes + p * panel);
-            for (int i = 0; i < PLACES; i++) ADDED(x + i * mr, at_place(words[p], i, &less[p][i]))
-            for (int p = 0; p < np; p++)
-                for (int f = 0; f < FOLDS; f++) words[p].part[f] >>= 16;
-            for (int i = 0; i < PLACES; i++) ADDED(x + (PLACES + i) * mr, at_place(words[p], i, &less[p][i]))
-        }
-        for (int p = 0; p < np && inputs; p++) words[p] = words_at(codes + p * panel);
-        for (; inputs; inputs--, x += mr) {
-            ADDED(x, at_place(words[p], 0, &less[p][0]))
-            for (int p = 0; p < np; p++)
-                for (int f = 0; f < FOLDS; f++) words[p].part[f] >>= 4;
-        }
-        return;
-    }
-    octets bytes[4];
-    for (; inputs >= each; inputs -= each, codes += LANES, x += each * mr) {
-        for (int p = 0; p < np; p++) bytes[p] = octets_at(codes + p * panel);
-        for (int which = 0; which < each; which++) ADDED(x + which * mr, unpacked(kind, bytes[p], which, &zero[p]))
-    }
-    if (inputs) {
-        for (int p = 0; p < np; p++) bytes[p] = octets_at(codes + p * panel);
-        ADDED(x, unpacked(kind, bytes[p], 0, &zero[p]))
+    origin less[4];
+    for (int p = 0; p < np; p++) less[p] = origin_of(kind, zeros ? octets_at(zeros + p * zeros_panel) : same(8));
+    for (; inputs > 0; inputs -= inputs_of(kind), codes += bytes_of(kind, inputs_of(kind)), x += turns_of(kind) * mr) {
+        step steps[4];
+        for (int p = 0; p < np; p++) steps[p] = step_at(kind, codes + p * panel, inputs);
+#pragma GCC unroll 8
+        for (int turn = 0; turn < turns_of(kind); turn++)
+#pragma GCC unroll 4
+            for (int p = 0; p < np; p++) {
+                factors weight = factors_of(kind, &steps[p], turn, &less[p]);
+                for (int m = 0; m < mr; m++)
+                    for (int f = 0; f < FOLDS; f++)
+                        sum[m][p * FOLDS + f] = joined(sum[m][p * FOLDS + f], x[turn * mr + m], weight.part[f]);
+            }
     }
 }
 
 INLINE void tile_of(const struct job *j, const struct tile *t, int kind, int mr, int np)
 {
-    const int64_t panel = j->steps * bytes_of(kind) * LANES;
-    const uint8_t *codes = j->codes + t->panel * panel;
+    const uint8_t *codes = j->codes + t->panel * j->bytes;
     vec total[MOST][4 * FOLDS];
     for (int m = 0; m < mr; m++)
         for (int i = 0; i < np * FOLDS; i++) total[m][i] = (vec){0};
@@ -108,7 +83,7 @@ INLINE void tile_of(const struct job *j, const struct tile *t, int kind, int mr,
         int64_t at = (t->panel * j->groups + g) * LANES;
         for (int m = 0; m < mr; m++)
             for (int i = 0; i < np * FOLDS; i++) sum[m][i] = (vec){0};
-        group_of(t->rows + begin * mr, codes + begin / inputs_of(kind) * bytes_of(kind) * LANES, panel,
+        group_of(t->rows + begin / TURN * mr, codes + bytes_of(kind, begin), j->bytes,
                  j->zeros ? j->zeros + at : NULL, j->groups * LANES, inputs, kind, mr, np, sum);
         for (int p = 0; p < np; p++) {
             numbers scale = scales_at(j->scales, at + p * j->groups * LANES, j->wide);
@@ -137,7 +112,7 @@ INLINE void sized(const struct job *j, const struct tile *t, int kind, int mr, i
 INLINE int panels_of(int kind, int mr)
 {
 #if BYTES == 64
-    return mr == 1 ? 4 : 2;
+    return (void)kind, mr == 1 ? 4 : 2;
 #else
     int most = mr == 1 ? 4 : mr <= 3 ? 2 : 1;
     return kind == INT4 && most > 1 ? most / 2 : most;
@@ -153,35 +128,50 @@ OF_KIND(of_e4m3, E4M3)
 OF_KIND(of_fp4, FP4)
 static void (*const OF[])(const struct job *, const struct tile *, int, int) = {of_int4, of_int8, of_zeroed8, of_e4m3, of_fp4};
 
-/* Rows `[m][k]` as tiles of `each`: of each the numbers of one input lie together. */
-static void side_by_side(const struct job *j, const stored *rows, int64_t m, int64_t each, real *to)
+/* Rows `[m][k]` as tiles of `each`: of each the entries of one turn lie together. */
+static void entries_of(const struct job *j, const stored *rows, int64_t m, int64_t each, entry *to)
 {
     for (int64_t row = 0; row < m; row += each) {
         int64_t mr = m - row < each ? m - row : each;
         for (int64_t i = 0; i < mr; i++) {
             const stored *from = rows + (row + i) * j->k;
-            for (int64_t k = 0; k < j->k; k++) to[row * j->k + k * mr + i] = get(from + k);
+            for (int64_t turn = 0; turn < j->turns; turn++)
+                to[row * j->turns + turn * mr + i] = entry_at(from, j->kind, turn, j->k);
         }
     }
 }
 
+/* A tile at panel `p` of an expert: its rows' entries, and where the first of them goes. */
+INLINE struct tile tile_at(const struct job *j, int64_t expert, int64_t p, const entry *rows, stored *out)
+{
+    return (struct tile){
+        .rows = rows, .panel = expert * j->panels + p, .out = out + p * LANES, .columns = j->n - p * LANES,
+        .bias = j->bias ? j->bias + expert * j->n + p * LANES : NULL};
+}
+
+#if TURN == 2
+#include "many.h"
+#endif
+
 /* Rows `m` of one expert times its panels `first` to `last - 1`. */
 static void some(const struct job *j, int64_t expert, const stored *rows, stored *out, int64_t m, int64_t first, int64_t last)
 {
-    for (int64_t top = 0; top < m; top += TALL) {
-        int64_t tall = m - top < TALL ? m - top : TALL, tiles = (tall + MOST - 1) / MOST;
+#if TURN == 2
+    if (m > MOST) {
+        many(j, expert, rows, out, m, first, last);
+        return;
+    }
+#endif
+    for (int64_t top = 0; top < m; top += HIGH) {
+        int64_t tall = m - top < HIGH ? m - top : HIGH, tiles = (tall + MOST - 1) / MOST;
         int64_t each = (tall + tiles - 1) / tiles;
-        real *left = aerie_scratch(0, sizeof(real) * tall * j->k + 64);
-        side_by_side(j, rows + top * j->k, tall, each, left);
+        entry *left = aerie_scratch(0, sizeof(entry) * tall * j->turns + 64);
+        entries_of(j, rows + top * j->k, tall, each, left);
         int most = panels_of(j->kind, (int)each), np;
         for (int64_t p = first; p < last; p += np) {
             for (np = most; np > last - p;) np /= 2;
             for (int64_t row = 0; row < tall; row += each) {
-                int64_t at = p * LANES;
-                struct tile t = {
-                    .rows = left + row * j->k, .panel = expert * j->panels + p,
-                    .bias = j->bias ? j->bias + expert * j->n + at : NULL, .out = out + (top + row) * j->n + at,
-                    .columns = j->n - at};
+                struct tile t = tile_at(j, expert, p, left + row * j->turns, out + (top + row) * j->n);
                 OF[j->kind](j, &t, (int)(tall - row < each ? tall - row : each), np);
             }
         }
@@ -206,9 +196,9 @@ void NAMED(aerie_codes)(const stored *rows, const uint8_t *codes, const void *sc
                         const stored *bias, stored *out, int64_t m, int64_t k, int64_t n, int64_t group, int64_t kind,
                         int64_t wide, const int32_t *ends, int64_t experts, int64_t threads)
 {
-    int64_t each = inputs_of((int)kind);
+    int64_t each = inputs_of((int)kind), turns = (k + each - 1) / each * turns_of((int)kind);
     struct job j = {rows, codes, scales, zeros, bias, out, m, k, n, group, (int)kind, (int)wide, ends, experts,
-                    (k + each - 1) / each, (k + group - 1) / group, (n + LANES - 1) / LANES};
+                    bytes_of((int)kind, k), turns, (k + group - 1) / group, (n + LANES - 1) / LANES};
     int64_t enough = 1 + m * k * n / 65536;
     aerie_spread(part, &j, threads < enough ? threads : enough);
 }

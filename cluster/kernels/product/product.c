@@ -4,7 +4,7 @@
 #include "../c/scratch.h"
 #include "../c/threads.h"
 #include "../c/vector.h"
-#include "turn.h"
+#include "../c/turn.h"
 
 #if BYTES == 64
 #define MOST 12 /* rows of a tile: their sums fill the registers */

@@ -6,7 +6,7 @@
  * half of entry and factor is zero.
  */
 #pragma once
-#include "../c/vector.h"
+#include "vector.h"
 
 #if KIND == 16 && defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -14,12 +14,17 @@
 typedef uint32_t entry; /* the first input in its lower half */
 typedef __m512i factor;
 
-INLINE factor factor_of(const stored *at, int64_t left)
+/* The numbers of one input, and those of another behind them, column by column. */
+INLINE factor side_by_side(__m512i both)
 {
     static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    __m512i both = _mm512_maskz_loadu_epi16(left > 1 ? ~(__mmask32)0 : 0xffff, at);
     return _mm512_permutexvar_epi16(_mm512_loadu_si512(order), both);
+}
+
+INLINE factor factor_of(const stored *at, int64_t left)
+{
+    return side_by_side(_mm512_maskz_loadu_epi16(left > 1 ? ~(__mmask32)0 : 0xffff, at));
 }
 
 INLINE entry entry_of(const stored *at, int64_t left) { return at[0] | (left > 1 ? (entry)at[1] << 16 : 0); }
