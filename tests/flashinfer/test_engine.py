@@ -35,7 +35,7 @@ def serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def requests(sampling: str = "0.8") -> list[Any]:
     prompts = [[3, 5, 2], [1, *range(2, 15)]]
-    return [request(f"r{at}", prompt, SAMPLING[sampling], max_tokens=5, seed=at) for at, prompt in enumerate(prompts)]
+    return [request(f"r{at}", prompt, SAMPLING[sampling], max_tokens=4, seed=at) for at, prompt in enumerate(prompts)]
 
 
 def pair(family: str) -> tuple[str, str]:

@@ -70,16 +70,16 @@ def served(engine: Engine, stream: Stream, turns: int = 2) -> int:
     return engine._p.lockstep.programs.launched_anew
 
 
-def check(patch: pytest.MonkeyPatch, of: EngineConfig) -> Engine:
+def check(patch: pytest.MonkeyPatch, of: EngineConfig, turns: int = 2) -> Engine:
     engine, stream = serve(patch, of)
     repeated = DEVICE.repeated
-    assert not served(engine, stream)
+    assert not served(engine, stream, turns)
     assert DEVICE.repeated == repeated, "what decodes was captured before the first request, and only that"
     return engine
 
 
 def test_graphs_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = check(monkeypatch, config("chain", "grouped"))
+    engine = check(monkeypatch, config("chain", "grouped", num_steps=1), turns=1)
     programs = engine._p.lockstep.programs.captured
     assert {key.turn for key in programs} == {0, 1} and all(program.ahead.calls for program in programs.values())
 
@@ -117,9 +117,10 @@ def test_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch
 def found(patch: pytest.MonkeyPatch, what: str) -> None:
     """With what a test has planted, a step meets a plan that is not its own."""
     with pytest.raises(AssertionError, match=what):
-        check(patch, config("chain", "grouped"))
+        check(patch, config("chain", "grouped", num_steps=1))
 
 
+@pytest.mark.slow
 def test_one_set_of_wrappers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     true = Plans.__init__
 
@@ -204,6 +205,7 @@ def test_a_plan_with_other_numbers_is_launched_anew_and_counted(
     assert [record.message for record in caplog.records].count(UNLIKE) == 1
 
 
+@pytest.mark.slow
 def test_were_numbers_not_compared_a_graph_would_meet_others(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = unlike(monkeypatch, grid)
     engine, stream = serve(monkeypatch, config("chain", "grouped"))
