@@ -6,7 +6,7 @@
 # named, and the others run. The last line on stdout is the summary, JSON. Ends with 1 if a stage was not passed.
 #
 # --dry    the same stages on a CPU: Triton's interpreter in place of compiled programs, tapes of graphs, gloo of NCCL;
-#          it takes about a minute and a half, but has ten times the time, as CPUs are shared
+#          it takes two to three minutes, but has ten times the time, as CPUs are shared
 # STAGES   names of stages, to run only these;  SEED  of random inputs;  PYTHON  the interpreter
 # SECONDS_IN_ALL  in place of 540;  SECONDS_<stage>  of one stage, in place of its own
 set -u

@@ -13,8 +13,17 @@ from cluster.kernels.torch_kernels import TorchKernels
 from tests.unit.kernels.library import c_kernels
 from tests.unit.kernels.test_product import DTYPES, close, made
 
-ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 60)
-SIZES = ((1, 1, 1), (5, 17, 5), (64, 16, 32), (70, 15, 32), (129, 33, 129), (700, 65, 128), (512, 130, 16))
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 60, 100)
+SIZES = (
+    (1, 1, 1),
+    (5, 17, 5),
+    (64, 16, 32),
+    (70, 15, 32),
+    (129, 33, 129),
+    (700, 65, 128),
+    (512, 130, 16),
+    (1101, 20, 1101),
+)
 KINDS: tuple[tuple[Kind, bool], ...] = (
     *(("int4", False), ("int4", True), ("int8", False), ("int8", True), ("fp8", False), ("fp4", False)),
 )
