@@ -12,6 +12,10 @@ if not torch.cuda.is_available():
 from tests.backend import force
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def backend() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

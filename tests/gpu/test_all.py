@@ -87,6 +87,7 @@ def run(tmp: Path, **environment: str) -> tuple[int, dict[str, Any], list[dict[s
     return done.returncode, json.loads(said.splitlines()[-1]), read(tmp / "out" / "results.jsonl")
 
 
+@pytest.mark.early
 @pytest.mark.timeout(1800)
 def test_every_stage_passes_with_what_a_gpu_machine_has(tmp_path: Path) -> None:
     rc, summary, lines = run(tmp_path)

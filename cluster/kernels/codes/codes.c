@@ -1,5 +1,5 @@
 /* out[m][n] = sum over groups of inputs of scale[group][n] * (sum over k of the group of rows[m][k] * (code[k][n] - zero)),
- * + bias[n]. Both sums are chains in ascending order, whatever is computed beside them.
+ * + bias[n]. Both sums are chains, of turns (see unpack.h) and of groups, whatever is computed beside them.
  *
  * Codes, scales and zeros lie in panels of LANES columns: scales[panel][group][LANES], zeros likewise, codes
  * [panel][k][LANES], or [panel][k / 2][LANES] where two inputs share a byte, or words [panel][k / 8][LANES].
@@ -27,10 +27,10 @@ struct job {
 
 struct tile {
     const entry *rows; /* [turns][mr] */
-    int64_t panel;    /* the first, counted over all experts */
+    int64_t panel;     /* the first, counted over all experts */
     const stored *bias;
     stored *out;
-    int64_t columns; /* from the first panel's to the last of the matrix */
+    int64_t columns;   /* from the first panel's to the last of the matrix */
 };
 
 /* Bytes of `inputs` of a panel, which are whole steps, or all of it. */
