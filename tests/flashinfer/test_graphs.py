@@ -28,15 +28,16 @@ from tests.flashinfer.device import DEVICE, PLANNED
 from tests.flashinfer.stand_in import Paged, stand_in_serves
 from tests.flashinfer.test_engine import FAMILIES, SHAPES, pair
 from tests.parity.harness import SAMPLING, config_of, request, run
-from tests.static.stream import Stream, on_stream, on_the_host
+from tests.static.stream import Stream, on_stream, unwatched
 
 SIZES = Buckets((1, 2), prompts=False)
 WITH_PROMPTS = Buckets((1, 2, 4, 8, 16))
+pytestmark = pytest.mark.timeout(1200)
 
 
 def requests() -> list[Any]:
     prompts = [[3, 5, 2], [1, *range(2, 15)]]
-    return [request(f"r{at}", one, SAMPLING["0.8"], max_tokens=9, seed=at) for at, one in enumerate(prompts)]
+    return [request(f"r{at}", one, SAMPLING["0.8"], max_tokens=7, seed=at) for at, one in enumerate(prompts)]
 
 
 @cache
@@ -48,7 +49,7 @@ def config(shape: str, family: str, **settings: Any) -> EngineConfig:
     target, draft = pair(family)
     plain(target)
     given = {"attention_backend": "flashinfer", "chunked_prefill_size": 8, "max_running_requests": 2}
-    return config_of(target, draft, **given | SHAPES[shape] | settings)
+    return config_of(target, draft, **given | SHAPES[shape] | {"num_steps": 2} | settings)
 
 
 def serve(patch: pytest.MonkeyPatch, of: EngineConfig, buckets: Buckets = SIZES) -> tuple[Engine, Stream]:
@@ -57,7 +58,7 @@ def serve(patch: pytest.MonkeyPatch, of: EngineConfig, buckets: Buckets = SIZES)
     patch.setattr(captures, "MODES", (Mode.NOISY,))
     stream = on_stream(patch, buckets)
     patch.setattr(flashinfer_plans, "brought", recording.brought)
-    patch.setattr(DEVICE, "host", lambda: on_the_host(stream))
+    patch.setattr(DEVICE, "host", lambda: unwatched(stream))
     return build_engine(of), stream
 
 

@@ -9,7 +9,7 @@ import pytest
 from cluster.engine import build_engine
 from cluster.request import Request, SamplingParams
 from tests.parity.harness import config_of, run, tiny_pair
-from tests.unit.kernels.library import c_library
+from tests.unit.kernels.library import c_serves
 
 SAMPLINGS = {"greedy": {}, "0.9": {"temperature": 0.9}, "filtered": {"temperature": 1.0, "top_k": 12, "top_p": 0.9}}
 SHAPES = {"plain, together": 0, "chain": 1, "tree": 3}
@@ -46,7 +46,7 @@ def said(target: str, draft: str | None, asked: list[Request], **settings: objec
 @cache
 def alone(dtype: str, sampling: str, kept: str) -> Said:
     """Plain decoding, one request after the other, its prompt at once."""
-    c_library()
+    c_serves()
     found: Said = {}
     for one in requests(sampling):
         found |= said(tiny_pair()[0], None, [one], dtype=dtype, kv_cache_dtype=kept, disable_radix_cache=True)

@@ -13,7 +13,7 @@ from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import Request
 from tests.parity.harness import GREEDY, SAMPLING, config_of, prompts, request, run, scarce, tiny_pair
 from tests.tables import held_slots
-from tests.unit.kernels.library import c_library
+from tests.unit.kernels.library import c_serves
 
 Held = dict[str, list[Tensor]]
 SETTINGS = {"dtype": "float32", "attention_backend": "c", "kv_cache_dtype": "fp8_e4m3"}
@@ -73,7 +73,7 @@ def chains() -> Held:
 @pytest.mark.parametrize("memory", ["ample", "scarce"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, -1), (16, 7)])
 def test_what_is_stored_is_what_plain_decoding_stores(page_size: int, chunk: int, memory: str) -> None:
-    c_library()
+    c_serves()
     config = config_of(*tiny_pair(), 4, 3, page_size=page_size, chunked_prefill_size=chunk, **SETTINGS)
     config = scarce(config, asked(), 2) if memory == "scarce" else config
     found, retracted, cached = ran(config, asked(), True)

@@ -61,7 +61,7 @@ class Stream(TorchDispatchMode):
         """Do what was queued, in order, as the device would meanwhile."""
         if self._noted is not None:
             raise Unkind("the host waits while a segment is captured, and nothing of it has run")
-        with _disable_current_modes(), torch.inference_mode():
+        with unwatched(self), torch.inference_mode():
             while self._queue and not until():
                 self._queue.popleft()()
 
@@ -284,7 +284,7 @@ def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
 
     def answered(run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         stream.waits += 1
-        with on_the_host(stream):
+        with unwatched(stream):
             return true(run, given)
 
     true = recording.answered
@@ -301,8 +301,8 @@ def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
 
 
 @contextmanager
-def on_the_host(stream: Stream) -> Iterator[None]:
-    """The host's own work amid a step, on tensors that have landed."""
+def unwatched(stream: Stream) -> Iterator[None]:
+    """What is no telling of a step, amid one: the device's work, and the host's own on tensors that have landed."""
     inside, stream.inside = stream.inside, False
     try:
         with _disable_current_modes():

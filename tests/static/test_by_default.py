@@ -5,7 +5,7 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
-from tests.unit.kernels.library import c_library
+from tests.unit.kernels.library import c_serves
 
 TEXTS = [request(f"r{at}", [3 + at, 5, 2, *range(at)], SAMPLING["0.8"], max_tokens=14, seed=at) for at in range(4)]
 
@@ -27,7 +27,7 @@ def replayed(of: EngineConfig) -> tuple[dict[str, list[int]], int, bool]:
 
 
 def test_steps_without_prompts_are_replayed() -> None:
-    c_library()
+    c_serves()
     expected, none, _ = replayed(config(capture="off"))
     tokens, count, with_prompts = replayed(config(capture="auto"))
     assert tokens == expected

@@ -4,17 +4,17 @@ import pytest
 
 from tests.gpu import steps
 from tests.parity.harness import tiny_pair
-from tests.unit.kernels.library import c_library
+from tests.unit.kernels.library import c_serves
 
 
 @pytest.mark.parametrize(("shape", "kind"), [("chain", "grammar"), ("tree", "penalties")])
 def test_tokens(shape: str, kind: str) -> None:
-    c_library()
+    c_serves()
     steps.check_tokens("cpu", *tiny_pair(), shape, kind, "0.8")
 
 
 def test_waits() -> None:
-    c_library()
+    c_serves()
     steps.check_waits("cpu", *tiny_pair(), "chain", "free", 20)
 
 

@@ -1,5 +1,7 @@
 """The kernels in C of this machine, for tests; without a compiler these are skipped, and say so."""
 
+import os
+
 import pytest
 
 from cluster.kernels.c_kernels import CKernels
@@ -15,3 +17,10 @@ def c_library() -> Library:
 
 def c_kernels() -> CKernels:
     return CKernels(c_library())
+
+
+def c_serves() -> None:
+    """Skip where `BACKEND` has engines served by others than the kernels in C."""
+    c_library()
+    if (named := os.environ.get("BACKEND", "c")) != "c":
+        pytest.skip(f"it is said of the kernels in C, and BACKEND is {named}")
