@@ -46,7 +46,6 @@ def said(target: str, draft: str | None, asked: list[Request], **settings: objec
 @cache
 def alone(dtype: str, sampling: str, kept: str) -> Said:
     """Plain decoding, one request after the other, its prompt at once."""
-    c_serves()
     found: Said = {}
     for one in requests(sampling):
         found |= said(tiny_pair()[0], None, [one], dtype=dtype, kv_cache_dtype=kept, disable_radix_cache=True)
@@ -58,6 +57,7 @@ def alone(dtype: str, sampling: str, kept: str) -> Said:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("chunk", "kept"), [(7, "auto"), (512, "auto"), (7, "fp8_e4m3")])
 def test_bits_are_those_of_plain_decoding(shape: str, sampling: str, dtype: str, chunk: int, kept: str) -> None:
+    c_serves()
     target, draft = tiny_pair()
     topk = SHAPES[shape]
     settings = {
