@@ -70,7 +70,7 @@ SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxproces
 test: $(VENV)/.stamp-dev
 	ATEN_CPU_CAPABILITY=default $(SIDE_BY_SIDE) -m "not slow" $(FLOATING)
 	$(SIDE_BY_SIDE) -m "not slow and not ray" --ignore=tests/dialects/test_probe.py tests
-	$(BIN)/python -m pytest -m "ray and not slow" tests
+	$(BIN)/python -m pytest -m "ray and not slow" $$(grep -rl --include='*.py' mark.ray tests | sort)
 
 test-all: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest

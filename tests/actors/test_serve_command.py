@@ -146,6 +146,7 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) 
     assert kept.count("outcome=refused") == 1 and "/health" not in kept
 
 
+@pytest.mark.slow
 def test_keys_of_the_environment_are_asked_for_and_never_shown(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "server.log"
     url, keys = f"http://127.0.0.1:{port}", ("sk-one-of-two-keys", "sk-two-of-two-keys")

@@ -103,13 +103,13 @@ def test_every_stage_passes_with_what_a_gpu_machine_has(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_broken_stages_are_named_and_others_run(tmp_path: Path) -> None:
-    harms = {"tokens": "fail", "syncs": "die", "roofline_mla": "kill", "capture": "hang"}
+    harms = {"ceilings": "fail", "syncs": "die", "roofline_mla": "kill", "capture": "hang"}
     stages, broken = [*harms, "nccl"], " ".join(f"{stage}:{harm}" for stage, harm in harms.items())
     rc, summary, _ = run(tmp_path, STAGES=" ".join(stages), BREAK=broken, SECONDS_capture="8")
     assert rc == 1 and not summary["passed"] and summary["bad"] == [*harms]
     found = {name: one["status"] for name, one in summary["stages"].items()}
     assert found == dict(zip(stages, ["failed", "ended", "killed", "cut", "passed"], strict=True))
-    assert "ZeroDivisionError" in summary["stages"]["tokens"]["failed"]["tokens"]
+    assert "ZeroDivisionError" in summary["stages"]["ceilings"]["failed"]["ceilings"]
     assert all(summary["stages"][name]["why"] for name in harms)
 
 

@@ -27,7 +27,7 @@ def test_a_seed_makes_one_life() -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_two_ranks_stay_in_step(ranks: Gangs, dp: int) -> None:
-    total = run(ranks, 2, dp, 300, first_seed=1)
+    total = run(ranks, 2, dp, 200, first_seed=1)
     assert total.compared > 10 and total.aborted > 0
     assert dp == 1 or total.uneven > total.steps / 3
 
