@@ -7,12 +7,10 @@ the demo pair, and ranks count instead of computing.
 
 import asyncio
 import copy
-import json
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,24 +20,22 @@ import httpx
 import ray
 import yaml
 from ray import serve
-from ray.cluster_utils import Cluster
 from ray.serve import Application
 from ray.util.placement_group import placement_group_table
 
-from cluster.actors.local import MIB, prepare_environment
 from cluster.actors.placement import PlacementError, cluster_gpus, reserve
 from cluster.actors.room import Layout
 from cluster.api.app import build_app
 from cluster.api.settings import parse
 from cluster.config import EngineConfig
 from cluster.status import RankInfo
+from tests.actors.apart import CHECKOUT, nodes, say
 from tests.actors.counting_engine import CountingEngine, Link, PeerLostError, Rendezvous, Store, open_store
 from tests.api.layouts import commented
 from tests.info import rank_info
 
 __all__ = ["PeerLostError", "Rendezvous", "make_engine", "open_store"]
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO = CHECKOUT / "models" / "demo"
 SOON_S = 60.0
 
@@ -158,17 +154,11 @@ def unused_port() -> int:
 
 
 def main() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="aerie-gpus-"))
-    prepare_environment(folder)
     port, dashboard = unused_port(), unused_port()
-    small = {"num_cpus": 64, "num_gpus": 8, "object_store_memory": 80 * MIB}
+    small = {"num_cpus": 64, "num_gpus": 8}
     head = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard}
     hopper, ada = ({"resources": {f"accelerator_type:{kind}": 1}} for kind in ("H100", "L4"))
-    cluster = Cluster(initialize_head=True, head_node_args={**small, **head, **hopper})
-    try:
-        cluster.add_node(**small, **ada)
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False)
+    with nodes({**small, **head, **hopper}, {"ada": {**small, **ada}}) as started:
         kinds = {
             node["NodeID"]: next(name for name in node["Resources"] if name.startswith("accelerator_type:"))
             for node in ray.nodes()
@@ -181,7 +171,7 @@ def main() -> None:
             "absent": (counting, changed({"accelerator_type": "A100"}, {})),
             "torch": (real, changed({"accelerator_type": "L4"}, {"tp_size": 1, "attn_dp_size": 1})),
         }
-        deploy(folder, f"http://127.0.0.1:{dashboard}", port, apps)
+        deploy(started.folder, f"http://127.0.0.1:{dashboard}", port, apps)
         found: dict[str, Any] = {"apps": settled([*apps]), "kinds": kinds}
         found["groups"] = {name: groups(name) for name in apps}
         found["info"] = {
@@ -201,10 +191,7 @@ def main() -> None:
         }
         auto = changed({"accelerator_type": None, "placement_group_config": None}, {"device": "auto"})
         found["auto"] = parse(auto).llm.device(cluster_gpus())
-        print("FOUND " + json.dumps(found))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+        say(found)
 
 
 if __name__ == "__main__":

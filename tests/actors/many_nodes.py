@@ -4,24 +4,20 @@
 """
 
 import asyncio
-import json
 import os
-import tempfile
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.cluster_utils import Cluster
 
 from cluster.actors.gang import Gang, GangSpec
-from cluster.actors.local import MIB, prepare_environment
 from cluster.actors.peers import gang_name
 from cluster.actors.placement import reserve
 from cluster.actors.room import Layout
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
+from tests.actors.apart import CHECKOUT, nodes, say
 from tests.actors.counting_engine import SLOW
 from tests.actors.gangs import ask, left_behind, read
 
@@ -76,15 +72,7 @@ def wait_until_free(within_s: float = 20.0) -> None:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    prepare_environment(Path(tempfile.mkdtemp(prefix="aerie-nodes-")))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * MIB})
-    try:
-        made = {}
-        for name in NODES:
-            made[name] = cluster.add_node(num_cpus=CPUS, resources={name: 1}, object_store_memory=80 * MIB)
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False)
-        names = {made[name].node_id: name for name in NODES}
+    with nodes({"num_cpus": 0}, {name: {"num_cpus": CPUS, "resources": {name: 1}} for name in NODES}) as started:
         replica = Replica.options(resources={"b": 0.1}).remote()
         asked = {
             "pack": (2, "PACK"),
@@ -95,28 +83,25 @@ def main() -> None:
         }
         for what, (count, strategy) in asked.items():
             wait_until_free()  # or what another one holds would decide how few nodes this one can have
-            found[what] = "".join(names[node] for node in ray.get(replica.nodes.remote(count, strategy)))
+            found[what] = started.called(ray.get(replica.nodes.remote(count, strategy)))
         gang = ray.get(replica.start.remote())
-        found["gang"] = "".join(names[node] for node in gang["nodes"])
+        found["gang"] = started.called(gang["nodes"])
         found["interfaces"] = gang["interfaces"]
         other = found["gang"][1]
         counting = replica.count.remote(600)
         time.sleep(1.0)
-        cluster.remove_node(made[other], allow_graceful=False)
+        started.cluster.remove_node(started.added[other], allow_graceful=False)
         found["tokens"] = ray.get(counting, timeout=90)
         after = ray.get(replica.after.remote())
         found["lost node"] = other
-        found["gang after"] = "".join(names[node] for node in after["nodes"])
+        found["gang after"] = started.called(after["nodes"])
         found["restarts"] = after["restarts"]
         ray.get(replica.stop.remote())
         found["left"] = left_behind("wide")
-        print("FOUND " + json.dumps(found))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+        say(found)
 
 
 if __name__ == "__main__":
     asyncio.set_event_loop(asyncio.new_event_loop())
-    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = str(CHECKOUT)
     main()

@@ -5,23 +5,19 @@ from a node with two GPUs and once from one with one. Ranks count instead of com
 """
 
 import asyncio
-import json
 import os
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.cluster_utils import Cluster
 
 from cluster.actors.gang import Gang, GangSpec
-from cluster.actors.local import MIB, prepare_environment
 from cluster.actors.peers import gang_name
 from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
 from cluster.status import RankInfo
+from tests.actors.apart import CHECKOUT, nodes, say
 from tests.actors.counting_engine import CountingEngine, Link, PeerLostError, Rendezvous, Store, open_store
 from tests.actors.gangs import ask, left_behind, read
 from tests.info import rank_info
@@ -70,29 +66,20 @@ class Replica:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    prepare_environment(Path(tempfile.mkdtemp(prefix="aerie-nodes-")))
-    small = {"num_cpus": 4, "object_store_memory": 80 * MIB}
-    cluster = Cluster(initialize_head=True, head_node_args={**small, "num_cpus": 0})
-    try:
-        addresses = {name: f"127.0.0.{2 + i}" for i, name in enumerate(GPUS)}
-        made = {
-            name: cluster.add_node(**small, num_gpus=gpus, resources={name: 1}, node_ip_address=addresses[name])
-            for name, gpus in GPUS.items()
-        }
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False)
-        names = {node.node_id: name for name, node in made.items()}
+    addresses = {name: f"127.0.0.{2 + i}" for i, name in enumerate(GPUS)}
+    made = {
+        name: {"num_cpus": 4, "num_gpus": gpus, "resources": {name: 1}, "node_ip_address": addresses[name]}
+        for name, gpus in GPUS.items()
+    }
+    with nodes({"num_cpus": 0}, made) as started:
         for at in ("b", "a"):
             one = ray.get(Replica.options(resources={at: 0.1}).remote().gang.remote(at), timeout=120)
-            nodes = "".join(names[node] for node in one["nodes"])
-            found[at] = {**one, "nodes": nodes, "address": addresses[nodes[0]], "left": left_behind(at)}
-        print("FOUND " + json.dumps(found))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+            order = started.called(one["nodes"])
+            found[at] = {**one, "nodes": order, "address": addresses[order[0]], "left": left_behind(at)}
+        say(found)
 
 
 if __name__ == "__main__":
     asyncio.set_event_loop(asyncio.new_event_loop())
-    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = str(CHECKOUT)
     main()
