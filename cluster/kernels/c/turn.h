@@ -45,4 +45,27 @@ INLINE entry entry_of(const stored *at, int64_t left) { return (void)left, get(a
 INLINE vec joined(vec sum, entry x, factor weight) { return sum + all(x) * weight; }
 #endif
 
+/* Entries of four turns, or of four rows. */
+typedef entry four __attribute__((vector_size(4 * sizeof(entry))));
+typedef entry loose_four __attribute__((vector_size(4 * sizeof(entry)), aligned(sizeof(stored)), may_alias));
+
+/* Those of four whole turns. */
+INLINE four four_of(const stored *at)
+{
+#if KIND == 16 && TURN == 1
+    return (four){get(at), get(at + 1), get(at + 2), get(at + 3)};
+#else
+    return *(const loose_four *)at;
+#endif
+}
+
+/* Entries of four turns of four rows become those of four rows in four turns. */
+INLINE void transpose(four x[4])
+{
+    four a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
+    four c = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+    x[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5), x[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+    x[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5), x[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+}
+
 #define TURNS(inputs) (((inputs) + TURN - 1) / TURN)

@@ -9,7 +9,7 @@
 #include "unpack.h"
 
 #define MOST 6 /* rows of a tile */
-#define HIGH (MOST * 4)
+#define HIGH (MOST * 4) /* rows whose entries are laid out at once */
 
 struct job {
     const stored *rows;
@@ -111,12 +111,9 @@ INLINE void sized(const struct job *j, const struct tile *t, int kind, int mr, i
  * words take registers as well. */
 INLINE int panels_of(int kind, int mr)
 {
-#if BYTES == 64
-    return (void)kind, mr == 1 ? 4 : 2;
-#else
+    if (BYTES == 64) return mr == 1 ? 4 : 2;
     int most = mr == 1 ? 4 : mr <= 3 ? 2 : 1;
     return kind == INT4 && most > 1 ? most / 2 : most;
-#endif
 }
 
 #define OF_KIND(name, KIND_OF) \

@@ -3,9 +3,9 @@
  */
 #pragma once
 
-#define WIDE 12 /* rows of a tile */
+#define BLOCK 12 /* rows of a tile */
 #define ABREAST 2 /* panels of a tile */
-#define TALL (WIDE * 8)
+#define TALL (BLOCK * 8) /* rows for which a code is unpacked once */
 #define AHEAD 256 /* turns, whole steps, whose factors stay in the nearest cache */
 
 /* The factors `[turns][np]` of up to AHEAD turns of a group of which `inputs` are still to come. */
@@ -32,7 +32,7 @@ struct stretch {
 /* A tile's sums of a group, or its totals where the group ends, `[mr][np * LANES]`, with some turns more. */
 INLINE void onward(const struct stretch *s, const entry *rows, real *sums, real *totals, int mr, int np)
 {
-    vec sum[WIDE][ABREAST];
+    vec sum[BLOCK][ABREAST];
     const factor *ready = s->ready;
     for (int m = 0; m < mr; m++)
         for (int p = 0; p < np; p++) sum[m][p] = s->begins ? (vec){0} : (vec) * (const loose *)(sums + (m * np + p) * LANES);
@@ -95,7 +95,7 @@ INLINE void strip_of(const struct job *j, const struct tile *t, int kind, int64_
 static void many(const struct job *j, int64_t expert, const stored *rows, stored *out, int64_t m, int64_t first, int64_t last)
 {
     for (int64_t top = 0; top < m; top += TALL) {
-        int64_t tall = m - top < TALL ? m - top : TALL, tiles = (tall + WIDE - 1) / WIDE;
+        int64_t tall = m - top < TALL ? m - top : TALL, tiles = (tall + BLOCK - 1) / BLOCK;
         int64_t each = (tall + tiles - 1) / tiles;
         entry *left = aerie_scratch(0, sizeof(entry) * tall * j->turns + 64);
         entries_of(j, rows + top * j->k, tall, each, left);

@@ -13,6 +13,7 @@
 #endif
 #define DEEP (512 * TURN) /* of k at once where there are more rows: so that a panel stays in the nearest cache */
 #define TALL (MOST * 8 * TURN)
+#define AHEAD 32 /* turns before its use that a panel is asked for by a tile that takes it alone */
 
 struct job {
     const stored *rows, *panels, *bias;
@@ -33,6 +34,8 @@ struct tile {
     const stored *bias;
     stored *out;
     int64_t n, columns;
+    int alone;          /* no other tile of rows takes these panels */
+    const stored *next; /* a panel to ask memory for, which all tiles take next; NULL: none */
 };
 
 INLINE void finish(const struct tile *t, int row, int64_t column, vec x)
@@ -48,6 +51,12 @@ INLINE void finish(const struct tile *t, int row, int64_t column, vec x)
         put(out + i, t->bias ? apart[i] + get(t->bias + column + i) : apart[i]);
 }
 
+/* Asks memory for what one turn takes of a panel; it may lie behind the last one. */
+INLINE void ask(const stored *panel)
+{
+    for (size_t at = 0; at < TURN * LANES * sizeof *panel; at += 64) __builtin_prefetch((const char *)panel + at);
+}
+
 INLINE void tile_of(const struct tile *t, int mr, int np, int ready)
 {
     vec sum[MOST][8 * FOLDS];
@@ -61,6 +70,12 @@ INLINE void tile_of(const struct tile *t, int mr, int np, int ready)
     const entry *rows = t->rows;
     for (int64_t k = 0; k < turns; k++, rows += mr) {
         factor weight[8 * FOLDS];
+        if (t->alone && mr > 1) {
+            int64_t at = k + AHEAD, past = at < turns ? 0 : (np - 1) * t->panel; /* the next tile's begin behind these */
+            for (int p = 0; p < np; p++) ask(panel[p] + past + at * TURN * LANES);
+        } else if (t->next) {
+            ask(t->next + k * TURN * LANES);
+        }
         for (int p = 0; p < np; p++)
             for (int f = 0; f < FOLDS; f++)
                 weight[p * FOLDS + f] = ready ? held[p][k * FOLDS + f]
@@ -117,17 +132,30 @@ INLINE int panels_of(int mr)
 #endif
 }
 
-/* Rows `[m][k]` of a block, from column `begin` on, as tiles: the entries of one turn lie together. */
-static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, entry *to)
+/* Rows of a tile, `stride` numbers from one to the next: the entries of one turn lie together, `[turns][mr]`. Four by four
+ * where there are as many; the last four rows are some of those before if they have to.
+ */
+INLINE void packed_tile(const stored *rows, int64_t stride, int64_t mr, int64_t deep, entry *to)
 {
-    int64_t turns = TURNS(deep);
-    for (int64_t row = 0; row < m; row += each) {
-        int64_t mr = m - row < each ? m - row : each;
-        for (int64_t i = 0; i < mr; i++) {
-            const stored *from = rows + (row + i) * j->k + begin;
-            for (int64_t k = 0; k < turns; k++) to[row * turns + k * mr + i] = entry_of(from + k * TURN, deep - k * TURN);
+    int64_t turns = TURNS(deep), whole = mr < 4 ? 0 : deep / (4 * TURN) * 4;
+    for (int64_t i = 0; whole && i < mr; i += 4) {
+        if (i > mr - 4) i = mr - 4;
+        for (int64_t k = 0; k < whole; k += 4) {
+            four x[4];
+            for (int r = 0; r < 4; r++) x[r] = four_of(rows + (i + r) * stride + k * TURN);
+            transpose(x);
+            for (int t = 0; t < 4; t++) *(loose_four *)(to + (k + t) * mr + i) = x[t];
         }
     }
+    for (int64_t i = 0; i < mr; i++)
+        for (int64_t k = whole; k < turns; k++) to[k * mr + i] = entry_of(rows + i * stride + k * TURN, deep - k * TURN);
+}
+
+/* Rows `[m][k]` of a block, from column `begin` on, as tiles. */
+static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, entry *to)
+{
+    for (int64_t row = 0; row < m; row += each)
+        packed_tile(rows + row * j->k + begin, j->k, m - row < each ? m - row : each, deep, to + row * TURNS(deep));
 }
 
 /* Rows `m` of one matrix times its panels `first` to `last - 1`. */
@@ -158,7 +186,10 @@ static void some(const struct job *j, const stored *rows, const stored *panels, 
                         .rows = left + row * TURNS(deep), .panels = here, .ready = ready, .k = deep,
                         .panel = j->k * LANES, .from = begin ? sum : NULL, .to = begin + deep < j->k ? sum : NULL,
                         .width = width, .bias = bias ? bias + at : NULL, .out = out + (top + row) * j->n + at, .n = j->n,
-                        .columns = j->n - at};
+                        .columns = j->n - at,
+                        .alone = tiles == 1,
+                        .next = tiles > 1 && row / each < np && p + np + row / each < last
+                                    ? here + (np + row / each) * j->k * LANES : NULL};
                     int mr = (int)(tall - row < each ? tall - row : each);
 #if KIND == 16
                     if (ready) {
