@@ -18,6 +18,7 @@ from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, Parts
 from cluster.engine.grammars import LateMatchers
+from cluster.engine.host_memory import keep_freed
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, kernels_of, load_models
@@ -163,7 +164,7 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: 
     """
     kernels = kernels_of(resolved, device)
     same_everywhere(resolved, kernels, mesh)
-    _threads(resolved.config, device)
+    _host(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
     # A step may begin before its request's end is known.
     deepest = context_length + 2 * resolved.shape.forcing().num_steps + 3
@@ -330,8 +331,9 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
-def _threads(config: EngineConfig, device: torch.device) -> None:
+def _host(config: EngineConfig, device: torch.device) -> None:
     if device.type == "cpu":
+        keep_freed()
         torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 1) // config.tp_size))
 
 

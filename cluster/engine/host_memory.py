@@ -1,0 +1,24 @@
+"""What the host's allocator does with memory that a step has freed.
+
+A step's tensors are freed when it ends, and the next one asks for as much. The GNU C library gives what is free at the
+end of its memory back to the system, which then clears thousands of pages in every step of many rows.
+"""
+
+import ctypes
+import os
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+KEPT_BYTES = 1 << 28
+LARGEST_PIECE = 1 << 25  # the most that the library takes for a threshold
+
+
+def keep_freed() -> bool:
+    """Have this process keep up to `KEPT_BYTES` of freed memory, in pieces up to `LARGEST_PIECE`, for what follows.
+
+    False: it does as before, because the allocator is not the GNU C library's, or the environment says what to do.
+    """
+    named = any(name.startswith("MALLOC_") for name in os.environ)
+    if named or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(TRIM_THRESHOLD, KEPT_BYTES) and mallopt(MMAP_THRESHOLD, LARGEST_PIECE))
