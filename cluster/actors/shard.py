@@ -16,6 +16,7 @@ import ray
 from cluster.actors.gpus import own_gpus, see_only
 from cluster.actors.interpreter import settle
 from cluster.actors.kept_grammars import KeptGrammars
+from cluster.actors.loading import in_a_thread_that_ends
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address
@@ -96,7 +97,7 @@ class ShardActor:
         try:
             rendezvous = None if meeting is None else self._beside_factory("Rendezvous")(*meeting, self._epoch)
             build = self._beside_factory(self._factory.partition(":")[2])
-            engine: StepEngine = build(own, self._rank, rendezvous, self._store)
+            engine: StepEngine = in_a_thread_that_ends(lambda: build(own, self._rank, rendezvous, self._store))
         except ConfigError:
             raise
         except Exception as error:

@@ -7,8 +7,9 @@ end of its memory back to the system, which then clears thousands of pages in ev
 import ctypes
 import os
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEPT_BYTES = 1 << 28
+HEAP_BYTES = 1 << 26  # of a thread that is not the first one; it keeps those of which the next is asked for at once
 LARGEST_PIECE = 1 << 25  # the most that the library takes for a threshold
 
 
@@ -21,4 +22,5 @@ def keep_freed() -> bool:
     if named or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(TRIM_THRESHOLD, KEPT_BYTES) and mallopt(MMAP_THRESHOLD, LARGEST_PIECE))
+    settings = {TRIM_THRESHOLD: KEPT_BYTES, TOP_PAD: HEAP_BYTES, MMAP_THRESHOLD: LARGEST_PIECE}
+    return mallopt is not None and all(mallopt(setting, value) for setting, value in settings.items())

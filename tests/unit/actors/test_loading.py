@@ -1,0 +1,46 @@
+"""Loading leaves no threads behind, so that those which step are no more than there are cores for."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from cluster.actors.loading import in_a_thread_that_ends
+
+THREADS = """
+import os, threading, time
+import torch
+from cluster.actors.loading import in_a_thread_that_ends
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def compute():
+    assert torch.ones(1 << 20).add(1).sum() == 2 << 20
+    return count()
+
+torch.set_num_threads(3)  # which starts a pool of torch's own for the whole process
+before = count()
+during = in_a_thread_that_ends(compute)
+until = time.monotonic() + 20
+while (after := count()) > before and time.monotonic() < until:
+    time.sleep(0.01)  # OpenMP's threads were told to end
+print(before, during, after)
+"""
+
+
+def test_it_gives_back_what_the_call_returns_or_raises() -> None:
+    seen: list[threading.Thread] = []
+    assert in_a_thread_that_ends(lambda: seen.append(threading.current_thread()) or 3) == 3  # type: ignore[func-returns-value]
+    assert seen[0] is not threading.current_thread() and not seen[0].is_alive()
+    with pytest.raises(KeyError, match="told"):
+        in_a_thread_that_ends(lambda: {}["told"])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_the_threads_that_computed_for_it_end_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, timeout=120)
+    before, during, after = map(int, done.stdout.split())
+    assert during == before + 3, "it computed without threads of OpenMP's: this shows nothing"
+    assert after == before
