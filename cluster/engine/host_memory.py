@@ -9,7 +9,7 @@ import os
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEPT_BYTES = 1 << 28
-HEAP_BYTES = 1 << 26  # of a thread that is not the first one; it keeps those of which the next is asked for at once
+HEAP_BYTES = 1 << 26  # the most in one heap of a thread that is not the first; with less as padding, free heaps go back
 LARGEST_PIECE = 1 << 25  # the most that the library takes for a threshold
 
 

@@ -180,7 +180,7 @@ static void some(const struct job *j, const stored *rows, const stored *panels, 
                 if (tiles > 1) ready = readied(here, j->k * LANES, np, deep);
 #endif
                 for (int64_t row = 0; row < tall; row += each) {
-                    int64_t at = p * LANES;
+                    int64_t at = p * LANES, tile_number = row / each, next = p + np + tile_number;
                     real *sum = sums ? sums + row * width + (p - first) * LANES : NULL;
                     struct tile t = {
                         .rows = left + row * TURNS(deep), .panels = here, .ready = ready, .k = deep,
@@ -188,8 +188,7 @@ static void some(const struct job *j, const stored *rows, const stored *panels, 
                         .width = width, .bias = bias ? bias + at : NULL, .out = out + (top + row) * j->n + at, .n = j->n,
                         .columns = j->n - at,
                         .alone = tiles == 1,
-                        .next = tiles > 1 && row / each < np && p + np + row / each < last
-                                    ? here + (np + row / each) * j->k * LANES : NULL};
+                        .next = tiles > 1 && tile_number < np && next < last ? panels + (next * j->k + begin) * LANES : NULL};
                     int mr = (int)(tall - row < each ? tall - row : each);
 #if KIND == 16
                     if (ready) {
