@@ -1,6 +1,7 @@
 """Compiles the C kernels where the package is built; everything else is in pyproject.toml.
 
-A wheel gets those for every level of vector instructions. Without a compiler it gets none: torch serves in their place.
+A wheel gets those for every level of vector instructions, and fits every Python: ctypes loads them. Without a compiler
+it gets none: torch serves in their place.
 """
 
 import importlib.util
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 KERNELS = "cluster/kernels"
@@ -32,6 +34,14 @@ class BuildWithKernels(build_py):
             print(f"warning: no C kernels are compiled: {error}", file=sys.stderr)
 
 
+class WheelOfAnyPython(bdist_wheel):
+    """A wheel for one platform, but not for one Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Called by setuptools: the parts of the wheel's name that say what it fits."""
+        return "py3", "none", super().get_tag()[2]
+
+
 class WithLibraries(Distribution):
     """A package whose wheels are for one platform."""
 
@@ -40,4 +50,4 @@ class WithLibraries(Distribution):
         return True
 
 
-setup(cmdclass={"build_py": BuildWithKernels}, distclass=WithLibraries)
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfAnyPython}, distclass=WithLibraries)
