@@ -78,14 +78,16 @@ class Settings(BaseModel):
 class EngineConfig(Settings):
     """Settings of one engine (one gang of ranks). Sizes are in tokens unless the name says otherwise."""
 
-    model_path: str
-    tokenizer_path: str | None = None
+    model_path: str = Field(description="folder of the target")
+    tokenizer_path: str | None = Field(default=None, description="folder of the tokenizer; unset: the target's")
     dtype: Dtype = Field(
         default="auto",
         description="what models compute in; auto: what the checkpoint is in on a GPU; on a CPU float32, but bfloat16 "
         "for a target in bfloat16 of 134 million parameters and more, where the kernels are in C",
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where the ranks compute; auto: on GPUs where there are any"
+    )
     kv_cache_dtype: Cache = Field(
         default="auto",
         description="what the KV caches of target and draft hold; auto: numbers of the dtype that models compute in; "
@@ -96,8 +98,10 @@ class EngineConfig(Settings):
         description="what attention and the kernels beside it run in; auto: C on a CPU, Triton on "
         "a GPU, torch where these cannot be had; flashinfer: attention by FlashInfer, the rest as triton",
     )
-    context_length: int | None = Field(default=None, ge=8)
-    page_size: int = Field(default=16, ge=1, le=1024)
+    context_length: int | None = Field(
+        default=None, ge=8, description="most tokens of a prompt and what follows it; unset: what the model allows"
+    )
+    page_size: int = Field(default=16, ge=1, le=1024, description="tokens of a KV page, the unit that requests share")
     max_total_tokens: int | None = Field(default=None, ge=1, description="KV capacity of one rank, in tokens")
     kv_cache_gb: float | None = Field(default=None, gt=0, description="KV capacity of one rank, in GB")
     mem_fraction_static: float | None = Field(
@@ -108,7 +112,9 @@ class EngineConfig(Settings):
         "together, unset: what the largest steps leave; on a CPU the part for KV of the memory that is free after "
         "loading, shared by the ranks of a node, unset: 0.3",
     )
-    max_running_requests: int = Field(default=64, ge=1, le=4096)
+    max_running_requests: int = Field(
+        default=64, ge=1, le=4096, description="requests that a group of ranks runs at once"
+    )
     chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1: no limit")
     mixed_prefill_size: int | None = Field(
         default=None,
@@ -121,46 +127,74 @@ class EngineConfig(Settings):
         lt=1,
         description="part of a step's time that prompt rows may take while a request of any rank decodes",
     )
-    max_queued_tokens: int = Field(default=65536, ge=1)
+    max_queued_tokens: int = Field(
+        default=65536, ge=1, description="prompt tokens that may wait; a request beyond them is refused"
+    )
     max_queued_requests: int = Field(default=1024, ge=1, description="requests that may wait for their first token")
     max_queue_wait_s: float = Field(
         default=30.0, gt=0, description="a request that is expected to wait longer for its first token is refused"
     )
-    disable_radix_cache: bool = False
+    disable_radix_cache: bool = Field(
+        default=False, description="compute every prompt whole, in place of reusing the KV of a prefix seen before"
+    )
     speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = Field(
         default=None, description="unset: recognised from the draft's folder"
     )
     speculative_draft_model_path: str | None = Field(default=None, description="folder of the draft; unset: none")
-    speculative_num_steps: int | None = Field(default=None, ge=1, le=16)
+    speculative_num_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=16,
+        description="levels of a drafted tree; unset: 3, less where the draft has fewer layers",
+    )
     speculative_forced_tokens: int = Field(
         default=8, ge=0, le=64, description="nodes that a grammar may add to a drafted tree; they cost no draft"
     )
     speculative_forced_rows: int | None = Field(
         default=None, ge=0, description="rows that a step may spend on them; unset: 4 on a CPU, 256 on a GPU"
     )
-    speculative_eagle_topk: int | None = Field(default=None, ge=1, le=32)
-    speculative_num_draft_tokens: int | None = Field(default=None, ge=2, le=512)
+    speculative_eagle_topk: int | None = Field(
+        default=None, ge=1, le=32, description="children of each node that is drafted on; unset: 1, a chain"
+    )
+    speculative_num_draft_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        le=512,
+        description="nodes of a tree that are verified, the root included; unset: of a chain its levels + 1, of a tree "
+        "four for each level, or as many as there can be",
+    )
     speculative_batch_tiers: dict[int, int] = Field(
         default_factory=dict,
         description="{4: 3, 8: 2}: at most 3 tree levels from 4 decoding requests of a rank on, 2 from 8",
     )
-    speculative_draft_parallel: Literal["sharded", "replicated"] = "sharded"
+    speculative_draft_parallel: Literal["sharded", "replicated"] = Field(
+        default="sharded",
+        description="cut the draft over the ranks of a group as the target is, or give each a whole one",
+    )
     speculative_draft_overrides: dict[str, Any] = Field(
         default_factory=dict, description="facts that a draft's tensors do not show, as {aux_numbering: boundaries}"
     )
     speculative_token_map: str | None = Field(
         default=None, description="file (.json or .safetensors) of the only token ids that the draft proposes; FR-Spec"
     )
-    tp_size: int = Field(default=1, ge=1, le=1024)
-    attn_dp_size: int = Field(default=1, ge=1)
+    tp_size: int = Field(default=1, ge=1, le=1024, description="ranks in all, over which a gang's weights are cut")
+    attn_dp_size: int = Field(
+        default=1, ge=1, description="groups that the ranks form for attention, each with requests of its own"
+    )
     ep_size: int = Field(
         default=1,
         ge=1,
         description="parts that whole experts are divided into, each held by tp_size / ep_size ranks; 1: every expert "
         "is cut by columns over all ranks",
     )
-    vocab_parallel: Literal["attention", "world"] = "attention"
-    dp_padding: Literal["auto", "padded", "exact"] = "auto"
+    vocab_parallel: Literal["attention", "world"] = Field(
+        default="attention", description="cut the head over the ranks of a group, or over all ranks"
+    )
+    dp_padding: Literal["auto", "padded", "exact"] = Field(
+        default="auto",
+        description="pad every group's rows to the fullest group's, or exchange as many as each has; auto: exact on a "
+        "CPU, on a GPU padded where that adds few",
+    )
     one_shot_all_reduce: bool = Field(
         default=False,
         description="on CUDA, sums of at most 512 KiB by a kernel that reads the peers' memory, in place of NCCL",
@@ -179,10 +213,20 @@ class EngineConfig(Settings):
         description="[1, 2, 4, 8]: pad steps to these numbers of requests and prompt rows, for which programs are then "
         "captured, those of decoding at start; unset: on a CPU exact sizes, captured when they recur",
     )
-    debug_lockstep: bool = False
-    random_seed: int = Field(default=0, ge=0)
-    num_threads: int | None = Field(default=None, ge=1, description="torch threads of one rank; unset: cores / ranks")
-    routing_policy: Literal["expected_load", "round_robin", "total_tokens", "total_requests"] = "expected_load"
+    debug_lockstep: bool = Field(
+        default=False, description="compare the plans of all ranks before every step, and stop where they differ"
+    )
+    random_seed: int = Field(default=0, ge=0, description="seed of requests that bring none")
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="torch threads of one rank; unset: its share of the cores, one of which a server leaves to itself",
+    )
+    routing_policy: Literal["expected_load", "round_robin", "total_tokens", "total_requests"] = Field(
+        default="expected_load",
+        description="which group a request goes to: the one whose steps it makes least longer, the "
+        "next in turn, or the one with the fewest tokens or requests",
+    )
     watchdog_timeout_s: float = Field(
         default=3.0, gt=0, description="a rank that does not answer, or is busy without progress, for so long is frozen"
     )
@@ -294,88 +338,3 @@ def _parts(kwargs: Mapping[str, Any], switch: Any) -> Any:
     if not isinstance(switch, bool):
         raise ConfigError(f"enable_expert_parallel must be true or false, got {switch!r}; ep_size takes a number")
     return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if switch else 1
-
-
-class TreeShape(BaseModel):
-    """S, K and N of one step: depth, children per node, nodes (root included). N = 1: no speculation.
-
-    The last `forced` of the nodes and levels are not drafted: there is room for what a grammar forces. `room` is how
-    many of them a step with a grammar has.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
-    forced: int = 0
-    room: int = 0
-
-    @property
-    def drafted(self) -> "TreeShape":
-        """What of it the draft makes."""
-        return self._longer(-self.forced)
-
-    def forcing(self, most: int | None = None) -> "TreeShape":
-        """The same with room for what grammars force, `most` nodes of it; plain decoding stays as it is."""
-        room = self.room if most is None else min(self.room, most)
-        return self._longer(room) if self.num_steps and not self.forced else self
-
-    def _longer(self, more: int) -> "TreeShape":
-        if not more:
-            return self
-        steps, nodes = self.num_steps + more, self.num_draft_tokens + more
-        sizes = {"num_steps": steps, "num_draft_tokens": nodes, "forced": self.forced + more}
-        return self.model_copy(update=sizes)
-
-    @property
-    def window(self) -> int:
-        """W: KV slots beyond the committed ones that a step may write, per request."""
-        return max(self.num_draft_tokens, self.topk * (self.drafted.num_steps - 1), self.num_steps + 1)
-
-
-def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:
-    """The trees that a step may use, by depth: plain decoding first, `shape` last; K is the same in all."""
-    shallower = []
-    for steps in range(shape.num_steps):
-        nodes = min(shape.num_draft_tokens, _most_nodes(steps, shape.topk))
-        shallower.append(shape.model_copy(update={"num_steps": steps, "num_draft_tokens": nodes}))
-    return (*shallower, shape)
-
-
-def _most_nodes(steps: int, topk: int) -> int:
-    """The most nodes that `steps` levels can propose, root included."""
-    return 1 if steps == 0 else topk + (steps - 1) * topk * topk + 1
-
-
-PLAIN = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
-DEFAULT_NUM_STEPS = 3
-DEFAULT_TOPK = 1
-
-
-def tree_shape(config: EngineConfig) -> TreeShape:
-    """The tree a config asks for, with defaults filled in and limits checked.
-
-    Raises:
-        ConfigError: more nodes than the levels can propose, or a chain whose size is not depth + 1.
-    """
-    if config.speculative_draft_model_path is None:
-        return PLAIN
-    steps = config.speculative_num_steps or DEFAULT_NUM_STEPS
-    topk = config.speculative_eagle_topk or DEFAULT_TOPK
-    most = _most_nodes(steps, topk)
-    nodes = config.speculative_num_draft_tokens
-    if topk == 1:
-        if nodes is not None and nodes != steps + 1:
-            raise ConfigError(
-                f"speculative_num_draft_tokens must be speculative_num_steps + 1 = {steps + 1} when "
-                f"speculative_eagle_topk is 1, got {nodes}; leave it out or raise speculative_eagle_topk"
-            )
-        nodes = steps + 1
-    nodes = nodes or min(most, 4 * steps)
-    if nodes > most:
-        raise ConfigError(
-            f"speculative_num_draft_tokens {nodes} is more than the {most} nodes that speculative_num_steps {steps} "
-            f"and speculative_eagle_topk {topk} can propose; lower it"
-        )
-    return TreeShape(num_steps=steps, topk=topk, num_draft_tokens=nodes, room=config.speculative_forced_tokens)

@@ -57,7 +57,9 @@ class Route:
 
 
 def _json(value: Any) -> str:
-    return {False: "false", True: "true"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) or '""'
 
 
 ROUTES = {

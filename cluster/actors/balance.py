@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cluster.actors.prefixes import PrefixIndex, chain_of
-from cluster.config import EngineConfig, tree_shape
+from cluster.config import EngineConfig
 from cluster.request import Request
+from cluster.tree_shape import tree_shape
 
 POLICIES = ("expected_load", "round_robin", "total_tokens", "total_requests")
 UNIT = 1024  # work is an integer count of 1/UNIT rows, so that additions and subtractions cancel exactly

@@ -77,20 +77,25 @@ class ServingSettings(Settings):
 class ModelLoadingConfig(ServingSettings):
     """Which model, and under which name clients ask for it."""
 
-    model_id: str = Field(min_length=1)
-    model_source: str | None = None
-    tokenizer_source: str | None = None
+    model_id: str = Field(min_length=1, description="the name that clients ask for")
+    model_source: str | None = Field(default=None, description="folder of the target; unset: `model_id` is one")
+    tokenizer_source: str | None = Field(default=None, description="folder of the tokenizer; unset: the target's")
 
 
 class PlacementGroupConfig(ServingSettings):
-    """The resources of the ranks: `bundle_per_worker` for each, or `bundles` one by one. `wait_s` is how long a gang
-    waits for them; unset: see `Layout`.
-    """
+    """The resources of the ranks: `bundle_per_worker` for each, or `bundles` one by one."""
 
-    bundle_per_worker: dict[str, float] | None = None
-    bundles: list[dict[str, float]] | None = None
-    strategy: Strategy = "PACK"
-    wait_s: float | None = Field(default=None, ge=0)
+    bundle_per_worker: dict[str, float] | None = Field(
+        default=None, description="{CPU: 1, GPU: 1}: what each rank has to itself"
+    )
+    bundles: list[dict[str, float]] | None = Field(default=None, description="the same for every rank, one by one")
+    strategy: Strategy = Field(default="PACK", description="how Ray spreads the ranks over nodes")
+    wait_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="how long a gang waits for its resources; unset: 10 s where no nodes could hold it, 30 s where "
+        "others do, and longer by what a replica that it replaces may take to leave",
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -102,13 +107,18 @@ class PlacementGroupConfig(ServingSettings):
 class LLMConfig(ServingSettings):
     """One model and how it is deployed."""
 
-    model_loading_config: ModelLoadingConfig
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    accelerator_type: str | None = None
-    placement_group_config: PlacementGroupConfig | None = None
-    deployment_config: dict[str, Any] = Field(default_factory=dict)
-    runtime_env: dict[str, Any] = Field(default_factory=dict)
-    log_engine_metrics: Literal[True] = True
+    model_loading_config: ModelLoadingConfig = Field(description="which model, see below")
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict, description="settings of the engine, see above")
+    accelerator_type: str | None = Field(default=None, description="Ray's name of the GPU that ranks ask for, as H100")
+    placement_group_config: PlacementGroupConfig | None = Field(
+        default=None,
+        description="the resources of the ranks, see below; unset: a CPU each, and a GPU where they use one",
+    )
+    deployment_config: dict[str, Any] = Field(
+        default_factory=dict, description="options of the Serve deployment that owns the engine, see below"
+    )
+    runtime_env: dict[str, Any] = Field(default_factory=dict, description="Ray's runtime environment of the replicas")
+    log_engine_metrics: Literal[True] = Field(default=True, description="may only be true: /metrics has them always")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -197,17 +207,36 @@ class LLMConfig(ServingSettings):
 class AppSettings(ServingSettings):
     """The `args` of the application: what stands under `applications[].args` in a Serve config."""
 
-    llm_configs: list[LLMConfig]
-    ingress: Literal["direct", "resilient"] = "direct"
-    ingress_deployment_config: dict[str, Any] = Field(default_factory=dict)
-    log_file: str | None = None  # the same path on each node; None: <application>.log in the default folder
-    log_format: LogFormat = "text"
-    api_keys_file: str | None = None  # the same path on each node that has ingress replicas; see cluster.api.keys
-    allow_unauthenticated: bool = False  # serve everyone who reaches the server, if it has no API keys
-    page: bool = True  # a page at / that shows what the server does, and a playground; see cluster.api.page
-    allowed_origins: list[str] = Field(default_factory=list)  # of pages that may ask from a browser; "*" is all
-    tool_call_parser: str | None = None  # how the model writes calls of tools; None: what its template says
-    reasoning_parser: str | None = None  # how it marks what it thinks
+    llm_configs: list[LLMConfig] = Field(description="exactly one entry, or the path of a YAML file with it")
+    ingress: Literal["direct", "resilient"] = Field(
+        default="direct",
+        description="direct: the replica that owns the engine answers clients; resilient: replicas before it do, which "
+        "outlive it",
+    )
+    ingress_deployment_config: dict[str, Any] = Field(
+        default_factory=dict, description="options of the deployment of a resilient ingress, see below"
+    )
+    log_file: str | None = Field(
+        default=None, description="absolute path, the same on each node; unset: ~/.cache/aerie/logs/<application>.log"
+    )
+    log_format: LogFormat = Field(default="text", description="lines as text, or one JSON object each")
+    api_keys_file: str | None = Field(
+        default=None,
+        description="absolute path, the same on each node that has ingress replicas: the hashes of API keys",
+    )
+    allow_unauthenticated: bool = Field(
+        default=False, description="serve everyone who reaches the server beyond loopback, if it has no API keys"
+    )
+    page: bool = Field(default=True, description="a page at / that shows what the server does, and a playground")
+    allowed_origins: list[str] = Field(
+        default_factory=list, description="of pages that may ask from a browser, as https://host; `*` is all"
+    )
+    tool_call_parser: str | None = Field(
+        default=None, description="how the model writes calls of tools; unset: what its template says"
+    )
+    reasoning_parser: str | None = Field(
+        default=None, description="how the model marks what it thinks; unset: what its template says"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -14,7 +14,8 @@ from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_shapes
 from cluster.arch.safetensors.tensors import check_tensors
 from cluster.arch.target import TargetArch
-from cluster.config import DEFAULT_NUM_STEPS, ConfigError, EngineConfig, TreeShape, tree_shape
+from cluster.config import ConfigError, EngineConfig
+from cluster.tree_shape import DEFAULT_NUM_STEPS, TreeShape, tree_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="DIR", help="folder of the target (default: the demo's)")
     parser.add_argument(
-        "--draft", metavar="DIR", help="folder of its draft (default: the demo's; with --model only peers do without)"
+        "--draft",
+        metavar="DIR",
+        help="folder of its draft (default: the demo's; with --model only peers and roofline do without)",
     )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16"])
     parser.add_argument("--num-threads", type=int, metavar="N", help="torch threads (default: all cores)")

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch
-from cluster.config import TreeShape
 from cluster.forward.draw import Draw, Drawing
 from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
+from cluster.tree_shape import TreeShape
 
 LUCK = 4093  # numbers of the table that decides between two depths; a prime, so that steps of any length visit all
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, SamplingBatch
-from cluster.config import EngineConfig, TreeShape
+from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
 from cluster.forward.chooser import TORCH, Chooser, scored
@@ -23,6 +23,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
+from cluster.tree_shape import TreeShape
 
 WIDTH = 4  # how many of the best tokens are recorded, for the top-4 figures
 

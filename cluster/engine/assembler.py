@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
-from cluster.config import TreeShape
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.runner import AttentionBackend
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory, cells_of
 from cluster.staging import Sent, Staging
+from cluster.tree_shape import TreeShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from cluster.arch.resolve import ResolvedModels, check_models, resolve_models
-from cluster.config import ConfigError, EngineConfig, tiers
+from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler
@@ -50,6 +50,7 @@ from cluster.spec.step import Step
 from cluster.status import CaptureInfo, RankInfo
 from cluster.text import TextTokenizer
 from cluster.timing import timer_of
+from cluster.tree_shape import tiers
 from cluster.watch import Watch
 
 logger = logging.getLogger(__name__)

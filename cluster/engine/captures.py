@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cluster.batch import Decode, Mode, Order
-from cluster.config import ConfigError, EngineConfig, TreeShape
+from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, multiples, sizes_up_to
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels
@@ -17,6 +17,7 @@ from cluster.graph import CudaSegments, Graph
 from cluster.mesh import Mesh
 from cluster.status import CaptureInfo
 from cluster.tape import Tape
+from cluster.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
 

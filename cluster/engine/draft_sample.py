@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
 """How far rounding may shift the hidden state (relative) and the probability of the most likely token. The demo draft's
-hidden state shifts by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.10 with the other rope layout, by
+hidden state shifts by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.09 with the other rope layout, by
 0.21 and 0.26 with aux layers off by one, by 0.9 and more with other misreadings."""
 FP8_CACHE = 0.05
 """The same where attention reads k and v from FP8, in any dtype; the demo draft's hidden state shifts by 0.02."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from cluster.arch import TargetArch
-from cluster.config import EngineConfig, TreeShape
+from cluster.config import EngineConfig
 from cluster.engine.draft_sample import take_sample
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import Lockstep
@@ -22,6 +22,7 @@ from cluster.spec.result import Decided
 from cluster.status import EngineStatus, RankInfo
 from cluster.text import TextTokenizer
 from cluster.timing import Spans
+from cluster.tree_shape import TreeShape
 
 NOT_FINITE = (
     "request {name} ended after {at} tokens: the model's numbers for it are not finite (NaN or infinite). Other "

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.batch import Order
-from cluster.config import TreeShape
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.orders import checksum, pack, unpack
@@ -22,6 +21,7 @@ from cluster.mesh import Mesh
 from cluster.spec.result import Decided, Results
 from cluster.spec.step import Step
 from cluster.timing import Spans
+from cluster.tree_shape import TreeShape
 from cluster.waiting import watched
 from cluster.watch import Watch
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from cluster.batch import Order
 from cluster.clock import Clock
-from cluster.config import TreeShape
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Call, Key, StepPlan
 from cluster.engine.assembler import Assembler, Inputs
@@ -22,6 +21,7 @@ from cluster.recording import Ahead, Captured, repeated
 from cluster.spec.result import Phases, Results, StepOutput
 from cluster.spec.step import Step
 from cluster.timing import timer_of
+from cluster.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.batch import Decode, Mode, Order, PageCopy, PageWrite, PromptChunk
-from cluster.config import EngineConfig, TreeShape, tree_shape
+from cluster.config import EngineConfig
 from cluster.engine.pace_correction import Correction
 from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache, Lease, Next
 from cluster.request import SamplingParams
+from cluster.tree_shape import TreeShape, tree_shape
 
 SCORED_ROWS = 512
 """The most prompt rows of a step whose logits are asked for: so many times the vocabulary is held at once."""

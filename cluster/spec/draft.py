@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cluster.attention.bits import line_bits
 from cluster.batch import Batch, Seen
-from cluster.config import TreeShape
 from cluster.forward.draw import Draw, Drawing
 from cluster.forward.noise import at_least_float32
 from cluster.forward.runner import DraftRunner
@@ -22,6 +21,7 @@ from cluster.spec.levels import Ancestry, after, grow
 from cluster.spec.propose import Ranking, carry
 from cluster.spec.tree import DraftTree, Sprout, TorchGrowth, chain
 from cluster.spec.verify import Accepted
+from cluster.tree_shape import TreeShape
 
 
 class Draft(Protocol):

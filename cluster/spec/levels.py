@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from cluster.attention.bits import own_bits, words
-from cluster.config import TreeShape
 from cluster.forward.draw import Drawing
 from cluster.models.vocab import Columns
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
 from cluster.spec.tree import DraftTree, Sprout
+from cluster.tree_shape import TreeShape
 
 
 class Levels(Protocol):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cluster.attention.bits import words
 from cluster.batch import Batch, Seen, with_prompts
-from cluster.config import TreeShape
 from cluster.forward.draw import Draw, Drawing
 from cluster.forward.runner import DraftRunner
 from cluster.kv.page_table import PageTable
@@ -29,6 +28,7 @@ from cluster.spec.levels import Ancestry, after, grow
 from cluster.spec.propose import Ranking, carry
 from cluster.spec.tree import DraftTree, Sprout, TorchGrowth, chain
 from cluster.spec.verify import Accepted
+from cluster.tree_shape import TreeShape
 
 
 def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:

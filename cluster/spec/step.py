@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cluster.attention.bits import line_bits, packed
 from cluster.batch import Batch, Mode, PromptRows, Seen, with_prompts
-from cluster.config import TreeShape
 from cluster.forward.adjust import AdjustTables
 from cluster.forward.choose import Scores, choose, logprobs, scores
 from cluster.forward.chooser import Chooser
@@ -28,6 +27,7 @@ from cluster.spec.result import Phases, StepOutput, Trees
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accept, Accepted
 from cluster.timing import timer_of
+from cluster.tree_shape import TreeShape
 
 
 class Step:

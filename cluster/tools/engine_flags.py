@@ -20,7 +20,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag.replace('_', '-')}", type=int, help=text)
     parser.add_argument("--no-speculation", action="store_true", help="ignore --draft")
     dtypes = ["auto", "float64", "float32", "bfloat16", "float16"]
-    parser.add_argument("--dtype", choices=dtypes, help="(default: auto, the checkpoint's on a GPU, float32 on a CPU)")
+    parser.add_argument("--dtype", choices=dtypes, help="(default: auto, see docs/settings.md)")
     parser.add_argument("--kv-cache-dtype", choices=CACHES, help="what the KV caches hold (default: auto, as --dtype)")
     parser.add_argument("--page-size", type=int)
 

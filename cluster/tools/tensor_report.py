@@ -17,7 +17,7 @@ from cluster.arch.dtypes import compute_dtype
 from cluster.arch.layer import experts_of
 from cluster.arch.resolve import check_parts
 from cluster.attention.bind import pool_bytes
-from cluster.config import DEFAULT_NUM_STEPS, ConfigError
+from cluster.config import ConfigError
 from cluster.engine.models import DTYPES
 from cluster.kernels import c_quantised
 from cluster.kernels.interface import Stack, Weight
@@ -32,6 +32,7 @@ from cluster.models.registry import DRAFTS
 from cluster.models.target import DecoderTarget
 from cluster.spec.multilayer import kept_bytes
 from cluster.tools.summary import ASSUMED_DEVICE, Report, described, features_of
+from cluster.tree_shape import DEFAULT_NUM_STEPS
 
 META = torch.device("meta")
 NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map")

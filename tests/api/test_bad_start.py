@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.api.openai.tokenizer import ChatTokenizer
-from cluster.config import ConfigError, EngineConfig, tree_shape
+from cluster.config import ConfigError, EngineConfig
+from cluster.tree_shape import tree_shape
 from tests.api.scripted import save_tokenizer
 
 EAGLE = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cluster import recording
 from cluster.batch import Mode, Order
-from cluster.config import EngineConfig, TreeShape
+from cluster.config import EngineConfig
 from cluster.crossing import Landing
 from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.sizes import Buckets
@@ -33,6 +33,7 @@ from cluster.mesh import Mesh
 from cluster.recording import recorded_by
 from cluster.spec.result import Results
 from cluster.tape import _replayed, asks
+from cluster.tree_shape import TreeShape
 
 Call = Callable[[], object]
 

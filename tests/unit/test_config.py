@@ -4,16 +4,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import (
-    DEFAULT_NUM_STEPS,
-    DEFAULT_TOPK,
-    PLAIN,
-    ConfigError,
-    EngineConfig,
-    TreeShape,
-    tree_shape,
-)
+from cluster.config import ConfigError, EngineConfig
 from cluster.spellings import ALIASES, SPECULATIVE_CONFIG
+from cluster.tree_shape import DEFAULT_NUM_STEPS, DEFAULT_TOPK, PLAIN, TreeShape, tree_shape
 
 EAGLE = {"model_path": "target", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}
 # A value per aliased setting, so that every alias is tried with something valid.

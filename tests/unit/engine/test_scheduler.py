@@ -5,13 +5,14 @@ from random import Random
 import pytest
 import torch
 
-from cluster.config import EngineConfig, TreeShape
+from cluster.config import EngineConfig
 from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.request import Request, SamplingParams
+from cluster.tree_shape import TreeShape
 
 WINDOW = 6
 

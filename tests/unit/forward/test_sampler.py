@@ -5,12 +5,12 @@ import pytest
 import torch
 from scipy import stats
 
-from cluster.config import TreeShape
 from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise, gumbel, gumbel_of, noise_keys, vocabulary_hashes
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import TorchGrowth
 from cluster.spec.verify import accept
+from cluster.tree_shape import TreeShape
 from tests.unit.forward.samplings import chosen, filtered, sampling_of, whole
 
 FILTERS = [

@@ -1,0 +1,73 @@
+"""All series of /metrics, told from the code: docs/metrics.md.
+
+`python -m tests.metrics_page` writes the file; `tests/unit/test_metrics_page.py` holds it to the code.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
+
+from cluster.exposition import KV_USAGE, TOOL_NAMES
+from cluster.metrics import EngineMetrics, ServingMetrics
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+HEAD = """# Metrics
+
+Every series of `/metrics`. All have `model_name`; those of ranks have `rank` too, and are sums over all gangs. A
+histogram has `_bucket`, `_sum` and `_count`. Only sums are exported, never ratios: divide after adding, as the dashboard of
+`deploy/grafana` does. [operations.md](operations.md#metrics-and-alerts) says what to watch and what the alerts ask for.
+
+Written by `python -m tests.metrics_page` from the code that fills them.
+"""
+VLLM = """
+## vLLM's names
+
+The same series once more, under the names that tools for vLLM read; the text of each is that of ours.
+"""
+COMMON = ("model_name", "rank", "process")
+
+
+def series() -> Iterator[tuple[str, Metric]]:
+    """Every series with whose it is: a rank's or a replica's."""
+    for owner, made in (
+        ("ranks", EngineMetrics(model_name="", depths=1)),
+        ("replicas", ServingMetrics(model_name="")),
+    ):
+        if isinstance(made, ServingMetrics):
+            made.expect_ranks(1)
+            made.expect_routes(["/"])
+        for metric in made.registry.collect():
+            if not metric.name.startswith("process_"):
+                yield owner, metric
+
+
+def row(metric: Metric) -> str:
+    """One series as a row."""
+    name = metric.name + "_total" * (metric.type == "counter")
+    labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels)
+    own = [f"`{label}`" for label in labels if label not in (*COMMON, "le")]
+    if metric.name == "aerie_rank_losses":
+        own.insert(0, "`rank`")
+    return f"| `{name}` | {metric.type} | {', '.join(own)} | {metric.documentation} |"
+
+
+def written() -> str:
+    """The text of the file."""
+    parts = [HEAD]
+    for owner in ("ranks", "replicas"):
+        parts.append(f"## Of {owner}\n\n| series | kind | labels | |\n|---|---|---|---|")
+        parts += [row(metric) for whose, metric in series() if whose == owner]
+        parts.append("")
+    parts.append(
+        "`process_*` (label `process`: `rank`, `replica`) are those of every Prometheus client: CPU, memory, files."
+    )
+    parts.append(VLLM)
+    parts.append("| vLLM | here |\n|---|---|")
+    parts += [f"| `{theirs}` | `{ours}` |" for ours, names in TOOL_NAMES.items() for theirs in names]
+    parts += [f"| `{KV_USAGE}` | `aerie_kv_pages`: the part that requests hold |", ""]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    FILE.write_text(written(), encoding="utf-8")

@@ -1,0 +1,129 @@
+"""All settings, told from the code: docs/settings.md.
+
+`python -m tests.settings_page` writes the file; `tests/unit/test_settings_page.py` holds it to the code.
+"""
+
+import json
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from cluster.api.settings import (
+    DEPLOYMENT_DEFAULTS,
+    DEPLOYMENT_OPTIONS,
+    FOREIGN,
+    AppSettings,
+    LLMConfig,
+    ModelLoadingConfig,
+    PlacementGroupConfig,
+)
+from cluster.config import EngineConfig
+from cluster.spellings import ALIASES, SPECULATIVE_CONFIG
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+HEAD = """# Settings
+
+Every setting, its default and what it is for. `aerie serve DIR --set NAME=VALUE` takes those of the engine and of the
+application; a Serve config (`deploy/serve.yaml`) has the application's under `args` and the engine's under
+`engine_kwargs`. An unknown name is refused, with the nearest known one. [operations.md](operations.md) says how to
+choose.
+
+Written by `python -m tests.settings_page` from the code that reads settings.
+"""
+ALIASED = """
+## vLLM's names
+
+The engine takes these as well. Mind `data_parallel_size`: its groups are made of the `tp_size` ranks; it adds no
+ranks.
+"""
+DEPLOYMENTS = """
+## `deployment_config` and `ingress_deployment_config`
+
+Options of Serve's deployments, as Ray documents them, with our defaults where they are not Ray's.
+"""
+REFUSED = """
+## Settings of Ray Serve LLM that are refused
+"""
+
+
+def table(model: type[BaseModel]) -> str:
+    """The settings of one model as a table. Raises LookupError where one is not described."""
+    rows = ["| setting | values | default | what it is for |", "|---|---|---|---|"]
+    for name, of in model.model_fields.items():
+        if not of.description:
+            raise LookupError(f"{model.__name__}.{name} has no description")
+        told = of.description.replace("|", "\\|")
+        rows.append(f"| `{name}` | {_values(of)} | {_default(of)} | {told} |")
+    return "\n".join(rows)
+
+
+def _default(of: FieldInfo) -> str:
+    if of.is_required():
+        return "required"
+    default = of.get_default(call_default_factory=True, validated_data={})
+    return "unset" if default is None else f"`{json.dumps(default)}`".replace('"', "")
+
+
+def _values(of: FieldInfo) -> str:
+    bounds = {type(one).__name__: one for one in of.metadata}
+    least, over, most, under = (getattr(bounds.get(kind), kind.lower(), None) for kind in ("Ge", "Gt", "Le", "Lt"))
+    told = [_kind(of.annotation)]
+    told += [f"from {least}"] if least is not None else [f"over {over}"] if over is not None else []
+    told += [f"to {most}"] if most is not None else [f"below {under}"] if under is not None else []
+    return " ".join(told)
+
+
+NAMES: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", Any: "any"}
+
+
+def _kind(of: Any) -> str:
+    """A type in words that users of YAML know."""
+    inner = get_args(of)
+    if get_origin(of) is Literal:
+        return ", ".join(f"`{json.dumps(one)}`".replace('"', "") for one in inner)
+    if get_origin(of) in (Union, UnionType):
+        return " or ".join(_kind(one) for one in inner if one is not type(None))
+    if get_origin(of) in (list, tuple):
+        return f"list: {_kind(inner[0])}"
+    if get_origin(of) is dict:
+        return f"{_kind(inner[0])}: {_kind(inner[1])}"
+    return NAMES.get(of) or "settings, see below"
+
+
+def written() -> str:
+    """The text of the file."""
+    names = [f"| `{theirs}` | `{ours}` |" for theirs, ours in ALIASES.items()]
+    names += [f"| `speculative_config.{theirs}` | `{ours}` |" for theirs, ours in SPECULATIVE_CONFIG.items()]
+    options = [f"| `{name}` | {_option(name)} |" for name in DEPLOYMENT_OPTIONS]
+    refused = [f"| `{name}` | {why} |" for name, why in FOREIGN.items()]
+    return "\n".join(
+        [
+            HEAD,
+            f"## The engine: `engine_kwargs`\n\n{table(EngineConfig)}",
+            ALIASED,
+            "| vLLM | here |\n|---|---|",
+            *names,
+            f"\n## The application: `args`\n\n{table(AppSettings)}",
+            f"\n## An entry of `llm_configs`\n\n{table(LLMConfig)}",
+            f"\n## `model_loading_config`\n\n{table(ModelLoadingConfig)}",
+            f"\n## `placement_group_config`\n\n{table(PlacementGroupConfig)}",
+            DEPLOYMENTS,
+            "| option | our default |\n|---|---|",
+            *options,
+            REFUSED,
+            "| setting | why |\n|---|---|",
+            *refused,
+            "",
+        ]
+    )
+
+
+def _option(name: str) -> str:
+    return f"`{json.dumps(DEPLOYMENT_DEFAULTS[name])}`".replace('"', "") if name in DEPLOYMENT_DEFAULTS else "Ray's"
+
+
+if __name__ == "__main__":
+    FILE.write_text(written(), encoding="utf-8")

@@ -1,0 +1,15 @@
+"""docs/metrics.md lists every series of /metrics."""
+
+from tests.metrics_page import FILE, series, written
+
+
+def test_the_file_says_what_the_code_does() -> None:
+    assert FILE.read_text(encoding="utf-8") == written(), "run python -m tests.metrics_page"
+
+
+def test_it_lists_every_series_once() -> None:
+    rows = FILE.read_text(encoding="utf-8").splitlines()
+    names = [metric.name for _, metric in series()]
+    assert len(names) == len(set(names)) > 30
+    for name in names:
+        assert sum(row.startswith((f"| `{name}` |", f"| `{name}_total` |")) for row in rows) == 1, name

@@ -1,0 +1,35 @@
+"""docs/settings.md lists every setting that the code reads."""
+
+import pytest
+from pydantic import Field
+
+from cluster.config import EngineConfig, Settings
+from tests.settings_page import FILE, table, written
+
+
+def test_the_file_says_what_the_code_does() -> None:
+    assert FILE.read_text(encoding="utf-8") == written(), "run python -m tests.settings_page"
+
+
+def test_it_lists_every_setting_of_the_engine() -> None:
+    engine, _ = FILE.read_text(encoding="utf-8").split("## vLLM's names")
+    rows = engine.splitlines()
+    for name in EngineConfig.model_fields:
+        assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1, name
+
+
+def test_values_bounds_and_defaults_are_told_and_a_missing_description_is_found() -> None:
+    class Told(Settings):
+        least: int | None = Field(default=None, ge=2, le=5, description="some")
+        share: float = Field(default=0.5, gt=0, lt=1, description="a|b")
+
+    assert table(Told).splitlines()[2:] == [
+        "| `least` | integer from 2 to 5 | unset | some |",
+        "| `share` | number over 0 below 1 | `0.5` | a\\|b |",
+    ]
+
+    class Bare(Settings):
+        nothing: int = 3
+
+    with pytest.raises(LookupError, match=r"Bare\.nothing"):
+        table(Bare)
