@@ -15,7 +15,7 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
 
 Every series of `/metrics`. All have `model_name`; those of ranks have `rank` too, and are sums over all gangs. A
-histogram has `_bucket`, `_sum` and `_count`. Only sums are exported, never ratios: divide after adding, as the dashboard of
+histogram has `_bucket`, `_sum` and `_count`. Only sums are exported, never ratios: divide after adding, as
 `deploy/grafana` does. [operations.md](operations.md#metrics-and-alerts) says what to watch and what the alerts ask for.
 
 Written by `python -m tests.metrics_page` from the code that fills them.

@@ -6,9 +6,16 @@ from pathlib import Path
 from cluster.arch.keys import Keys, Shapes, read_json
 from cluster.config import ConfigError
 
-METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq")
+METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "fbgemm_fp8")
 # Of compressed-tensors; "mixed-precision" has several of the others.
 FORMATS = ("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
+AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round:auto_awq": 0}  # AutoRound's packings, and what their zeros lack
+IN_WEIGHTS = (
+    None,
+    "weight_input",
+    "weight_output",
+)  # where a rotation is part of the weights, and nothing is left to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +49,15 @@ def quantisation_of(config: Keys) -> Quantisation:
     Raises:
         ConfigError: as `read_quantisation`.
     """
-    own = config.section("quantization_config")
+    places = [config.section("quantization_config"), config.section("compression_config")]
+    places.append(config.section("text_config").section("quantization_config"))
+    own = next((place for place in places if place.data), places[0])
     method = own.data.get("quant_method")
     _known(own, "quant_method", (None, *METHODS))
     if method == "compressed-tensors":
-        _known(own, "format", (None, *FORMATS))
-        _known(own.section("sparsity_config"), "format", (None, "dense"))
-        groups = [own.section("config_groups").section(name) for name in own.section("config_groups").data]
-        bits = {group.section("weights").integer("num_bits", 4) for group in groups}
-        asks = any(group.data.get("input_activations") for group in groups)
-        return Quantisation(8 if bits == {8} else 4, activations=asks)
+        return _compressed(own)
+    if method == "modelopt":
+        _known(own, "quant_algo", (None, *MODELOPT))
     if method == "awq":
         _known(own, "version", (None, "gemm", "GEMM"))
         _known(own, "bits", (None, 4))
@@ -60,8 +66,32 @@ def quantisation_of(config: Keys) -> Quantisation:
         _known(own, "bits", (None, 4, 8))
         _known(own, "checkpoint_format", (None, "gptq", "gptq_v2"))
         offset = 0 if own.data.get("checkpoint_format") == "gptq_v2" else 1
-        return Quantisation(own.integer("bits", 4), _group(own), offset, own.flag("desc_act"))
-    return Quantisation()
+        group = None if own.section("dynamic").data else _group(own)  # its rules may have others for some layers
+        return Quantisation(own.integer("bits", 4), group, offset, own.flag("desc_act"))
+    if method == "auto-round":
+        _known(own, "packing_format", tuple(AUTO_ROUND))
+        _known(own, "data_type", (None, "int"))
+        return Quantisation(own.integer("bits", 4), zero_offset=AUTO_ROUND[own.data["packing_format"]])
+    return Quantisation(activations=method == "fbgemm_fp8")
+
+
+def _compressed(own: Keys) -> Quantisation:
+    """What compressed-tensors says."""
+    _known(own, "format", (None, *FORMATS))
+    _known(own.section("sparsity_config"), "format", (None, "dense"))
+    groups = _sections(own.section("config_groups"))
+    for group in groups:
+        _known(group.section("weights"), "num_bits", (None, 4, 8))
+    for rotation in _sections(own.section("transform_config").section("config_groups")):
+        for at in rotation.data.get("apply") or ():
+            _known(Keys(at, own.where), "location", IN_WEIGHTS)
+    bits = {group.section("weights").integer("num_bits", 4) for group in groups}
+    asks = any(group.data.get("input_activations") for group in groups)
+    return Quantisation(8 if bits == {8} else 4, activations=asks)
+
+
+def _sections(keys: Keys) -> list[Keys]:
+    return [keys.section(name) for name in keys.data]
 
 
 def with_whole(shapes: dict[str, tuple[int, ...]], bits: int) -> Shapes:

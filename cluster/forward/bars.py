@@ -62,7 +62,7 @@ class CBars:
         (count, size), words = logits.shape, masks.shape[1]
         if masks.shape[0] != count or (ids is None and words * WORD < size):
             raise ValueError(f"masks {list(masks.shape)} do not fit logits {list(logits.shape)}")
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        logits, masks = logits if logits.stride(1) == 1 else logits.contiguous(), masks.contiguous()
         out = logits.new_empty(count, size, dtype=at_least_float32(logits.dtype))
         told = None if ids is None else ids.data_ptr()
         numbers = count, size, logits.stride(0), words, BARRED, torch.get_num_threads()

@@ -90,7 +90,10 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
 
 
 def _ran(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{' '.join(command)} took over {TIMEOUT_S} s") from None
     if done.returncode:
         raise BuildError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
 

@@ -10,12 +10,16 @@ from torch import Tensor
 from cluster.kernels import c_quantised
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Stack, Weight
 from cluster.kernels.library import Function, Library
-from cluster.kernels.panels import columns_of
+from cluster.kernels.panels import columns_of, fitting_bias, fitting_ends
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.recording import native
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
+
+
+WIDE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
+"""What registers hold of each dtype in memory."""
 
 
 def in_panels(matrices: Tensor) -> Tensor:
@@ -29,6 +33,12 @@ def in_panels(matrices: Tensor) -> Tensor:
 def out_of_panels(panels: Tensor, outputs: int) -> Tensor:
     """The matrices `[E, inputs, outputs]` that `in_panels` laid out."""
     return panels.transpose(1, 2).flatten(2)[..., :outputs].contiguous()
+
+
+def _fit(scale: Tensor, rows: Tensor) -> bool:
+    """Whether C can read `scale`, one for each of the last dimension of `rows`."""
+    known = scale.dtype in (rows.dtype, WIDE[rows.dtype]) if rows.dtype in WIDE else False
+    return known and scale.shape == rows.shape[-1:] and scale.is_contiguous()
 
 
 def fitting(rows: Tensor, panels: Tensor) -> Tensor:
@@ -68,6 +78,7 @@ class Panels(Weight):
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
         rows = fitting(rows, self.panels)
+        bias = None if bias is None else fitting_bias(bias, rows, self.outputs)
         (count, inputs), added = rows.shape, None if bias is None else bias.data_ptr()
         out = rows.new_empty(count, self.outputs)
         given = rows.data_ptr(), self.panels.data_ptr(), added, out.data_ptr(), count, inputs, self.outputs
@@ -94,7 +105,7 @@ class PanelStack(Stack):
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Stack`."""
-        rows = fitting(rows, self.panels)
+        rows, ends = fitting(rows, self.panels), fitting_ends(ends, self.panels.shape[0])
         count, inputs = rows.shape
         out = rows.new_empty(count, self.outputs)
         given = rows.data_ptr(), self.panels.data_ptr(), None, out.data_ptr(), count, inputs, self.outputs
@@ -145,7 +156,7 @@ class CKernels(TorchKernels):
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
         """See `Kernels.norm`."""
         run = self._of("norm", rows)
-        if run is None or rows.dim() != 2 or rows.stride(1) != 1 or rows.shape[1:] != scale.shape:
+        if run is None or rows.dim() != 2 or rows.stride(1) != 1 or not _fit(scale, rows):
             return super().norm(rows, scale, eps)
         out, wide = torch.empty_like(rows, memory_format=torch.contiguous_format), scale.dtype != rows.dtype
         (count, size), places = rows.shape, (rows.data_ptr(), None, scale.data_ptr(), None, out.data_ptr())
@@ -156,7 +167,7 @@ class CKernels(TorchKernels):
         """See `Kernels.add_norm`."""
         run = self._of("norm", rows)
         alike = more is not None and more.shape == rows.shape and more.dtype == rows.dtype
-        if run is None or more is None or not alike or not rows.is_contiguous() or rows.shape[1:] != scale.shape:
+        if run is None or more is None or not alike or not rows.is_contiguous() or not _fit(scale, rows):
             return super().add_norm(rows, more, scale, eps)
         more, total, out = more.contiguous(), torch.empty_like(rows), torch.empty_like(rows)
         (count, size), wide = rows.shape, scale.dtype != rows.dtype
@@ -167,7 +178,9 @@ class CKernels(TorchKernels):
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
         """See `Kernels.rotate`."""
         run = self._of("rotary", heads)
-        if run is None:
+        beside = all(angle.dtype == heads.dtype and angle.is_contiguous() for angle in angles)
+        scaled = norms is None or (_fit(norms.q, heads) and _fit(norms.k, heads) and norms.q.dtype == norms.k.dtype)
+        if run is None or heads.stride(2) != 1 or not beside or not scaled:
             super().rotate(heads, angles, norms)
             return
         count, n, size = heads.shape

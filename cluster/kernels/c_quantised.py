@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.library import Function
-from cluster.kernels.panels import columns_of
+from cluster.kernels.panels import columns_of, fitting_bias, fitting_ends
 from cluster.kernels.quantised import Quantised
 from cluster.recording import native
 
@@ -99,6 +99,8 @@ def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None
     if not rows.is_cpu or rows.dim() != 2 or rows.shape[1] != codes.inputs or rows.dtype != codes.dtype:
         raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} do not fit {codes.inputs} of {codes.dtype}")
     rows, count = rows.contiguous(), rows.shape[0]
+    bias = None if bias is None else fitting_bias(bias, rows, codes.outputs)
+    ends = None if ends is None else fitting_ends(ends, codes.codes.shape[0])
     out = rows.new_empty(count, codes.outputs)
     held = [None if part is None else part.data_ptr() for part in (codes.codes, codes.scales, codes.zeros, bias)]
     sizes = count, codes.inputs, codes.outputs, codes.group, codes.kind, codes.scales.dtype == torch.float32

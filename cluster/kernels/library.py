@@ -85,8 +85,11 @@ def library() -> Library | None:
 def _found(level: str) -> Path:
     if (made := COMPILED / file_of(level)).exists():
         return made
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return compile_level(level, home / "aerie" / "kernels")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise BuildError("there is no home folder to keep them in; set HOME or XDG_CACHE_HOME") from None
+    return compile_level(level, cache / "aerie" / "kernels")
 
 
 def opened(level: str, path: Path, pairs: bool = False) -> Library:

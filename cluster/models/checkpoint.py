@@ -11,7 +11,7 @@ from torch import Tensor
 from cluster.arch.quantisation import read_quantisation, with_whole
 from cluster.arch.safetensors.header import Stored
 from cluster.arch.safetensors.stored import stored_tensors, weight_files
-from cluster.arch.safetensors.tensors import IGNORED, KV_SCALES
+from cluster.arch.safetensors.tensors import ATTENTION_SCALES, IGNORED, blank_biases
 from cluster.config import ConfigError
 from cluster.kernels.quantised import Quantised
 from cluster.models.formats import Asked, Index, Span, format_of, mxfp4, place_of
@@ -26,6 +26,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -60,7 +61,7 @@ class Checkpoint:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
         """
         self.folder, self._stored_name, self._dry = folder, stored_name, dry
-        self._ignored = [re.compile(pattern) for pattern in (IGNORED, KV_SCALES, *ignored)]
+        self._ignored = [re.compile(pattern) for pattern in (IGNORED, ATTENTION_SCALES, *ignored)]
         self.reader = SliceReader()
         self._taken: set[str] = set()
         self.tally = Tally()
@@ -174,22 +175,23 @@ class Checkpoint:
         Raises:
             ConfigError: such tensors exist; the message names them and their file.
         """
-        left = {
-            raw: path
-            for name, (path, raw, _) in self._files.items()
-            if name not in self._taken and not any(pattern.search(name) for pattern in self._ignored)
-        }
-        if left:
-            names = sorted(left)[:8]
-            raise ConfigError(f"tensors of {str(left[names[0]])!r} that the model does not know: {names}")
+        unused = self._files.keys() - self._taken
+        left = {name for name in unused if not any(pattern.search(name) for pattern in self._ignored)}
+        blank = {name for name in blank_biases(left, self._files) if self._dry or not self.read(name).any()}
+        if left := left - blank:
+            files = {raw: path for path, raw, _ in map(self._files.__getitem__, left)}
+            names = sorted(files)[:8]
+            raise ConfigError(f"tensors of {str(files[names[0]])!r} that the model does not know: {names}")
         self.reader.close()
         said = self.tally.lines(self.quantisation.activations)
-        scales = sum(re.search(KV_SCALES, name) is not None for name in self._files.keys() - self._taken)
+        if blank:
+            said.append(f"{len(blank)} biases that hold only zeros were left out: the model has none there")
+        scales = sum(re.search(ATTENTION_SCALES, name) is not None for name in unused)
         if scales:
-            said.append(f"{scales} scales for a KV cache in FP8 are not used: its cells have scales of their own")
+            said.append(f"{scales} scales for attention in FP8 are not used: cells of the KV cache have their own")
         if self._dry:
             return said
-        others = len(self._files) - len(self._taken & self._files.keys()) - scales
+        others = len(unused) - len(blank) - scales
         if others:
             log.info("%s: %d tensors belong to parts that are not served and were not read", self.folder, others)
         for line in said:

@@ -23,8 +23,18 @@ BLOCK = 128  # outputs and inputs that share a scale in FP8's blocks
 MX_GROUP = 32  # inputs that share one in MXFP4 (OCP Microscaling Formats 1.0)
 FLOAT8: dict[str, Kind] = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"}
 INTEGERS: dict[int, Kind] = {4: "int4", 8: "int8"}
+ONES = {4: 0x11111111, 8: 0x01010101}  # an int32 of them
 SCALES = ("_scale_inv", "_scale")
-ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".qscale_act", ".input_zero_point")
+NUMBERS = ("F64", "F32", "F16", "BF16")
+EXPONENTS = ("U8", "F8_E8M0")  # dtypes of scales that are powers of 2: that of U8 is the same byte
+ACTIVATION_SCALES = (
+    ".input_scale",
+    ".input_scale_ub",
+    ".act_scale",
+    ".activation_scale",
+    ".qscale_act",
+    ".input_zero_point",
+)
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ keeps eight neighbouring outputs in an int32
 
 
@@ -108,20 +118,16 @@ def float8(files: Files, asked: Asked) -> Quantised:
     found = [name for name in names if files.has(name)]
     if len(found) != 1:
         raise files.wrong(asked.stored, f"is FP8 and needs one scale, {names[0]!r}; has {found}")
-    for end in ACTIVATION_SCALES:
-        files.skip(asked.stem + end)
     codes = _part(files, asked).view(torch.uint8)
-    scales, group = _beside(files, asked, found[0])
+    scales, group = _beside(files, asked, _scales(files, asked, found[0]))
     return Quantised(kind, codes, _of_scales(scales), None, group)
 
 
 def int8(files: Files, asked: Asked) -> Quantised:
     """compressed-tensors' int-quantized."""
     files.entry(asked.stored, asked.shape)
-    for end in ACTIVATION_SCALES:
-        files.skip(asked.stem + end)
     codes = _from_zero(_part(files, asked))
-    scales, group = _beside(files, asked, f"{asked.stored}_scale")
+    scales, group = _beside(files, asked, _scales(files, asked, f"{asked.stored}_scale"))
     zeros, stored = None, f"{asked.stored}_zero_point"
     if files.has(stored):
         zeros = _from_zero(_beside(files, asked, stored)[0])
@@ -138,7 +144,7 @@ def compressed(files: Files, asked: Asked) -> Quantised:
         raise files.wrong(declared, f"says {held.tolist()} but the config requires {list(asked.shape)}")
     words, cut = _words(asked.inputs, bits)
     codes = unpacked(files.read(name, (slice(*asked.outputs), words), asked.device), bits)[:, cut]
-    scales, group = _beside(files, asked, f"{asked.stem}.weight_scale")
+    scales, group = _beside(files, asked, _scales(files, asked, f"{asked.stem}.weight_scale"))
     zeros, stored = None, f"{asked.stem}.weight_zero_point"
     if files.has(stored):
         groups = files.entry(f"{asked.stem}.weight_scale").shape[-1]
@@ -162,14 +168,17 @@ def qweight(files: Files, asked: Asked) -> Quantised:
         said = files.quantisation.group
         raise files.wrong(f"{asked.stem}.scales", f"has {groups} groups of {inputs} inputs, and group_size is {said}")
     words, cut = _words(asked.outputs, bits)
-    zeros = unpacked(files.read(f"{asked.stem}.qzeros", (slice(None), words), asked.device), bits, awq)[:, cut]
+    zeros = files.read(f"{asked.stem}.qzeros", (slice(None), words), asked.device)
     if awq:
         codes = unpacked(files.read(name, (slice(*asked.inputs), words), asked.device), bits, True)[:, cut].t()
-    else:
-        zeros = zeros + files.quantisation.zero_offset & 2**bits - 1
-        words, cut = _words(asked.inputs, bits)
-        codes = unpacked(files.read(name, (words, slice(*asked.outputs)), asked.device).t(), bits)[:, cut]
-    scales = files.read(f"{asked.stem}.scales", (slice(None), slice(*asked.outputs)), asked.device).t()
+    else:  # what zeros lack was taken from whole int32, so that one of 0 borrowed from its neighbour
+        zeros = zeros + files.quantisation.zero_offset * ONES[bits]
+        inner, within = _words(asked.inputs, bits)
+        codes = unpacked(files.read(name, (inner, slice(*asked.outputs)), asked.device).t(), bits)[:, within]
+    zeros = unpacked(zeros, bits, awq)[:, cut]
+    scales = files.read(
+        _scales(files, asked, f"{asked.stem}.scales"), (slice(None), slice(*asked.outputs)), asked.device
+    ).t()
     scales, group = _of_inputs(files, asked, scales)
     return Quantised(INTEGERS[bits], codes, _of_scales(scales), _of_inputs(files, asked, zeros.t())[0], group)
 
@@ -199,6 +208,15 @@ def _part(files: Files, asked: Asked) -> Tensor:
     return files.read(asked.stored, (slice(*asked.outputs), slice(*asked.inputs)), asked.device)
 
 
+def _scales(files: Files, asked: Asked, name: str) -> str:
+    """`name`, which holds scales; what else belongs to the matrix, for its inputs, is counted as used."""
+    for end in ACTIVATION_SCALES:
+        files.skip(asked.stem + end)
+    if (dtype := files.entry(name).dtype) not in (*NUMBERS, *EXPONENTS):
+        raise files.wrong(name, f"is {dtype}, which scales are not")
+    return name
+
+
 def _beside(files: Files, asked: Asked, name: str) -> tuple[Tensor, int]:
     """Scales or zeros `name` of the tensor, of each output, of its groups of inputs, or of blocks -> `[O, G]`, of the
     part asked for, and how many inputs share one.
@@ -208,6 +226,8 @@ def _beside(files: Files, asked: Asked, name: str) -> tuple[Tensor, int]:
         return held.view(1, 1).expand(stop - start, 1), asked.inputs[1] - asked.inputs[0]
     if held.shape == (outputs,):
         held = held[:, None]
+    if held.dim() == 4 and held.shape[1] == held.shape[3] == 1:  # ModelOpt's FP8_PB_WO
+        held = held[:, 0, :, 0]
     blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
     if held.shape == blocks and outputs != blocks[0]:
         return _of_inputs(files, asked, chosen(held, _groups(start, stop, BLOCK, held), 0), BLOCK)
@@ -248,6 +268,8 @@ def _groups_by_activation(files: Files, stem: str, each: int) -> Tensor | None:
             held = files.read(name)
             if held.is_meta:
                 return held if always else None
+            if held.min() < 0 or not held.any():  # left blank
+                return None
             regular = torch.equal(held.long(), torch.arange(len(held), device=held.device) // each)
             return None if regular else held.long()
     return None
@@ -278,6 +300,8 @@ def _from_zero(signed: Tensor) -> Tensor:
 
 def _of_scales(given: Tensor) -> Tensor:
     """Scales as `Quantised` has them."""
+    if given.dtype == torch.uint8:
+        return powers(given)
     return given if given.dtype == torch.bfloat16 else given.float()
 
 

@@ -135,10 +135,10 @@ class Loader(WeightLoader):
             for e in set(range(moe.experts)) - set(here):
                 for p, shape in (("gate", inner), ("up", inner), ("down", outer)):
                     self.checkpoint.elsewhere(name(e, p), shape)
-        weight = self.wide if moe.scoring == "sigmoid" else self.take
+        take = self.wide if moe.scoring == "sigmoid" else self.take
         gate = Gate(
-            weight=self.weight(weight(f"{prefix}.router.weight", moe.experts, g.hidden)),
-            bias=self.take(f"{prefix}.router.bias", moe.experts) if moe.router_bias else None,
+            weight=self.weight(take(f"{prefix}.router.weight", moe.experts, g.hidden)),
+            bias=take(f"{prefix}.router.bias", moe.experts) if moe.router_bias else None,
             correction=self.wide(f"{prefix}.router.correction", moe.experts) if moe.correction else None,
             moe=moe,
         )

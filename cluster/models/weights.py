@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cluster.config import ConfigError
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.quantised import Quantised, alike, fit
 from cluster.mesh import Part
@@ -16,6 +15,10 @@ from cluster.models.arithmetic import chosen, joined
 from cluster.models.checkpoint import Checkpoint, Matrix, placed
 from cluster.models.context import ModelContext
 from cluster.models.formats import Span
+
+
+class _UnlikeError(Exception):
+    """Experts of one layer that are not quantised alike."""
 
 
 class WeightLoader:
@@ -63,9 +66,13 @@ class WeightLoader:
         """The weights of these experts, each from its matrix `[outputs, inputs]`, read one after the other."""
         first, count = matrix_of(experts[0]), len(experts)
         if isinstance(first, Quantised) and self.kernels.keeps(first, self.dtype):
-            made = self.kernels.quantised_stack(self._like(first, experts, matrix_of), self.dtype)
-            self.checkpoint.tally.keep(first, made, count)
-            return made
+            try:
+                made = self.kernels.quantised_stack(self._like(first, experts, matrix_of), self.dtype)
+            except _UnlikeError:
+                pass  # one weight for all of them is dense, then
+            else:
+                self.checkpoint.tally.keep(first, made, count)
+                return made
         dense = self._dense(first)
         whole = torch.empty(count, *dense.t().shape, dtype=self.dtype, device=self.device)
         whole[0] = dense.t()
@@ -77,16 +84,14 @@ class WeightLoader:
         """The experts' matrices, all quantised as the `first`.
 
         Raises:
-            ConfigError: one is not.
+            _UnlikeError: one is not.
         """
         yield first
         for expert in experts[1:]:
             matrix = matrix_of(expert)
             quantised = isinstance(matrix, Quantised) and self.kernels.keeps(matrix, self.dtype)
             if not isinstance(matrix, Quantised) or not quantised or not fit([first, matrix], zeros=True):
-                raise ConfigError(
-                    f"{self.checkpoint.folder!r}: expert {expert} of a layer is not quantised as expert {experts[0]} is"
-                )
+                raise _UnlikeError
             yield matrix
 
     def _dense(self, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.arch.dtypes import BYTES, PLAIN, compute_dtype
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_tensors
-from cluster.arch.safetensors.tensors import KV_SCALES, check_tensors, target_tensors
+from cluster.arch.safetensors.tensors import ATTENTION_SCALES, check_tensors, target_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
@@ -64,7 +64,7 @@ def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE, cach
         held = stored_tensors(folder)
     except ConfigError:
         return None
-    if any(stored.dtype not in PLAIN or re.search(KV_SCALES, name) for name, (_, _, stored) in held.items()):
+    if any(stored.dtype not in PLAIN or re.search(ATTENTION_SCALES, name) for name, (_, _, stored) in held.items()):
         return None
     compute = compute_dtype(arch, dtype, device)
     cell = prod(arch.layer.cell) * BYTES[compute] if cache == "auto" else arch.layer.coded_cell.nbytes

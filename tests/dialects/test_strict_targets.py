@@ -57,12 +57,18 @@ def test_the_list_of_tensors_is_what_the_loader_takes(family: str, case: str, mo
     check_tensors(made(family, case).folder, arch)
 
 
-KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
-OTHER_SCALES = ("self_attn.q_scale", "self_attn.k_proj.v_scale", "mlp.k_scale", "self_attn.k_zero_point")
+ATTENTION_SCALES = (
+    "self_attn.q_scale",
+    "self_attn.k_scale",
+    "self_attn.v_scale",
+    "self_attn.k_proj.k_scale",
+    "self_attn.v_proj.v_scale",
+)
+OTHER_SCALES = ("self_attn.k_proj.v_scale", "mlp.k_scale", "self_attn.k_zero_point")
 
 
-@pytest.mark.parametrize("name", KV_SCALES)
-def test_scales_for_a_cache_in_fp8_are_accounted_for_and_said(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ATTENTION_SCALES)
+def test_scales_for_attention_in_fp8_are_accounted_for_and_said(name: str, tmp_path: Path) -> None:
     def add(held: Tensors) -> None:
         held[f"model.layers.0.{name}"] = torch.tensor(0.5)
 
@@ -71,13 +77,13 @@ def test_scales_for_a_cache_in_fp8_are_accounted_for_and_said(name: str, tmp_pat
     report = inspect(folder, None)
     assert not report.problems
     assert report.target["quantised"] == [
-        "1 scales for a KV cache in FP8 are not used: its cells have scales of their own"
+        "1 scales for attention in FP8 are not used: cells of the KV cache have their own"
     ]
     assert summary(folder) is None, "what has something to be said has the whole report"
 
 
 @pytest.mark.parametrize("name", OTHER_SCALES)
-def test_what_is_no_scale_of_a_cache_is_unknown(name: str, tmp_path: Path) -> None:
+def test_what_is_no_scale_of_attention_is_unknown(name: str, tmp_path: Path) -> None:
     def add(held: Tensors) -> None:
         held[f"model.layers.0.{name}"] = torch.tensor(0.5)
 

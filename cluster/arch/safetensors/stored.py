@@ -29,7 +29,8 @@ def normal_name(name: str) -> str:
 def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
     """A folder's weight files, and for each normalised tensor name the file that its index, if it has one, gives.
 
-    `model.safetensors` or `consolidated.safetensors`, or the files that the weight index of one of them lists.
+    `model.safetensors` or `consolidated.safetensors`, or the files that the weight index of one of them lists; else the
+    one file of safetensors that there is, as AutoGPTQ names it after its settings.
 
     Raises:
         ConfigError: the folder is missing, or its index is malformed.
@@ -43,7 +44,8 @@ def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
             return _indexed(index)
         if (root / name).is_file():
             return [root / name], {}
-    return [root / FILES[0]], {}
+    files = sorted(root.glob("*.safetensors"))
+    return [files[0] if len(files) == 1 else root / FILES[0]], {}
 
 
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:

@@ -1,7 +1,7 @@
 """Every tensor that a target needs, and a check of a checkpoint's headers against that list; nothing is loaded."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 
 from cluster.arch.layer import LayerGeometry, Moe
@@ -11,12 +11,12 @@ from cluster.config import ConfigError
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
 IGNORED = r"rotary_emb\.inv_freq$"
-KV_SCALES = r"\.self_attn\.(k|v|kv)_scale$|\.self_attn\.([kv])_proj\.(\2_scale|output_scale)$"
-"""Scales that ModelOpt and compressed-tensors found for a cache in FP8 whose cells have none of their own."""
+ATTENTION_SCALES = r"\.self_attn\.(q|k|v|kv|prob)_scale$|\.self_attn\.([qkv])_proj\.(\2_scale|output_scale)$"
+"""Scales that ModelOpt and compressed-tensors found for attention in FP8, and for a cache whose cells have none."""
 # Suffixes of the scales of a quantised tensor; they follow its name or replace its `.weight`.
 COMPANIONS = re.compile(
-    r"(\.weight)?(_scale_inv|_scale|_zero_point|_shape|_g_idx|\.(input|activation)_scale|\.input_zero_point|"
-    r"\.qscale_(act|weight)|\.scales|\.qzeros|\.g_idx)$"
+    r"(\.weight)?(_scale_inv|_scale|_zero_point|_shape|_g_idx|\.(input|activation|act)_scale|\.input_scale_ub|"
+    r"\.input_zero_point|\.qscale_(act|weight)|\.scales|\.qzeros|\.g_idx)$"
 )
 
 
@@ -109,6 +109,13 @@ def _packed(name: str) -> tuple[tuple[str, ...], ...]:
     return (f"{name}_blocks", f"{name}_scales"), (f"{stem}.weight_packed", f"{stem}.weight_scale"), beside
 
 
+def blank_biases(unknown: Collection[str], held: Collection[str]) -> list[str]:
+    """Which of the `unknown` names among those `held` are biases of AWQ's and GPTQ's packed matrices: writers make them
+    whatever the model has, of zeros where it has none.
+    """
+    return [name for name in unknown if name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in held]
+
+
 def check_tensors(folder: str, arch: TargetArch) -> None:
     """Check the headers in `folder` against what `arch` needs; scales and packed tensors only when they are read.
 
@@ -134,9 +141,11 @@ def check_tensors(folder: str, arch: TargetArch) -> None:
                 f"tensor {raw!r} in {str(path)!r} is {list(stored.shape)} but the config requires {list(shape)}"
             )
         known.add(name)
-    ignored = [re.compile(pattern) for pattern in (IGNORED, KV_SCALES, *arch.ignored)]
+    ignored = [re.compile(pattern) for pattern in (IGNORED, ATTENTION_SCALES, *arch.ignored)]
     for name, (path, raw, _) in held.items():
         beside = COMPANIONS.sub("", name)
         if name in known or f"{beside}.weight" in known or any(pattern.search(name) for pattern in ignored):
+            continue
+        if blank_biases([name], held):  # whether of zeros alone is seen when they are read
             continue
         raise ConfigError(f"tensors of {str(path)!r} that the model does not know: {[raw]}")

@@ -1,12 +1,36 @@
 #include "scratch.h"
+#include <pthread.h>
 #include <stdlib.h>
 
-static _Thread_local struct { void *at; size_t bytes; } kept[4];
+enum { SLOTS = 4 };
+struct slot {
+    void *at;
+    size_t bytes;
+};
+static _Thread_local struct slot kept[SLOTS];
+static pthread_key_t end_of_thread;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void give_back(void *held)
+{
+    struct slot *slots = held;
+    for (int i = 0; i < SLOTS; i++) {
+        free(slots[i].at);
+        slots[i] = (struct slot){0};
+    }
+}
+
+static void make_key(void)
+{
+    if (pthread_key_create(&end_of_thread, give_back)) abort();
+}
 
 /* At least `bytes`, aligned to 64; what an earlier call for the same slot gave is no longer valid. */
 void *aerie_scratch(int slot, size_t bytes)
 {
     if (kept[slot].bytes < bytes) {
+        pthread_once(&once, make_key);
+        if (pthread_setspecific(end_of_thread, kept)) abort();
         free(kept[slot].at);
         kept[slot].bytes = (bytes + 65535) & ~(size_t)65535;
         kept[slot].at = aligned_alloc(64, kept[slot].bytes);

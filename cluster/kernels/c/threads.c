@@ -29,7 +29,7 @@ void aerie_spread(part_of run, const void *job, int64_t parts)
 {
     struct spread all = {run, job, parts};
     if (parts > 1 && fork_threads)
-        fork_threads(one, &all, (unsigned)parts, 0);
+        fork_threads(one, &all, 0, 0); /* always the whole team: GNU's runtime ends threads that a smaller one lacks */
     else
         for (int64_t part = 0; part < parts; part++) run(job, part, parts);
 }

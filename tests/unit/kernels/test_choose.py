@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import cluster.kernels.build
 import cluster.kernels.choose
 import cluster.kernels.library
 from cluster.config import ConfigError
@@ -67,6 +68,27 @@ def test_a_failing_compiler_is_told_with_its_words(monkeypatch: pytest.MonkeyPat
     with pytest.raises(BuildError, match=r"ended with 3:\nthe disk is full"):
         compile_level(level_of_cpu(), tmp_path / "to")
     assert not list((tmp_path / "to").iterdir())
+
+
+def test_a_compiler_that_takes_too_long_and_a_user_without_a_home_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = tmp_path / "cc"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setattr(cluster.kernels.build, "TIMEOUT_S", 0.05)
+    with pytest.raises(BuildError, match=r"took over 0\.05 s"):
+        compile_level(level_of_cpu(), tmp_path / "to")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.setattr(cluster.kernels.library, "COMPILED", tmp_path / "none")
+    with pytest.raises(BuildError, match="set HOME or XDG_CACHE_HOME"):
+        cluster.kernels.library._found(level_of_cpu())
 
 
 def test_a_library_is_named_by_all_it_is_made_of() -> None:

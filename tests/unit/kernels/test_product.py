@@ -91,3 +91,17 @@ def test_what_c_does_not_know_is_torchs() -> None:
     matrix = made(8, 8, dtype=torch.float16)
     assert torch.equal(c_kernels().weight(matrix).dense(), matrix)
     assert c_kernels().weight(matrix.to("meta")).shape == (8, 8)
+
+
+def test_a_bias_or_ends_of_another_kind_are_refused_and_strides_are_not() -> None:
+    """C would read them as what it expects."""
+    rows, matrix = made(3, 8, dtype=torch.float32), made(8, 4, dtype=torch.float32)
+    weight, stack = c_kernels().weight(matrix), c_kernels().stack(matrix[None])
+    spread = made(8, dtype=torch.float32)[::2]
+    assert torch.equal(weight(rows, spread), weight(rows, spread.contiguous()))
+    for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(1, 4)):
+        with pytest.raises(ValueError, match=r"a bias .* does not fit 4 outputs of torch\.float32"):
+            weight(rows, wrong)
+    for ends in (torch.tensor([3]), torch.tensor([1, 3], dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"ends .* do not fit 1 experts; give int32"):
+            stack(rows, ends)

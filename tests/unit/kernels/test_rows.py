@@ -75,6 +75,20 @@ def test_activations_of_extremes(kind: Activation) -> None:
         assert torch.allclose(given.double(), expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
+def test_what_c_would_misread_goes_to_the_twin() -> None:
+    """Scales with strides or of a dtype that C does not expect, heads whose numbers do not lie together."""
+    rows, more = made(3, 8, dtype=torch.float32), made(3, 8, dtype=torch.float32, seed=1)
+    for scale in (made(16, dtype=torch.float32)[::2], made(8, dtype=torch.float64)):
+        close(c_kernels().norm(rows, scale, 1e-5), TWIN.norm(rows.double(), scale.double(), 1e-5), torch.float32)
+        total, normed = c_kernels().add_norm(rows, more, scale, 1e-5)
+        close(normed, TWIN.norm(total.double(), scale.double(), 1e-5), torch.float32)
+    heads, twin = (made(3, 4, 16, dtype=dtype)[..., ::2] for dtype in (torch.float32, torch.float64))
+    angles = [made(3, 1, 8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
+    c_kernels().rotate(heads, Angles(*angles))
+    TWIN.rotate(twin, Angles(*(angle.double() for angle in angles)))
+    close(heads.contiguous(), twin.contiguous(), torch.float32)
+
+
 def test_norms_of_rows_that_are_not_finite() -> None:
     rows: Tensor = made(4, 32, dtype=torch.float32)
     rows[1, 3], rows[2, 5] = float("inf"), float("nan")

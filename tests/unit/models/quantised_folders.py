@@ -45,7 +45,7 @@ def codes_of(weight: Tensor, bits: int, group: int, zeros: bool, dtype: torch.dt
     scales = (most / 2 ** (bits - 1)).to(dtype)
     zero = torch.full_like(scales, 2 ** (bits - 1))
     if zeros:
-        zero = torch.randint(1, 2**bits, zero.shape, generator=torch.Generator().manual_seed(outputs)).to(dtype)
+        zero = torch.randint(0, 2**bits, zero.shape, generator=torch.Generator().manual_seed(outputs)).to(dtype)
     spread = [part.double().repeat_interleave(group, 1) for part in (scales, zero)]
     codes = (weight.double() / spread[0] + spread[1]).round().clamp(0, 2**bits - 1)
     return Codes(codes.int(), scales, zero.int(), (codes - spread[1]) * spread[0])
@@ -66,14 +66,24 @@ def packed(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Te
 
 def fp8(kind: str) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
-        size = {"tensor": (), "row": (weight.shape[0], 1), "block": tuple(-(-n // 128) for n in weight.shape)}[kind]
+        blocks, groups = tuple(-(-n // 128) for n in weight.shape), (weight.shape[0], weight.shape[1] // GROUP)
+        size = {"tensor": (), "row": (weight.shape[0], 1), "groups": groups}.get(kind, blocks)
         scales = torch.rand(size) + 0.5
+        if kind in ("powers", "groups"):
+            scales = 2.0 ** torch.randint(-9, 3, size)
         spread = scales
-        if kind == "block":
+        if size == groups:
+            spread = scales.repeat_interleave(GROUP, 1)
+        elif size == blocks:
             spread = scales.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
         codes = (weight.float() / spread).to(torch.float8_e4m3fn)
-        end = "weight_scale_inv" if kind == "block" else "weight_scale"
-        held = {"weight": codes, end: scales, "input_scale": torch.ones(())}
+        end = "weight_scale_inv" if kind in ("block", "powers") else "weight_scale"
+        stored = {
+            "powers": lambda: scales.to(torch.float8_e8m0fnu),
+            "groups": lambda: (scales.log2() + 127).to(torch.uint8),
+            "apart": lambda: scales[:, None, :, None],
+        }.get(kind, lambda: scales)
+        held = {"weight": codes, end: stored(), "input_scale": torch.ones(())}
         return held, codes.double() * spread.double()
 
     return write
@@ -115,7 +125,9 @@ def gptq(bits: int = 4, less: int = 1, shuffled: bool = False) -> Callable[[Tens
         order = torch.arange(inputs) if order is None else order
         made = codes_of(weight[:, order], bits, GROUP, True, torch.float16)
         back = order.argsort()
-        zeros = packed((made.zeros - less).T % 2**bits, bits)
+        lot = 32 // bits
+        ones = sum(1 << bits * place for place in range(lot))
+        zeros = packed(made.zeros.T, bits) - less * ones  # of the whole word, so that a zero borrows of its neighbour
         held = {"qweight": packed(made.codes[:, back], bits).T, "qzeros": zeros, "scales": made.scales.T}
         return {**held, "g_idx": (back // GROUP).int()}, made.numbers[:, back]
 
@@ -139,6 +151,10 @@ FORMATS = {
     "fp8 tensor": Format(fp8("tensor"), "fp8 by output", says("compressed-tensors", format="float-quantized")),
     "fp8 row": Format(fp8("row"), "fp8 by output", says("compressed-tensors", format="float-quantized")),
     "fp8 block": Format(fp8("block"), "fp8 by ", says("fp8", weight_block_size=[128, 128])),
+    "fp8 block powers": Format(fp8("powers"), "fp8 by ", says("fp8", weight_block_size=[128, 128], scale_fmt="ue8m0")),
+    "fp8 block apart": Format(fp8("apart"), "fp8 by ", says("modelopt", quant_algo="FP8_PB_WO")),
+    "fp8 row fbgemm": Format(fp8("row"), "fp8 by output", says("fbgemm_fp8", activation_scale_ub=1200.0)),
+    "mxfp8": Format(fp8("groups"), "fp8 by groups of 32", says("modelopt", quant_algo="MXFP8")),
     "int8 row": Format(int8(None), "int8 by output", says("compressed-tensors", format="int-quantized")),
     "int8 zeros": Format(int8(GROUP, True), "int8 by groups of 32", says("compressed-tensors", format="int-quantized")),
     "int4": Format(compressed(4, GROUP), "int4 by groups of 32", says("compressed-tensors", format="pack-quantized")),
@@ -154,6 +170,9 @@ FORMATS = {
     "gptq int8": Format(gptq(8), "int8 by groups of 32", says("gptq", bits=8, group_size=GROUP)),
     "gptq v2": Format(
         gptq(4, 0), "int4 by groups of 32", says("gptq", bits=4, group_size=GROUP, checkpoint_format="gptq_v2")
+    ),
+    "auto-round": Format(
+        gptq(), "int4 by groups of 32", says("auto-round", packing_format="auto_round:auto_gptq", group_size=64)
     ),
     "gptq by activation": Format(gptq(4, 1, True), None, says("gptq", bits=4, group_size=GROUP, desc_act=True)),
 }
