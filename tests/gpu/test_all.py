@@ -31,6 +31,8 @@ EACH = {  # a check that shows what a stage is about
     "flashinfer": "an engine's tokens",
 }
 
+QUICK = ("ceilings", "capture", "nccl")
+
 
 def needs() -> list[str]:
     lines = (FOLDER / "needs.txt").read_text().splitlines()
@@ -87,18 +89,20 @@ def run(tmp: Path, **environment: str) -> tuple[int, dict[str, Any], list[dict[s
     return done.returncode, json.loads(said.splitlines()[-1]), read(tmp / "out" / "results.jsonl")
 
 
-@pytest.mark.early
+@pytest.mark.parametrize("stages", [QUICK, pytest.param(tuple(EACH), marks=[pytest.mark.slow, pytest.mark.early])])
 @pytest.mark.timeout(1800)
-def test_every_stage_passes_with_what_a_gpu_machine_has(tmp_path: Path) -> None:
-    rc, summary, lines = run(tmp_path)
+def test_stages_pass_with_what_a_gpu_machine_has(stages: tuple[str, ...], tmp_path: Path) -> None:
+    rc, summary, lines = run(tmp_path, STAGES=" ".join(stages))
     logs = {name: one for name, one in summary["stages"].items() if one["status"] != "passed"}
     assert rc == 0 and summary["passed"] and not logs, json.dumps(logs, indent=1)
-    assert list(summary["stages"]) == [name for name, _ in STAGES] == list(EACH)
-    for name, check in EACH.items():
-        assert any(line.get("check") == check and line["passed"] for line in lines if line["stage"] == name), name
-    assert [line["stage"] for line in lines if "status" in line] == list(EACH), "in this order, so a cut run counts"
+    assert list(summary["stages"]) == list(stages) and [name for name, _ in STAGES] == list(EACH)
+    for name in stages:
+        shown = [line for line in lines if line["stage"] == name and line.get("check") == EACH[name]]
+        assert any(line["passed"] for line in shown), name
+    assert [line["stage"] for line in lines if "status" in line] == list(stages), "in this order, so a cut run counts"
     figures = [figure for one in summary["stages"].values() for figure in one["figures"]]
-    assert {figure["captured"] for figure in figures if "captured" in figure} == {False, True}
+    both = {figure["captured"] for figure in figures if "captured" in figure} == {False, True}
+    assert both or stages == QUICK, "of those some are captured and some are not"
 
 
 @pytest.mark.timeout(900)
