@@ -13,6 +13,7 @@
 #endif
 #define DEEP (512 * TURN) /* of k at once where there are more rows: so that a panel stays in the nearest cache */
 #define TALL (MOST * 8 * TURN)
+#define BROAD 256 /* panels whose sums are unfinished at once, which bounds what memory they take */
 #define AHEAD 32 /* turns before its use that a panel is asked for by a tile that takes it alone */
 
 struct job {
@@ -210,9 +211,9 @@ static void part(const void *data, int64_t part, int64_t parts)
     int64_t first = panels * part / parts, last = panels * (part + 1) / parts;
     for (int64_t e = 0; e < j->experts; e++) {
         int64_t end = j->ends ? j->ends[e] : j->m;
-        if (end > start)
+        for (int64_t from = first; end > start && from < last; from += BROAD)
             some(j, j->rows + start * j->k, j->panels + e * panels * LANES * j->k, j->bias ? j->bias + e * j->n : NULL,
-                 j->out + start * j->n, end - start, first, last);
+                 j->out + start * j->n, end - start, from, from + BROAD < last ? from + BROAD : last);
         start = end;
     }
 }

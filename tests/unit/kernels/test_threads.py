@@ -3,6 +3,7 @@
 Each case is a process of its own, with four threads whatever this machine has.
 """
 
+import os
 import subprocess
 import sys
 
@@ -44,13 +45,25 @@ began = resident()
 in_threads(40)
 print(round((resident() - began) / 1e6))
 """
+WIDE = """
+weight = kernels.weight(torch.randn(513, 32768))
+torch.set_num_threads(1)
+many = torch.randn(192, 513)
+weight(many[:12])
+began = resident()
+for _ in range(3):
+    weight(many)
+print(round((resident() - began) / 1e6))
+"""
 
 
 def said(program: str) -> list[int]:
     c_library()
+    returned = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is large goes back as soon as it is freed
     done = subprocess.run(
-        [sys.executable, "-c", BEGINNING + program], capture_output=True, text=True, check=True, timeout=120
-    )
+        [sys.executable, "-c", BEGINNING + program],
+        env=returned, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
     return [int(word) for word in done.stdout.split()]
 
 
@@ -63,3 +76,9 @@ def test_calls_of_all_sizes_have_one_team() -> None:
 def test_threads_that_end_give_their_memory_back() -> None:
     (megabytes,) = said(ENDS)
     assert megabytes < 10
+
+
+def test_a_wide_product_keeps_little_memory() -> None:
+    """Of a head's 32,768 columns as of others: unfinished sums are those of some columns."""
+    (megabytes,) = said(WIDE)
+    assert megabytes < 6
