@@ -17,8 +17,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Compiling all at installation takes a minute; importing once compiles what is used, also where
-# PYTHONDONTWRITEBYTECODE is set: without bytecode every process compiles torch anew, and starts take twice as long.
+# Compiling all at installation takes a minute; importing once compiles what is used. Bytecode is kept also where the
+# environment says otherwise: without it every process compiles torch anew, and starts take twice as long.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 USED := ray.serve, ray.dashboard.agent, torch, transformers, xgrammar, cluster.cli, cluster.api.app, cluster.actors.shard
 TORCH_ARGS ?=
@@ -43,7 +44,7 @@ $(VENV)/.stamp: $(PINS) | $(BIN)/python
 	@echo "installing into $(VENV)"
 	@$(PIP) $(TORCH_ARGS) torch
 	@$(PIP) --editable .
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import $(USED)'
+	@$(BIN)/python -W ignore -c 'import $(USED)'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,3 +64,4 @@ def nodes(head: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> I
     finally:
         ray.shutdown()
         cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
