@@ -11,6 +11,8 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["nonfinite_logits", "slow_grammar"]
+MOST = 2**31  # what numbers of tokens stay below
+HOTTEST = 1e6  # a temperature beyond which bans, which are finite, would no longer be any
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows, and the answer is the same
 
 
@@ -41,7 +43,7 @@ class Adjustments:
             (all(abs(number) <= 100.0 for _, number in self.bias), "bias", "have numbers in [-100, 100]"),
             (self.allowed_token_ids != (), "allowed_token_ids", "hold a token"),
             (all(self.bad_words_token_ids), "bad_words_token_ids", "hold no empty word"),
-            (self.min_tokens >= 0, "min_tokens", "be at least 0"),
+            (0 <= self.min_tokens < MOST, "min_tokens", f"lie in [0, {MOST})"),
         )
         for ok, name, remedy in checks:
             if not ok:
@@ -90,11 +92,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Refuse values outside their documented range, naming the field."""
         checks = (
-            (self.temperature >= 0.0, "temperature", "be at least 0"),
-            (self.top_k >= 0, "top_k", "be 0 (off) or positive"),
+            (0.0 <= self.temperature <= HOTTEST, "temperature", f"lie in [0, {HOTTEST:.0f}]"),
+            (0 <= self.top_k < MOST, "top_k", f"be 0 (off) or positive, and below {MOST}"),
             (0.0 < self.top_p <= 1.0, "top_p", "lie in (0, 1]"),
             (0.0 <= self.min_p <= 1.0, "min_p", "lie in [0, 1]"),
-            (self.max_tokens >= 0, "max_tokens", "be at least 0"),
+            (0 <= self.max_tokens < MOST, "max_tokens", f"lie in [0, {MOST})"),
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "lie in [0, 2**63)"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "lie in [0, 20]"),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "lie in [0, 20]"),

@@ -1,7 +1,6 @@
 """The registry of target families: tiny random checkpoints of each, made by `transformers`, several configs each."""
 
-import json
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.exact import FLOAT32, Oracle, exact
+from tests.forms import cut, write_kimi, write_mimo, write_native
 from tests.tiny import folder_of_session
 
 VOCAB = 64
@@ -38,6 +37,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+GROWING = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 
@@ -50,7 +65,8 @@ def rope(scaling: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
 class Family:
     """`architecture` of `transformers`, sizes on top of `SIZES`, and its configs by what they try.
 
-    `text` names the config class of the language model inside a wrapper. `native`: written in Mistral's own format.
+    `text` names the config class of the language model inside a wrapper. `form` writes the checkpoint anew, as others
+    publish it.
     """
 
     architecture: str
@@ -58,7 +74,7 @@ class Family:
     sizes: dict[str, Any]
     cases: dict[str, dict[str, Any]]
     text: str = ""
-    native: bool = False
+    form: Callable[[Path, Any], None] | None = None
     seed: int = 0
 
 
@@ -186,21 +202,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 10,
-            "qk_rope_head_dim": 6,
-            "v_head_dim": 8,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 12,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
-        },
+        DEEPSEEK,
         {
             "low-rank queries": {},
             "whole queries, two shared": {"q_lora_rank": None, "n_shared_experts": 2},
@@ -260,6 +262,15 @@ FAMILIES: dict[str, Family] = {
         {"around Gemma-3": {"image_token_index": 63, "mm_tokens_per_image": 4, "sliding_window_pattern": 2}},
         text="Gemma3TextConfig",
     ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        "Ministral3Config",
+        {"head_dim": 12},
+        {
+            "growing queries": rope({**YARN, **GROWING}),
+            "no growth, a window": {"sliding_window": 9, **rope({**YARN, **GROWING, "llama_4_scaling_beta": 0.0})},
+        },
+    ),
     "mistral_native": Family(
         "MistralForCausalLM",
         "MistralConfig",
@@ -269,8 +280,17 @@ FAMILIES: dict[str, Family] = {
             "no window, one head each": {"sliding_window": None, "num_key_value_heads": 4},
             "yarn": {"sliding_window": None, **rope(YARN)},
         },
-        native=True,
+        form=write_native,
     ),
+    "ministral3_native": Family(
+        "Ministral3ForCausalLM",
+        "Ministral3Config",
+        {"head_dim": 12, "sliding_window": None},
+        {"growing queries": rope({**YARN, **GROWING})},
+        form=write_native,
+    ),
+    "mimo": Family("Qwen2ForCausalLM", "Qwen2Config", {}, {"beside its draft": {}}, form=write_mimo),
+    "kimi": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, {"around DeepSeek-V3": {}}, form=write_kimi),
 }
 VISION = {
     "hidden_size": 16,
@@ -306,8 +326,8 @@ def made(name: str, case: str, layers: int = LAYERS) -> Made:
     model = random_model(getattr(transformers, family.architecture), config, family.seed)
     with exact():
         model.save_pretrained(folder)
-    if family.native:
-        write_native(folder, config)
+    if family.form is not None:
+        family.form(folder, config)
     if shards:
         cut(folder)
     return Made(str(folder), Oracle(model))
@@ -324,47 +344,6 @@ def wrapper(family: Family, given: dict[str, Any]) -> Any:
     return outer_class(
         text_config=text, vision_config=tower, tie_word_embeddings=given["tie_word_embeddings"], eos_token_id=1, **outer
     )
-
-
-def write_native(folder: Path, config: Any) -> None:
-    """Turn a Mistral checkpoint of `transformers` into params.json and consolidated.safetensors."""
-    held = load_file(folder / "model.safetensors")
-    for file in folder.iterdir():
-        file.unlink()
-    d, written = config.head_dim, {}
-    parts = {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"}
-    parts |= {p: f"attention.w{p}" for p in "qkvo"}
-    for name, tensor in held.items():
-        name = name.removeprefix("model.")
-        if ".q_proj" in name or ".k_proj" in name:
-            tensor = tensor.view(-1, 2, d // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        for part, theirs in parts.items():
-            name = re.sub(rf"(self_attn|mlp)\.{part}_proj", theirs, name)
-        name = name.replace("input_layernorm", "attention_norm").replace("post_attention_layernorm", "ffn_norm")
-        name = name.replace("embed_tokens", "tok_embeddings").replace("lm_head", "output")
-        written[name] = tensor.contiguous()
-    save_file(written, folder / "consolidated.safetensors")
-    params = {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "head_dim": d,
-        "hidden_dim": config.intermediate_size,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "max_position_embeddings": config.max_position_embeddings,
-        "sliding_window": config.sliding_window,
-    }
-    if config.rope_parameters["rope_type"] == "yarn":
-        params["yarn"] = {
-            "factor": config.rope_parameters["factor"],
-            "original_max_position_embeddings": config.rope_parameters["original_max_position_embeddings"],
-            "beta": 32,
-            "alpha": 1,
-        }
-    (folder / "params.json").write_text(json.dumps(params))
 
 
 def random_model(kind: type[PreTrainedModel], config: Any, seed: int = 0) -> PreTrainedModel:
@@ -386,15 +365,3 @@ def random_model(kind: type[PreTrainedModel], config: Any, seed: int = 0) -> Pre
                 tensor.data.copy_(new.to(FLOAT32))
         model.tie_weights()
     return model.double()
-
-
-def cut(folder: Path) -> None:
-    """Turn the one file of a checkpoint into two with an index."""
-    held = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(held)
-    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({tensor: held[tensor] for tensor in part}, folder / file)
-    table = {"weight_map": {tensor: file for file, part in parts.items() for tensor in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(table))

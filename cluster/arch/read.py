@@ -8,10 +8,10 @@ from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
 from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.gpt_oss import gpt_oss
-from cluster.arch.families.llama import llama, mistral
+from cluster.arch.families.llama import llama, ministral3, mistral
 from cluster.arch.families.mistral_native import mistral_native
 from cluster.arch.families.mixtral import mixtral
-from cluster.arch.families.qwen import qwen2, qwen3, qwen3_moe
+from cluster.arch.families.qwen import mimo, qwen2, qwen3, qwen3_moe
 from cluster.arch.families.wrapped import WRAPPERS, wrapped
 from cluster.arch.keys import Keys, family_of, read_json
 from cluster.arch.layer import geometry_of
@@ -22,7 +22,9 @@ from cluster.config import ConfigError
 FAMILIES: dict[str, Callable[[Keys], TargetArch]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
+    "Ministral3ForCausalLM": ministral3,
     "Qwen2ForCausalLM": qwen2,
+    "MiMoForCausalLM": mimo,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "MixtralForCausalLM": mixtral,

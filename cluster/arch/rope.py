@@ -1,6 +1,7 @@
 """Rotary embeddings as configs describe them: base, scaling, and what scaling does to the softmax."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ class Yarn(NamedTuple):
     """YaRN (arXiv 2309.00071): frequencies that turn less than `beta_slow` times over `length` are divided by `factor`.
 
     Those that turn more than `beta_fast` times are kept, those between are blended. `length` is the original context
-    length; `attention` multiplies cos and sin; `truncate` rounds the blended range to whole dimensions.
+    length; `attention` multiplies cos and sin, and has been multiplied by a config's `attn_factor` (vLLM's and SGLang's
+    reading; `transformers` knows no such key); `truncate` rounds the blended range to whole dimensions.
     """
 
     factor: float
@@ -44,16 +46,21 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
     """The rotary embedding that the config asks for; `theta` is the base where the config has none.
 
     `layer_type` picks one entry of a config that lists several embeddings by layer type. Old and new spelling are read:
-    `rope_theta` with `rope_scaling`, and `rope_parameters`. Dynamic scaling changes nothing up to
+    `rope_theta` with `rope_scaling`, and `rope_parameters`; where both are there, scaling is as the first says, since
+    that is what users add. Dynamic scaling changes nothing up to
     `max_position_embeddings`, beyond which nothing is served. `partial`: the family may rotate only a part of each head
     (`partial_rotary_factor`); for other families that key is refused, because its meaning there is not defined.
 
     Raises:
         ConfigError: a scaling or a factor that is not served, or a key that it needs is missing.
     """
-    scaling = keys.section("rope_parameters" if keys.data.get("rope_parameters") else "rope_scaling")
+    scaling = scaling_of(keys)
     if layer_type is not None and layer_type in scaling.data:
         scaling = scaling.section(layer_type)
+    if several := [name for name, given in scaling.data.items() if isinstance(given, Mapping)]:
+        raise ConfigError(
+            f"{keys.file} of {keys.where!r}: rope_parameters by layer type ({several}) are not served here"
+        )
     kind = scaling.data.get("rope_type") or scaling.data.get("type") or "default"
     theta = scaling.number("rope_theta", keys.number("rope_theta", theta))
     share = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
@@ -77,6 +84,7 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
             attention = mscale(factor, scaling.number("mscale", 1.0)) / mscale(
                 factor, scaling.number("mscale_all_dim", 1.0)
             )
+        attention *= scaling.number("attn_factor", 1.0)
         return Rope(
             theta,
             yarn=Yarn(
@@ -92,6 +100,14 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
     raise ConfigError(
         f"{keys.file} of {keys.where!r}: rope_scaling type {kind!r} is not served; known: {', '.join(KINDS)}"
     )
+
+
+def scaling_of(keys: Keys) -> Keys:
+    """What the config says of scaling, over what `rope_parameters` has besides."""
+    new, old = keys.section("rope_parameters"), keys.section("rope_scaling")
+    if not old.data:
+        return new
+    return old.over({name: new.data[name] for name in ("rope_theta", "partial_rotary_factor") if name in new.data})
 
 
 def mscale(factor: float, weight: float) -> float:

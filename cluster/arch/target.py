@@ -16,7 +16,8 @@ class TargetArch:
     """A target: its layers over a vocabulary, how it ends a text, and what its tensors are called.
 
     `embed_scale` multiplies the embedding's rows, `softcap` bends logits to c * tanh(x / c). `names` turn the names
-    that layers ask for into the checkpoint's, in order, as (pattern, replacement); `ignored` are patterns of stored
+    that layers ask for into the checkpoint's, in order, as (pattern, replacement); `query_scaling` (length, beta):
+    queries at position p are multiplied by 1 + beta log(1 + p // length); `ignored` are patterns of stored
     tensors that the target does not use (a vision tower, an MTP draft).
     """
 
@@ -31,6 +32,7 @@ class TargetArch:
     softcap: float | None = None
     names: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    query_scaling: tuple[int, float] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -67,7 +69,7 @@ def target_of(keys: Keys, family: str, layers: tuple[LayerGeometry, ...], **own:
         "vocab_size": keys.integer("vocab_size"),
         "layers": layers,
         "tied": keys.flag("tie_word_embeddings"),
-        "max_position": keys.integer("max_position_embeddings", 2048),
+        "max_position": _longest(keys, layers),
         "dtype": dtype_of(keys.data),
         "eos_token_ids": end_tokens(keys.where, keys.data),
     }
@@ -75,17 +77,42 @@ def target_of(keys: Keys, family: str, layers: tuple[LayerGeometry, ...], **own:
 
 
 def end_tokens(folder: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """End tokens: generation_config.json's where it names some, else config.json's."""
-    found: tuple[int, ...] = ()
-    generation = (
-        read_json(folder, "generation_config.json") if (Path(folder) / "generation_config.json").is_file() else {}
-    )
-    for data in (config, generation):
+    """End tokens: all that generation_config.json, config.json and the tokenizer's config name, as often one of them
+    lacks what the model ends its turns with (SGLang takes all three as well).
+    """
+    found: dict[int, None] = {}
+    for data in (_beside(folder, "generation_config.json"), config):
         ids = data.get("eos_token_id")
-        if ids is None:
-            continue
-        ids = ids if isinstance(ids, list) else [ids]
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if any(type(i) is not int or i < 0 for i in ids):
             raise ConfigError(f"config of {folder!r}: eos_token_id must be token ids, got {ids!r}")
-        found = tuple(ids)
-    return found
+        found |= dict.fromkeys(ids)
+    return tuple(found | dict.fromkeys(_end_of_tokenizer(folder)))
+
+
+def _beside(folder: str, name: str) -> dict[str, Any]:
+    return read_json(folder, name) if (Path(folder) / name).is_file() else {}
+
+
+def _end_of_tokenizer(folder: str) -> list[int]:
+    """The id of tokenizer_config.json's `eos_token`, which it or tokenizer.json lists among the tokens added."""
+    given = _beside(folder, "tokenizer_config.json")
+    end = given.get("eos_token")
+    end = end.get("content") if isinstance(end, Mapping) else end
+    if not isinstance(end, str):
+        return []
+    listed = given.get("added_tokens_decoder")
+    if isinstance(listed, Mapping):
+        added = [(each.get("content"), int(at)) for at, each in listed.items() if isinstance(each, Mapping)]
+    else:
+        tokens = _beside(folder, "tokenizer.json").get("added_tokens") or []
+        added = [(each.get("content"), int(each["id"])) for each in tokens]
+    return [at for content, at in added if content == end]
+
+
+def _longest(keys: Keys, layers: tuple[LayerGeometry, ...]) -> int:
+    """The longest text: of YaRN what it stretches to, which configs need not repeat as `max_position_embeddings`."""
+    stretched = [
+        int(layer.rope.yarn.factor * layer.rope.yarn.length) for layer in layers if layer.rope.yarn is not None
+    ]
+    return max([keys.integer("max_position_embeddings", 2048), *stretched])

@@ -87,6 +87,9 @@ class Engine(Rank):
         bad = [t for t in request.prompt_token_ids if not 0 <= t < p.arch.vocab_size]
         if bad:
             raise ValueError(f"prompt holds token id {bad[0]}, outside the vocabulary of {p.arch.vocab_size}")
+        named = () if params.adjustments is None else params.adjustments.token_ids()
+        if (other := next((t for t in named if not 0 <= t < p.arch.vocab_size), None)) is not None:
+            raise ValueError(f"adjustments name token id {other}, outside the vocabulary of {p.arch.vocab_size}")
         if prompt + params.max_tokens > p.context_length:
             raise ValueError(
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} exceeds the context length of "
@@ -112,7 +115,7 @@ class Engine(Rank):
             raise ValueError(f"request_id {request.request_id!r} is in use")
         p, params, ids = self._p, request.params, request.prompt_token_ids
         prompt_len = len(ids) - request.resumed_tokens
-        finish = FinishCheck(params, p.arch.eos_token_ids, p.tokenizer, ids[:prompt_len])
+        finish = FinishCheck(params, p.arch.eos_token_ids, p.arch.vocab_size, p.tokenizer, ids[:prompt_len])
         if request.resumed_tokens:
             cut = finish.cut(ids[prompt_len:], params.max_tokens)
             if cut.reason is not None:

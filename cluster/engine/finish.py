@@ -22,11 +22,15 @@ class FinishCheck:
         self,
         params: SamplingParams,
         eos_token_ids: Iterable[int],
+        vocab_size: int,
         tokenizer: TextTokenizer | None,
         prompt_token_ids: Sequence[int],
     ) -> None:
-        """`prompt_token_ids` is the text before the first generated token; stop strings are looked for after it."""
-        self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        """`prompt_token_ids` is the text before the first generated token; stop strings are looked for after it. Tokens
+        from `vocab_size` on, which a config or a client may name, never come.
+        """
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self.ends = {token for token in ends if 0 <= token < vocab_size}
         self._most = params.max_tokens
         self._least = 0 if params.adjustments is None else params.adjustments.min_tokens
         self._finder, self._text = None, None

@@ -42,6 +42,7 @@ class AdjustmentTable:
     def __init__(self, rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = (rows, vocab), at_least_float32(dtype), device
         self._made = False
+        self._worded: dict[int, tuple[int, int]] = {}  # how many bad words a row has, and how long the longest is
 
     def make(self) -> None:
         """Take the memory, before a step in which some request has adjustments."""
@@ -79,6 +80,8 @@ class AdjustmentTable:
         self.numbers[:, REPETITION].index_fill_(0, sent["plain"], 1.0)
         self.missing.index_fill_(0, sent["plain"], 0)
         self.words.index_fill_(0, sent["plain"], -1)
+        for sampling in order.samplings:
+            self._worded.pop(sampling.row, None)
         for i, each in enumerate(order.adjustings):
             self._put(each, {name.rpartition(" ")[0]: at for name, at in sent.items() if name.endswith(f" {i}")})
 
@@ -98,16 +101,19 @@ class AdjustmentTable:
         self._put_words(each, tokens, sent["words"])
 
     def _put_words(self, each: Adjusting, tokens: Tensor, words: Tensor) -> None:
-        """The bad words of a row, each at the end of its line, and the tokens before the next."""
-        lines = max(self.words.shape[1], len(each.bad_words))
-        longest = max(self.words.shape[2], *map(len, each.bad_words), 1)
+        """The bad words of a row, each at the end of its line, and the tokens before the next. The table is as large as
+        rows need it now: every step with some compares all of it.
+        """
+        self._worded[each.row] = len(each.bad_words), max(map(len, each.bad_words), default=1)
+        lines, longest = (max(sizes) for sizes in zip(*self._worded.values(), strict=True))
         if self.words.shape[1:] != (lines, longest):
-            wider, rows = torch.full((self._shape[0], lines, longest), -1, device=self._device), self._shape[0]
-            m, before = self.words.shape[1], longest - self.words.shape[2]
-            wider[:, :m, before:] = self.words
-            tails = torch.full((rows, longest - 1), -1, device=self._device)
-            tails[:, before:] = self.tails
-            self.words, self.tails = wider, tails
+            self.words[each.row].fill_(-1)
+            m, kept = min(lines, self.words.shape[1]), min(longest, self.words.shape[2])
+            resized = torch.full((self._shape[0], lines, longest), -1, device=self._device)
+            resized[:, :m, longest - kept :] = self.words[:, :m, self.words.shape[2] - kept :]
+            tails = torch.full((self._shape[0], longest - 1), -1, device=self._device)
+            tails[:, longest - kept :] = self.tails[:, self.tails.shape[1] - kept + 1 :]
+            self.words, self.tails = resized, tails
         self.words[each.row].fill_(-1)
         start = 0
         for line, word in enumerate(each.bad_words):

@@ -15,8 +15,10 @@ from cluster.forward.noise import at_least_float32
 from cluster.kernels.library import Library
 from cluster.recording import native
 
-BARRED = 2 * BANNED
-"""Added to the logit of a token that the grammar does not have; below what is banned, so that a grammar prevails."""
+BARRED = 1000 * BANNED
+"""Added to the logit of a token that the grammar does not have. Below all that is banned, so that a grammar prevails: a
+token can be banned several times, and a repetition penalty of at most 100 multiplies that.
+"""
 WORD = 32  # tokens in a word of a mask
 
 Bars = Callable[[Tensor, Tensor, Tensor | None], Tensor]

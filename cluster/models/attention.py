@@ -27,6 +27,18 @@ class Attend(Protocol):
         ...
 
 
+class GrownQueries:
+    """Attention whose queries at position p are multiplied by 1 + beta log(1 + p // length) (Llama 4, Ministral 3)."""
+
+    def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
+        self._attend = attend
+        self._growth = 1 + beta * torch.log1p((positions // length).double())
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See `Attend`."""
+        return self._attend(layer, q * self._growth.to(q.dtype)[:, None, None], kv, sinks)
+
+
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
     """Packed q, k, v projection, rope on q and k, the attention primitive, output projection; this rank's heads.

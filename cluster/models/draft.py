@@ -12,6 +12,7 @@ from torch import Tensor
 from cluster.arch import DraftLayer, DraftSpec
 from cluster.config import ConfigError
 from cluster.kernels.interface import Kernels
+from cluster.models.attention import GrownQueries
 from cluster.models.checkpoint import Checkpoint, placed
 from cluster.models.context import ModelContext
 from cluster.models.layer import (
@@ -155,7 +156,7 @@ class DraftModel(ABC):
         """The layers and the final norm: (input of the head, recurrent) `[T, H]`."""
         angles = self._rotary.at(positions)
         if self.spec.query_scaling is not None:
-            attend = _Grown(attend, positions, *self.spec.query_scaling)
+            attend = GrownQueries(attend, positions, *self.spec.query_scaling)
         for index, layer in enumerate(self._layers):
             hidden = layer(embedding, hidden, angles, attend, index, self._exchange)
         normed = hidden if self._norm is None else self._kernels.norm(hidden, self._norm, self.spec.layer.eps)
@@ -164,17 +165,6 @@ class DraftModel(ABC):
     def _embedding(self, token_ids: Tensor) -> Tensor:
         assert self._embed is not None
         return self._embed(token_ids, self._exchange)
-
-
-class _Grown:
-    """Attention whose queries at position p are multiplied by 1 + beta log(1 + p // length) (llama-4, Mistral)."""
-
-    def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
-        self._attend = attend
-        self._growth = 1 + beta * torch.log1p((positions // length).double())
-
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return self._attend(layer, q * self._growth.to(q.dtype)[:, None, None], kv, sinks)
 
 
 def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import TargetArch
-from cluster.models.attention import Attend
+from cluster.models.attention import Attend, GrownQueries
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.context import WHOLE, ModelContext
 from cluster.models.load import Loader
@@ -58,6 +58,8 @@ class DecoderTarget:
         if self._embed_scale is not None:
             hidden = hidden * self._embed_scale
         angles = [rotary.at(positions) for rotary in self._rotaries]
+        if self.arch.query_scaling is not None:
+            attend = GrownQueries(attend, positions, *self.arch.query_scaling)
         aux: list[Tensor] = []
         more: Tensor | None = None
         for index, layer in enumerate(self._layers):

@@ -64,9 +64,10 @@ class AdjustingFields(Strict):
             if not ok:
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
-    def adjustments(self, tokenizer: TextTokenizer | None) -> Adjustments | None:
+    def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> Adjustments | None:
         """The adjustments that are asked for; None if there are none. Bad words are banned as the tokens that they are
-        at the beginning of a text and, where that differs, after a space.
+        at the beginning of a text and, where that differs, after a space; one with a token that the model does not have
+        cannot come.
         """
         words = []
         for word in self.bad_words if tokenizer is not None else ():
@@ -78,7 +79,7 @@ class AdjustingFields(Strict):
             repetition_penalty=self.repetition_penalty,
             bias=tuple((token, bias) for token, bias in self.logit_bias.items() if bias),
             allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)) or None,
-            bad_words_token_ids=tuple(dict.fromkeys(word for word in words if word)),
+            bad_words_token_ids=tuple(dict.fromkeys(word for word in words if word and max(word) < vocab_size)),
             min_tokens=self.min_tokens,
         )
         return None if made == Adjustments() else made

@@ -136,7 +136,7 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
 
     def make_choices() -> list[Choice]:
         choices: list[Choice] = []
-        adjustments = fields.adjustments(None if tokenizer is None else tokenizer.text)
+        adjustments = fields.adjustments(None if tokenizer is None else tokenizer.text, model.vocab_size)
         for at, ids in enumerate(prompts):
             if not ids:
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")

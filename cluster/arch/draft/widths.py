@@ -8,18 +8,21 @@ from cluster.arch.draft.facts import Facts
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.keys import Keys, Shapes
 from cluster.arch.layer import LayerGeometry, geometry_of, sliding, with_sliding_window
+from cluster.arch.safetensors.stored import stored_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
 def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
-    """How many layers the config says that there are, 1 by default; the tensors must not hold more.
+    """How many layers the config says that there are, 1 by default; the tensors must not hold more. A `midlayer` is
+    the only one, whatever a config that was copied from the target says.
 
     Raises:
         ConfigError: a tensor belongs to a later layer; the message names it.
     """
     numbers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
-    count = keys.integer("num_hidden_layers", 1)
+    alone = numbers == {0} and any(raw.startswith("midlayer.") for _, raw, _ in stored_tensors(folder).values())
+    count = 1 if alone else keys.integer("num_hidden_layers", 1)
     beyond = sorted(name for name in shapes if name.startswith(tuple(f"layers.{i}." for i in numbers if i >= count)))
     if beyond:
         raise ConfigError(f"draft {folder!r} has num_hidden_layers {count} but holds {beyond[0]!r}")
@@ -46,10 +49,13 @@ def draft_geometry(
     if data.get("head_dim") is None and query and isinstance(heads, int) and heads > 0 and query[0] % heads == 0:
         data["head_dim"] = query[0] // heads
     out, mlp = f"{prefix}.self_attn.o_proj.bias", f"{prefix}.mlp.up_proj.bias"
+    queries = f"{prefix}.self_attn.q_proj.bias" in shapes
+    qwen = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # whose `attention_bias` means q, k and v alone
+    held = qwen and queries and keys.data.get("attention_bias") is True
     return replace(
         geometry_of(Keys(data, keys.where), partial=partial),
-        attention_bias=f"{prefix}.self_attn.q_proj.bias" in shapes,
-        out_bias=confirmed(folder, keys, "attention_bias", out, out in shapes),
+        attention_bias=queries,
+        out_bias=out in shapes if held else confirmed(folder, keys, "attention_bias", out, out in shapes),
         qk_norm=any(f"{prefix}.self_attn.{part}_norm.weight" in shapes for part in "qk"),
         mlp_bias=confirmed(folder, keys, "mlp_bias", mlp, mlp in shapes),
     )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cluster.arch.keys import Keys
 from cluster.arch.layer import Latent, Moe, geometry_of
-from cluster.arch.rope import mscale
+from cluster.arch.rope import mscale, scaling_of
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
@@ -26,7 +26,7 @@ def deepseek_v3(keys: Keys) -> TargetArch:
     data = dict(keys.data) | {"num_key_value_heads": 1, "head_dim": latent.kv_rank + latent.rope}
     if latent.rope % 2 or data["head_dim"] % 2:
         raise ConfigError(f"{keys.file} of {keys.where!r}: qk_rope_head_dim and kv_lora_rank must be even")
-    scaling = keys.section("rope_parameters" if keys.data.get("rope_parameters") else "rope_scaling")
+    scaling = scaling_of(keys)
     scale = float((latent.nope + latent.rope) ** -0.5)
     if scaling.data.get("mscale_all_dim"):
         scale *= mscale(scaling.number("factor", 1.0), scaling.number("mscale_all_dim", 1.0)) ** 2

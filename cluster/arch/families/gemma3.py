@@ -25,7 +25,7 @@ def gemma3(keys: Keys) -> TargetArch:
     every = keys.integer("sliding_window_pattern", 6)
     which = sliding(keys, count, [(i + 1) % every != 0 for i in range(count)])
     layer = replace(
-        geometry_of(full, "gelu_tanh"),
+        geometry_of(_without(full, "rope_parameters", "rope_scaling"), "gelu_tanh"),
         rope=rope_of(full, 1e6, "full_attention"),
         scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
         qk_norm=True,
@@ -49,5 +49,9 @@ def gemma3(keys: Keys) -> TargetArch:
 def _local_rope(keys: Keys) -> Rope:
     """The rope of local layers: as `rope_parameters` lists it, else `rope_local_base_freq` without scaling."""
     if "sliding_attention" in keys.section("rope_parameters").data:
-        return rope_of(keys, 10000.0, "sliding_attention")
+        return rope_of(_without(keys, "rope_scaling"), 10000.0, "sliding_attention")
     return Rope(keys.number("rope_local_base_freq", 10000.0))
+
+
+def _without(keys: Keys, *names: str) -> Keys:
+    return Keys({name: given for name, given in keys.data.items() if name not in names}, keys.where, keys.file)

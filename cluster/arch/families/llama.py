@@ -1,7 +1,10 @@
-"""Llama 2 and 3.x, and Mistral, which adds one sliding window for all layers."""
+"""Llama 2 and 3.x, Mistral, which adds one sliding window for all layers, and Ministral 3, whose queries grow."""
+
+from dataclasses import replace
 
 from cluster.arch.keys import Keys
 from cluster.arch.layer import geometry_of, with_sliding_window
+from cluster.arch.rope import scaling_of
 from cluster.arch.target import TargetArch, target_of
 
 
@@ -19,3 +22,12 @@ def mistral(keys: Keys) -> TargetArch:
         window = keys.integer("sliding_window", 4096)
     layers = with_sliding_window(geometry_of(keys), window, [window is not None] * count)
     return target_of(keys, "MistralForCausalLM", layers)
+
+
+def ministral3(keys: Keys) -> TargetArch:
+    """`Ministral3ForCausalLM`: Mistral without a window unless one is given, whose queries grow with the position."""
+    scaling, given = scaling_of(keys), Keys({"sliding_window": None, **keys.data}, keys.where, keys.file)
+    grown = None
+    if scaling.data.get("llama_4_scaling_beta"):
+        grown = scaling.integer("original_max_position_embeddings"), scaling.number("llama_4_scaling_beta", 0.1)
+    return replace(mistral(given), family="Ministral3ForCausalLM", query_scaling=grown)

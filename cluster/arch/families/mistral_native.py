@@ -30,7 +30,7 @@ SPELLED = {
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tied_embeddings",
 }
-NOT_SERVED = ("moe", "llama_4_scaling", "q_lora_rank", "kv_lora_rank", "vision_encoder", "mamba")
+NOT_SERVED = ("moe", "q_lora_rank", "kv_lora_rank", "vision_encoder", "mamba")
 END_OF_TEXT = 2
 
 
@@ -38,7 +38,7 @@ def mistral_native(params: Keys) -> TargetArch:
     """A dense Mistral; params.json never names the end token, which is 2, and 128,000 positions are its default.
 
     Raises:
-        ConfigError: it holds experts, latent attention, position-dependent scales or a vision tower.
+        ConfigError: it holds experts, latent attention or a vision tower.
     """
     for key in NOT_SERVED:
         if params.data.get(key):
@@ -64,4 +64,8 @@ def mistral_native(params: Keys) -> TargetArch:
     layer = replace(geometry_of(keys), interleaved=True)
     longest = params.integer("max_position_embeddings", params.integer("max_seq_len", 128000))
     layers = with_sliding_window(layer, window, [window is not None] * count)
-    return target_of(keys, "Mistral (native)", layers, names=NAMES, max_position=longest)
+    scaling, grown = params.section("llama_4_scaling"), None
+    if scaling.data:
+        grown = scaling.integer("original_max_position_embeddings"), scaling.number("beta", 1.0)
+    own = {"names": NAMES, "max_position": longest, "query_scaling": grown}
+    return target_of(keys, "Mistral (native)", layers, **own)

@@ -14,6 +14,11 @@ def qwen2(keys: Keys) -> TargetArch:
     return target_of(keys, "Qwen2ForCausalLM", _windows(keys, layer))
 
 
+def mimo(keys: Keys) -> TargetArch:
+    """`MiMoForCausalLM`: Qwen2, with an MTP draft beside it."""
+    return replace(qwen2(keys), family="MiMoForCausalLM", ignored=(r"^mtp_layers\.",))
+
+
 def qwen3(keys: Keys) -> TargetArch:
     """`Qwen3ForCausalLM`; heads of 128 where the config does not say."""
     layer = replace(geometry_of(keys.over({"head_dim": 128})), qk_norm=True)

@@ -4,17 +4,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
-from cluster.arch.families.llama import llama, mistral
+from cluster.arch.families.llama import llama, ministral3, mistral
 from cluster.arch.families.qwen import qwen2
 from cluster.arch.keys import Keys
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
-WRAPPERS = ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")
+WRAPPERS = (
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+)
 TEXT: dict[str, Callable[[Keys], TargetArch]] = {
     "llama": llama,
     "mistral": mistral,
+    "ministral3": ministral3,
+    "kimi_k2": deepseek_v3,
+    "deepseek_v3": deepseek_v3,
     "qwen2": qwen2,
     "gemma3_text": gemma3,
 }
@@ -32,7 +41,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**SEVEN_B, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
     "gemma3_text": {"hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216},
 }
-NOT_TEXT = (r"^(vision_tower|multi_modal_projector)\.",)
+NOT_TEXT = (r"^(vision_tower|multi_modal_projector|mm_projector)\.",)
 
 
 def wrapped(keys: Keys, wrapper: str) -> TargetArch:

@@ -53,7 +53,11 @@ def read_header(path: Path) -> dict[str, Stored]:
                 raise _broken(path, f"its header claims {length} bytes of a file of {size}")
             raw = file.read(length)
     except FileNotFoundError:
-        raise ConfigError(f"{path.name} is missing in {str(path.parent)!r}; only safetensors are read") from None
+        pickles = sorted(each.name for each in path.parent.glob("pytorch_model*.bin"))
+        remedy = f"; {pickles} are pickles: write them as safetensors first (docs/models.md)" if pickles else ""
+        raise ConfigError(
+            f"{path.name} is missing in {str(path.parent)!r}; only safetensors are read{remedy}"
+        ) from None
     except OSError as error:
         raise _broken(path, str(error)) from None
     return parse_header(raw, size, path)

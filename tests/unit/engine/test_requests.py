@@ -182,18 +182,18 @@ RUNS = [
 
 @pytest.mark.parametrize(("tokens", "room", "expected"), RUNS)
 def test_runs_are_cut_at_the_first_end(tokens: list[int], room: int, expected: Cut) -> None:
-    check = FinishCheck(SamplingParams(stop_token_ids=(8,)), (1,), None, [3])
+    check = FinishCheck(SamplingParams(stop_token_ids=(8,)), (1,), 64, None, [3])
     assert check.cut(tokens, room) == expected
 
 
 def test_eos_can_be_ignored_but_stop_tokens_cannot() -> None:
-    check = FinishCheck(SamplingParams(ignore_eos=True, stop_token_ids=(8,)), (1,), None, [3])
+    check = FinishCheck(SamplingParams(ignore_eos=True, stop_token_ids=(8,)), (1,), 64, None, [3])
     assert check.cut([1, 1, 8, 4], 9) == Cut(3, "stop", 8)
 
 
 def test_stop_strings_span_runs_but_not_the_prompt() -> None:
     tokenizer = TextTokenizer.load(letters_folder())
-    check = FinishCheck(SamplingParams(stop=("bc", "xyz")), (1,), tokenizer, [0, 1])
+    check = FinishCheck(SamplingParams(stop=("bc", "xyz")), (1,), 64, tokenizer, [0, 1])
     assert check.cut([2, 0, 23], 9) == Cut(3), "the prompt's last letter does not count"
     assert check.cut([24], 9) == Cut(1)
     assert check.cut([25, 0, 1], 9) == Cut(1, "stop", "xyz")

@@ -28,7 +28,7 @@ def sequence(name: str, prompt: int, max_tokens: int = 20) -> Sequence:
 
 def of_tokens(name: str, ids: list[int], max_tokens: int = 20, salt: int = 0) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, seed=0)
-    finish = FinishCheck(params, (), None, ids)
+    finish = FinishCheck(params, (), 64, None, ids)
     return Sequence(Request(name, tuple(ids), params, cache_salt=salt), finish, ids, len(ids), accepted=[0])
 
 

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from cluster.arch import read_target
 from tests.dialects.speculators.registry import rows as written_by_speculators
-from tests.families import FAMILIES
+from tests.families import FAMILIES, made
 from tests.ranks import test_drafts
 from tests.unit.models.draft_cases import CASES, LISTS
 
@@ -21,7 +22,10 @@ def drafts() -> list[str]:
 
 def targets() -> list[str]:
     rows = ["| family | configs | checked against |", "|---|---|---|"]
-    return rows + [f"| {f.architecture} | {', '.join(f.cases)} | transformers, float64 |" for f in FAMILIES.values()]
+    for name, family in FAMILIES.items():
+        served = read_target(made(name, next(iter(family.cases))).folder).family.split("/")[0]
+        rows.append(f"| {served} | {', '.join(family.cases)} | {family.architecture} of transformers, float64 |")
+    return rows
 
 
 TABLES = {"targets": targets, "drafts": drafts}

@@ -1,0 +1,92 @@
+"""Configs as they are published, where they differ from what `transformers` writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cluster.arch import read_target
+from cluster.arch.draft.widths import draft_geometry, layer_count
+from cluster.arch.keys import Keys
+from cluster.arch.rope import mscale, rope_of
+from cluster.arch.target import end_tokens
+from cluster.config import ConfigError
+from tests.families import made, rope
+from tests.loading import check_target
+from tests.unit.models.checkpoints import copy_of
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def of(**data: Any) -> Keys:
+    return Keys(data, "folder")
+
+
+def test_a_factor_of_attention_multiplies_what_yarn_gives() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B: 0.878 takes back what a factor of 4 would give."""
+    found = rope_of(of(rope_scaling={**YARN, "attn_factor": 0.8782488562869419})).yarn
+    assert found is not None and found.attention == pytest.approx(1.0, abs=1e-4)
+    plain = rope_of(of(rope_scaling=YARN)).yarn
+    assert plain is not None and plain.attention == mscale(4.0, 1.0)
+    given = rope_of(of(rope_scaling={**YARN, "attn_factor": 0.5, "attention_factor": 1.25})).yarn
+    assert given is not None and given.attention == 1.25
+
+
+def test_scaling_that_was_added_beside_rope_parameters_counts() -> None:
+    both = of(rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=YARN)
+    assert rope_of(both) == rope_of(of(rope_theta=1e6, rope_scaling=YARN))
+
+
+def test_ropes_by_layer_type_are_refused_where_layers_have_one() -> None:
+    nested = {"full_attention": {**YARN, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(ConfigError, match=r"rope_parameters by layer type .* are not served here"):
+        rope_of(of(rope_parameters=nested))
+    picked = rope_of(of(rope_parameters=nested), layer_type="full_attention")
+    assert picked.yarn is not None and picked.theta == 1e6
+
+
+def test_yarn_says_how_long_a_text_may_be(tmp_path: Path) -> None:
+    folder = copy_of(made("qwen2", "tied").folder, tmp_path / "long", **rope(YARN), max_position_embeddings=64)
+    assert read_target(folder).max_position == 128
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_end_tokens_are_all_that_any_file_names(listed: bool, tmp_path: Path) -> None:
+    assert end_tokens(str(tmp_path), {"eos_token_id": 5}) == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    assert end_tokens(str(tmp_path), {"eos_token_id": 7}) == (2, 5, 7)
+    added = {"9": {"content": "<|im_end|>"}, "8": {"content": "<pad>"}}
+    config = {"eos_token": {"content": "<|im_end|>"}} | ({"added_tokens_decoder": added} if listed else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokens = [{"id": int(at), **each} for at, each in added.items()]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    assert end_tokens(str(tmp_path), {}) == (2, 5, 9)
+
+
+def test_mimos_draft_has_biases_where_qwen2_has_them() -> None:
+    """Its config's `attention_bias` means those of q, k and v."""
+    shapes = {f"layers.0.self_attn.{part}_proj.weight": (32, 32) for part in "qkvo"}
+    shapes |= {f"layers.0.self_attn.{part}_proj.bias": (32,) for part in "qkv"}
+    data = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "attention_bias": True}
+    for kind in ("mimo", "qwen2"):
+        found = draft_geometry("folder", of(model_type=kind, **data), shapes)
+        assert found.attention_bias and not found.out_bias
+    with pytest.raises(ConfigError, match=r"attention_bias True but tensor .*o_proj\.bias' is missing"):
+        draft_geometry("folder", of(model_type="llama", **data), shapes)
+
+
+def test_a_midlayer_is_the_only_one(tmp_path: Path) -> None:
+    """EAGLE3-Vicuna1.3-13B's config says 40, as its target's does."""
+    save_file({"midlayer.input_layernorm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    shapes = {"layers.0.input_layernorm.weight": (2,)}
+    assert layer_count(str(tmp_path), of(num_hidden_layers=40), shapes) == 1
+
+
+def test_pickles_are_named_with_a_remedy(tmp_path: Path) -> None:
+    folder = Path(copy_of(made("qwen2", "tied").folder, tmp_path / "pickled"))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"only safetensors are read; \['pytorch_model.bin'\] are pickles: write"):
+        check_target(str(folder))
