@@ -62,7 +62,7 @@ def test_the_line_and_all_others_of_a_call_have_its_id(client: Client, caplog: p
 
 
 def test_refusals_faults_and_clients_that_leave(client: Client, service: ScriptedService, lines: Any) -> None:
-    client.complete(n=99)
+    client.complete(n=200)
     client.get("/nothing/of/ours")
     service.engine.queue_is_full = True
     client.complete()

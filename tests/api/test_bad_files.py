@@ -145,7 +145,7 @@ def test_files(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name
         (["--topk", "4", "--num-steps", "2", "--num-draft-tokens", "99"], "speculative_num_draft_tokens 99"),
         (["--num-steps", "99"], "speculative_num_steps"),
         (["--page-size", "0"], "page_size"),
-        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--temperature", "-1"], "temperature must lie in"),
         (["--top-p", "0"], "top_p must lie in"),
         (["--seed", "-4"], "seed must lie in"),
         (["--max-tokens", "0"], "max_tokens must be at least 1"),

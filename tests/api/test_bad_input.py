@@ -39,7 +39,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         COMPLETE,
         {"prompt": "x" * 600},
         "prompt",
-        f"context length of this model is {CONTEXT}",
+        f"maximum context length is {CONTEXT}",
     ),
     "prompt and output longer": (COMPLETE, {"max_tokens": 508}, "max_tokens", "ask for at most 507"),
     "too many sequences": (COMPLETE, {"prompt": ["a"] * 65, "n": 2}, "prompt", "130 sequences"),
@@ -55,12 +55,12 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "n is zero": (COMPLETE, {"n": 0}, "n", "greater than or equal to 1, got 0"),
     "n is negative": (CHAT, {"n": -3}, "n", "got -3"),
-    "n is huge": (COMPLETE, {"n": 10**30}, "n", "must be at most 8"),
+    "n is huge": (COMPLETE, {"n": 10**30}, "n", "must be at most 128"),
     "n is a fraction": (COMPLETE, {"n": 1.5}, "n", "must be an integer"),
     "max_tokens is zero": (CHAT, {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     "prompt_logprobs is too many": (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
     "prompt_logprobs in a stream": (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not in a stream"),
-    "best_of is too many": (COMPLETE, {"best_of": 9}, "best_of", "at most 8"),
+    "best_of is too many": (COMPLETE, {"best_of": 129}, "best_of", "at most 128"),
     "best_of below n": (COMPLETE, {"best_of": 2, "n": 3}, "best_of", "at least n"),
     "best_of in a stream": (COMPLETE, {"best_of": 2, "stream": True}, "best_of", "known at the end"),
     "a cut to nothing": (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be positive"),
@@ -84,7 +84,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "stop is a number": (COMPLETE, {"stop": 3}, "stop", "must be a list"),
     "stop is empty": (COMPLETE, {"stop": ""}, "stop", "an empty string would stop everything"),
     "stop holds a number": (COMPLETE, {"stop": ["a", 3]}, "stop.1", "must be a string, got 3"),
-    "too many stops": (COMPLETE, {"stop": [*"abcdefghi"]}, "stop", "at most 8 strings, got 9"),
+    "too many stops": (COMPLETE, {"stop": [*map(str, range(65))]}, "stop", "at most 64 strings, got 65"),
     "a long stop": (COMPLETE, {"stop": "x" * 257}, "stop", "at most 256 characters"),
     "a stop that is not text": (COMPLETE, {"stop": "\udfff"}, "stop.0", "half of a surrogate pair"),
     "stop token outside the vocabulary": (COMPLETE, {"stop_token_ids": [VOCAB]}, "stop_token_ids", "must lie in"),
@@ -299,8 +299,8 @@ def test_every_known_field_is_refused_by_name_or_neutral(served: tuple[Client, S
     assert response.json()["error"]["code"] == "unsupported_parameter"
     for neutral in (None, *REFUSED[field]):
         # A field that is checked after ours shows that this one went through.
-        answer = client.post(path, {"model": MODEL, **good, field: neutral, "n": 99})
-        check(answer, 400, "n", "at most 8")
+        answer = client.post(path, {"model": MODEL, **good, field: neutral, "n": 200})
+        check(answer, 400, "n", "at most 128")
         assert WARNING_HEADER not in answer.headers
 
 

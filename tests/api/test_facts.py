@@ -89,7 +89,7 @@ def test_server_info(client: Client) -> None:
 
 def test_metrics(client: Client, service: ScriptedService) -> None:
     client.complete()
-    client.complete(n=99)
+    client.complete(n=200)
     service.engine.queue_is_full = True
     client.complete(stream=True)
     page = client.get("/metrics")

@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "too many prompt_logprobs": ({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
     "negative prompt_logprobs": ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
     "best_of below n": ({"best_of": 2, "n": 3}, "best_of", "at least n (3)"),
-    "too many to choose from": ({"best_of": 9}, "best_of", "at most 8"),
+    "too many to choose from": ({"best_of": 129}, "best_of", "at most 128"),
     "the best in a stream": ({"best_of": 3, "stream": True}, "best_of", "known at the end"),
     "best_of of many prompts": ({"best_of": 8, "prompt": ["a"] * 17}, "prompt", "best_of = 8"),
     "a cut to nothing": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be positive, or -1"),

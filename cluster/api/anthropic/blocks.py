@@ -27,6 +27,19 @@ def _text(value: Any) -> str:
 
 
 Texts = Annotated[str, PlainValidator(_text, json_schema_input_type=str | list[TextBlock])]
+BILLING = "x-anthropic-billing-header:"
+
+
+def _system(value: Any) -> str:
+    """Claude Code begins with a block for Anthropic's own servers, which changes with every request: no prefix of a
+    prompt that held it would be found again.
+    """
+    if isinstance(value, list):
+        value = [part for part in value if not (isinstance(part, dict) and str(part.get("text")).startswith(BILLING))]
+    return _text(value)
+
+
+System = Annotated[str, PlainValidator(_system, json_schema_input_type=str | list[TextBlock])]
 
 
 class ThinkingBlock(Strict):

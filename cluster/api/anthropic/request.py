@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.anthropic.blocks import Message, Read, Texts, dialogue_of, messages_of
+from cluster.api.anthropic.blocks import Message, Read, System, dialogue_of, messages_of
 from cluster.api.anthropic.fields import COUNT_TABLE, TABLE
 from cluster.api.openai.content import Strict, Text
 from cluster.api.openai.errors import shown
@@ -106,7 +106,7 @@ class CountRequest(TranslatedBody):
 
     model: str | None = None
     messages: Annotated[list[Read], PlainValidator(messages_of, json_schema_input_type=Messages)]
-    system: Texts | None = None
+    system: System | None = None
     tools: Annotated[list[CustomTool], PlainValidator(_tools, json_schema_input_type=list[CustomTool])] = Field(
         default_factory=list
     )

@@ -19,6 +19,8 @@ Sent = tuple[str, dict[str, Any]]
 class MessageShape:
     """One message. Texts, thoughts and calls become blocks, in their order."""
 
+    alive = event({"type": "ping"}, "ping")
+
     def __init__(self, about: Answering) -> None:
         self._about = about
         self._sections = Sections(about.extras.thought)

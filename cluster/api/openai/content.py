@@ -149,7 +149,7 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` is a name
-    of `reasoning_content` too. Other fields of an answer may be sent back only empty.
+    of `reasoning_content` too. Other fields are not read.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -168,6 +168,16 @@ class ChatMessage(Strict):
     def thought(self) -> str | None:
         """What the assistant had thought."""
         return self.reasoning_content or self.reasoning
+
+
+WITH_MEANING = frozenset({"audio", "function_call", "prefix", "partial"})
+"""Fields of a message that change what an answer is, so that they are refused; others are not read, which is said."""
+
+
+def unread(messages: Sequence[ChatMessage]) -> list[str]:
+    """Warnings about fields of messages that are not read, each name once: clients keep in a history what they like."""
+    names = {name: None for message in messages for name, value in (message.model_extra or {}).items() if value}
+    return [f"messages: {shown(name)} is not read" for name in names]
 
 
 OF_ROLE = dict.fromkeys(("tool_calls", "reasoning_content", "reasoning"), "assistant") | {"tool_call_id": "tool"}
@@ -196,7 +206,7 @@ def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
         for call_at, call in enumerate(message.tool_calls):
             _check_arguments(call, f"{path}.tool_calls.{call_at}.function.arguments")
         for name, value in (message.model_extra or {}).items():
-            if value:
+            if value and name in WITH_MEANING:
                 extra = path_of(path, name)
                 raise ApiError(
                     f"{extra}: {shown(value)} is not supported by this server; leave it out",

@@ -48,6 +48,18 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
+def too_long(model: ModelInfo, prompt: int, wanted: int) -> str:
+    """That a request does not fit, in the sentences by which clients know it: OpenAI's, which LiteLLM looks for, and
+    Anthropic's two, by which its clients shorten a prompt or ask for less.
+    """
+    has = f"this model's maximum context length is {model.context_length} tokens"
+    if model.room < model.context_length:
+        has = f"the KV cache of this server has room for {model.room} tokens of one request"
+    if prompt >= model.room:
+        return f"prompt is too long: {prompt} tokens > {model.room - 1} maximum, as {has}"
+    return f"input length and `max_tokens` exceed context limit: {prompt} + {wanted} > {model.room}, as {has}"
+
+
 class GenerationFields(AdjustingFields):
     """What both endpoints share."""
 
@@ -194,12 +206,8 @@ class GenerationFields(AdjustingFields):
         wanted = min(default_tokens, max(room, 1)) if asked is None else asked
         if wanted > room:
             param = prompt if room < 1 else ("max_completion_tokens" if self.max_tokens is None else "max_tokens")
-            has = f"the context length of this model is {model.context_length} tokens"
-            if model.room < model.context_length:
-                has = f"the KV cache of this server has room for {model.room} tokens of one request"
             raise ApiError(
-                f"{param}: {has}, but the request needs "
-                f"{prompt_tokens + wanted} ({prompt_tokens} in the prompt, {wanted} for the output); "
+                f"{param}: {too_long(model, prompt_tokens, wanted)}; "
                 + ("shorten the prompt" if room < 1 else f"ask for at most {room}"),
                 param=param,
                 code="context_length_exceeded",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from cluster.api.openai.choices import Choice, Delta, joined
 from cluster.api.openai.echo import offsets
 from cluster.api.openai.errors import ApiError
-from cluster.api.openai.stream import DONE
+from cluster.api.openai.stream import ALIVE, DONE
 from cluster.api.openai.stream import event as framed
 from cluster.api.openai.usage import speculation_metrics, usage, usage_so_far
 from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
@@ -52,6 +52,11 @@ class Answering(NamedTuple):
 class AnswerShape(Protocol):
     """How one call is answered in the form of its API. One per call: it remembers what has been sent."""
 
+    @property
+    def alive(self) -> bytes:
+        """What a silent stream sends."""
+        ...
+
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The whole answer from all deltas of all sequences."""
         ...
@@ -72,6 +77,7 @@ class AnswerShape(Protocol):
 class Shape:
     """What answers to completions and chats share: id, time, model and usage. It remembers which sequences began."""
 
+    alive = ALIVE
     object_of_body: ClassVar[str]
     object_of_chunk: ClassVar[str]
 

@@ -46,11 +46,11 @@ class Limits:
     held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies that are being read and encoded; beyond it, a 503
     body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s,
     body_bytes_per_s: int = BYTES_PER_S  # plus a second for each body_bytes_per_s bytes
-    choices: int = 8  # n
+    choices: int = 128  # n
     sequences: int = 128  # prompts * n
     messages: int = LEAST_MESSAGES
     tools: int = 256
-    stops: int = 8
+    stops: int = 64
     stop_characters: int = 256
     stop_token_ids: int = 64
     bad_words: int = 64

@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+ALIVE = b": alive\n\n"  # a comment, which readers of events pass over
+ALIVE_AFTER_S = 10.0
+"""How long a stream is silent before it says that it goes on. Clients give up after 20 s to 300 s without a byte, load
+balancers after 60; a long call, or thought that is not shown, takes longer.
+"""
 
 
 def json_bytes(data: Any) -> bytes:
@@ -58,7 +63,7 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A stream of events. However it ends, `events` and their `source` are closed before the call returns.
 
-    `failed` makes the events that tell of an error after the stream has begun.
+    `failed` makes the events that tell of an error after the stream has begun; `alive` is sent where it is silent.
     """
 
     media_type = "text/event-stream"
@@ -69,12 +74,15 @@ class EventStream(Response):
         source: AsyncGenerator[Any, None],
         headers: Mapping[str, str],
         failed: Callable[[ApiError], bytes],
+        alive: bytes = ALIVE,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._source = source
         self._failed = failed
+        self._alive = alive
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come; stop when the client leaves, also while a send to it is blocked."""
@@ -86,9 +94,13 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._sent_at = asyncio.get_running_loop().time()
+        waking = asyncio.create_task(self._stay_alive(send))
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                if data:
+                    self._sent_at = asyncio.get_running_loop().time()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
         except OSError:
@@ -97,4 +109,16 @@ class EventStream(Response):
             logger.exception("a stream failed")
             failure = self._failed(internal("stream"))
             await send({"type": "http.response.body", "body": failure, "more_body": True})
+        finally:
+            waking.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _stay_alive(self, send: Send) -> None:
+        """Say so whenever nothing has been sent for a while."""
+        loop = asyncio.get_running_loop()
+        while True:
+            left = self._sent_at + ALIVE_AFTER_S - loop.time()
+            if left <= 0:
+                left, self._sent_at = ALIVE_AFTER_S, loop.time()
+                await send({"type": "http.response.body", "body": self._alive, "more_body": True})
+            await asyncio.sleep(left)

@@ -61,10 +61,24 @@ class Template:
             return {switch: False}
         if "reasoning_effort" in self.words:
             return {"reasoning_effort": effort}
-        if effort == "none" and "<think>" not in self.text:
+        if effort != "none":
+            return {} if switch is None else {switch: True}  # and `unread` says so
+        if "<think>" not in self.text:
             return {}
-        remedy = "; use chat_template_kwargs to switch thinking on or off" if switch else ""
-        raise _not_read("reasoning_effort", "does not read it", f"leave it out{remedy}")
+        raise _not_read("reasoning_effort", "cannot do without thinking", "leave it out")
+
+    def roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, of a developer as of the system where the template does not know that role."""
+        if "developer" in self.text:
+            return messages
+        return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+
+    def unread(self, fields: ConversingFields) -> list[str]:
+        """Warnings: what was asked for and makes no difference."""
+        effort = fields.reasoning_effort
+        if effort in (None, "none") or "reasoning_effort" in self.words:
+            return []
+        return [f"reasoning_effort: this model's chat template does not read {effort!r}"]
 
 
 def messages_for(messages: Sequence[ChatMessage], thought_field: str | None) -> list[dict[str, Any]]:
@@ -74,6 +88,13 @@ def messages_for(messages: Sequence[ChatMessage], thought_field: str | None) -> 
         if thought_field and given.thought:
             message[thought_field] = given.thought
     return made
+
+
+def with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with all texts of the system's in one, the first, as some templates want it."""
+    said = [each["content"] for each in messages if each["role"] == "system"]
+    others = [each for each in messages if each["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(said)}, *others] if said else others
 
 
 def _not_read(field: str, why: str, remedy: str) -> ApiError:

@@ -14,7 +14,7 @@ from cluster.api.openai.content import ChatMessage
 from cluster.api.openai.conversing import ConversingFields
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.offload import off_loop
-from cluster.api.openai.templates import Template, has_template, messages_for, model_type_of
+from cluster.api.openai.templates import Template, has_template, messages_for, model_type_of, with_one_system
 from cluster.api.openai.token_floor import TokenFloor
 from cluster.chat.formats.choose import Chosen, choose
 from cluster.config import ConfigError
@@ -25,10 +25,11 @@ Parsers = tuple[str | None, str | None]
 
 
 class Encoded(NamedTuple):
-    """A conversation in the model's own format, as tokens and as text."""
+    """A conversation in the model's own format, as tokens and as text, and warnings about what made no difference."""
 
     ids: list[int]
     text: str
+    warnings: list[str]
 
 
 class ChatTokenizer:
@@ -95,8 +96,8 @@ class ChatTokenizer:
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
         if context_length is not None and (fewest := self._floor.fewest(text)) >= context_length:
             raise ApiError(
-                f"{param}: the context length of this model is {context_length} tokens, but the prompt has at least "
-                f"{fewest}; shorten the prompt",
+                f"{param}: prompt is too long: {fewest} tokens at least > {context_length - 1} maximum, as this "
+                f"model's maximum context length is {context_length} tokens; shorten the prompt",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -127,8 +128,14 @@ class ChatTokenizer:
 
         def work() -> Encoded:
             given: dict[str, Any] = self._reads.arguments(fields)
+            made = self._reads.roles(messages_for(messages, thought_field))
             try:
-                found = template.apply_chat_template(messages_for(messages, thought_field), tokenize=False, **given)
+                try:
+                    found = template.apply_chat_template(made, tokenize=False, **given)
+                except TemplateError:
+                    if (other := with_one_system(made)) == made:
+                        raise
+                    found = template.apply_chat_template(other, tokenize=False, **given)
                 text = str(found)
                 text.encode()  # raises where an argument brought half of a surrogate pair
             except Exception as error:  # a template may raise anything on a client's arguments
@@ -139,6 +146,6 @@ class ChatTokenizer:
                     code="invalid_value",
                 ) from None
             self._check_length(text, context_length, "messages")
-            return Encoded(self.text.encode(text, add_special_tokens), text)
+            return Encoded(self.text.encode(text, add_special_tokens), text, self._reads.unread(fields))
 
         return await off_loop(length, work)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
 from cluster.api.anthropic.shape import MessageShape
+from cluster.api.openai.content import unread
 from cluster.api.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from cluster.api.openai.response_api.request import ResponseRequest
 from cluster.api.openai.response_api.shape import ResponseShape
@@ -46,7 +47,7 @@ def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, A
     """
     fields, warnings = kind.read(body)
     fields.check(service.model, limits)
-    return fields, warnings
+    return fields, warnings + (unread(fields.messages) if isinstance(fields, ChatRequest) else [])
 
 
 def asked_text(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:

@@ -90,7 +90,7 @@ async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Del
         if last := call.shape.end():
             yield last
 
-    return EventStream(events(), deltas, call.headers, call.shape.failed)
+    return EventStream(events(), deltas, call.headers, call.shape.failed, call.shape.alive)
 
 
 async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
@@ -113,11 +113,12 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
     for field in ("stop", "bad_words"):
         if getattr(fields, field) and tokenizer is None:
             raise _needs_tokenizer(field)
-    chat = Chat()
+    chat, warnings = Chat(), list(asked.warnings)
     if isinstance(fields, ChatRequest):
         room = None if fields.truncate_prompt_tokens else model.room
         encoded = await _encoded(service, fields, length, fields.add_special_tokens, room)
         assert tokenizer is not None
+        warnings += encoded.warnings
         chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
         constraint, prompts = chat.constraint, [tuple(encoded.ids)]
         blamed, default_tokens = ["messages"], model.room
@@ -158,7 +159,7 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
     extras = _extras(fields, echoes)
     words = None if tokenizer is None else tokenizer.text
     shape = asked.shape(Answering(call_id, int(time.time()), model.model_id, choices, words, extras))
-    headers = warning_headers(asked.warnings) | ({asked.id_header: call_id} if asked.id_header else {})
+    headers = warning_headers(warnings) | ({asked.id_header: call_id} if asked.id_header else {})
     return Call(call_id, choices, shape, fields.stream, headers, scores)
 
 

@@ -8,7 +8,7 @@ from cluster.api.openai.choices import Delta
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.response_api.request import ResponseRequest
 from cluster.api.openai.responses import Answering, logprob_entry
-from cluster.api.openai.stream import event
+from cluster.api.openai.stream import ALIVE, event
 from cluster.api.openai.usage import usage
 from cluster.chat.events import Said
 from cluster.chat.sections import Change, Grown, Opened, Section, Sections
@@ -25,6 +25,8 @@ class ResponseShape:
 
     `temperature` and `top_p` are those in use, which the response repeats like all that was asked for.
     """
+
+    alive = ALIVE
 
     def __init__(self, asked: ResponseRequest, temperature: float, top_p: float, about: Answering) -> None:
         self._about = about

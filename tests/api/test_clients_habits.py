@@ -1,0 +1,126 @@
+"""What applications send that no specification asks for, and what they read of answers."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.api.anthropic.blocks import BILLING
+from cluster.api.openai import stream
+from cluster.api.openai.errors import ApiError
+from cluster.api.openai.fields import WARNING_HEADER
+from cluster.api.openai.stream import ALIVE, EventStream
+from cluster.api.replica.ingress import make_app
+from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
+from tests.api.test_tools import HI
+
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning') }}{% endif %}"
+    "{% if m['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('Unexpected message role.') }}"
+    "{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("strict"), STRICT, [])
+
+
+def prompt_of(service: ScriptedService) -> str:
+    assert service.tokenizer is not None
+    return service.tokenizer.text.library.decode(
+        list(service.engine.requests[-1].prompt_token_ids), skip_special_tokens=False
+    )
+
+
+def test_a_developer_is_the_system_where_a_template_knows_none(folder: Path) -> None:
+    """Codex and OpenAI's SDKs send that role. A template with one place for the system gets all of it there."""
+    service = ScriptedService(folder)
+    client = Client(make_app(service))
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *HI,
+        {"role": "developer", "content": "In French."},
+        {"role": "user", "content": "and?"},
+    ]
+    assert client.chat(messages=messages, max_tokens=1).status_code == 200
+    assert prompt_of(service).startswith("<|im_start|>system\nBe brief.\n\nIn French.<|im_end|>\n<|im_start|>user\nhi")
+    body = {"model": MODEL, "instructions": "Be brief.", "input": [{"role": "developer", "content": "In French."}]}
+    assert client.post("/v1/responses", body).status_code == 200
+    assert "Be brief.\n\nIn French." in prompt_of(service)
+    wrong = [*HI, {"role": "tool", "tool_call_id": "c", "content": "x"}]
+    answer = client.chat(messages=wrong)
+    assert answer.status_code == 400 and "Unexpected message role." in answer.json()["error"]["message"]
+
+
+def test_claude_codes_line_about_billing_is_in_no_prompt(service: ScriptedService) -> None:
+    """It changes with every request, so that no prefix would ever be found again."""
+    client = Client(make_app(service))
+    prompts = []
+    for number in (1, 2):
+        line = {"type": "text", "text": f"{BILLING} cc_version=2; cch={number};"}
+        system = [line, {"type": "text", "text": "Be brief."}]
+        body = {"model": MODEL, "messages": HI, "max_tokens": 1, "system": system}
+        assert client.post("/v1/messages", body).status_code == 200
+        prompts.append(service.engine.requests[-1].prompt_token_ids)
+        count = {"model": MODEL, "messages": HI, "system": system}
+        assert client.post("/v1/messages/count_tokens", count).json()["input_tokens"] == len(prompts[-1])
+    assert prompts[0] == prompts[1]
+
+
+def test_what_clients_keep_in_a_history_is_not_read_and_said(service: ScriptedService) -> None:
+    client = Client(make_app(service))
+    kept = {"parsed": {"a": 1}, "provider_specific_fields": {"x": 1}, "id": "m1", "annotations": []}
+    messages = [*HI, {"role": "assistant", "content": "yes", **kept}, *HI]
+    answer = client.chat(messages=messages, max_tokens=1)
+    assert answer.status_code == 200
+    for name in ("parsed", "provider_specific_fields", "id"):
+        assert f"messages: '{name}' is not read" in answer.headers[WARNING_HEADER]
+    assert "annotations" not in answer.headers[WARNING_HEADER]
+    refused = client.chat(messages=[*HI, {"role": "assistant", "content": "y", "audio": {"id": "a"}}, *HI])
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages.1.audio"
+
+
+def test_too_long_is_said_in_words_that_clients_look_for(service: ScriptedService) -> None:
+    """LiteLLM looks for OpenAI's words, Claude Code for Anthropic's, and asks again for less."""
+    client = Client(make_app(service))
+    message = client.complete(prompt="x" * 10, max_tokens=32000).json()["error"]["message"]
+    assert "this model's maximum context length is" in message
+    assert "input length and `max_tokens` exceed context limit: 10 + 32000 > 512" in message
+    body = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "x" * 600}]}
+    assert "prompt is too long:" in client.post("/v1/messages", body).json()["error"]["message"]
+
+
+def test_a_silent_stream_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long call is written, or thought that is not shown, nothing else is sent."""
+    monkeypatch.setattr(stream, "ALIVE_AFTER_S", 0.05)
+    sent: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+        for _ in range(12):
+            await asyncio.sleep(0.02)
+            yield b""
+        yield b"data: 2\n\n"
+
+    async def nothing() -> AsyncGenerator[None, None]:
+        for never in ():
+            yield never
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b"start"))
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    def failed(error: ApiError) -> bytes:
+        raise error
+
+    answer = EventStream(events(), nothing(), {}, failed)
+    asyncio.run(answer({"type": "http"}, receive, send))
+    assert sent[:2] == [b"start", b"data: 1\n\n"] and sent[-2:] == [b"data: 2\n\n", b""]
+    assert len(sent[2:-2]) >= 2 and set(sent[2:-2]) == {ALIVE}
