@@ -26,6 +26,10 @@ class Timer(Protocol):
         """Whether the device has come to a moment; does not wait."""
         ...
 
+    def here(self) -> None:
+        """What the calling thread queues from now on is for this device: CUDA's current device is a thread's own."""
+        ...
+
 
 class HostTimer:
     """Moments by the host's clock."""
@@ -42,11 +46,17 @@ class HostTimer:
         """See `Timer.reached`: a CPU is where its host is."""
         return True
 
+    def here(self) -> None:
+        """See `Timer.here`."""
+
 
 class EventTimer:
     """Moments as CUDA events on the current stream. While a graph is captured there are none, since nothing runs: None
     stands for such a moment, and spans to and from it count nothing.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def now(self) -> Any:
         """An event behind all work that was queued so far."""
@@ -67,13 +77,17 @@ class EventTimer:
         """See `Timer.reached`."""
         return moment is None or bool(moment.query())
 
+    def here(self) -> None:
+        """See `Timer.here`."""
+        torch.cuda.set_device(self._device)
+
 
 HOST = HostTimer()
 
 
 def timer_of(device: torch.device) -> Timer:
     """The timer of a device."""
-    return EventTimer() if device.type == "cuda" else HOST
+    return EventTimer(device) if device.type == "cuda" else HOST
 
 
 @dataclass(slots=True)

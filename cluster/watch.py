@@ -29,6 +29,7 @@ class Watch:
         self._mesh, self.timer, self._clock = mesh, timer, mesh.world.clock
         self.limit_s, self._serves = LOADING_S, False
         self._clock.device = timer
+        self._thread = 0  # the one that steps
 
     def serve(self, limit_s: float) -> None:
         """Requests come from now on."""
@@ -37,9 +38,15 @@ class Watch:
             self._mesh.herald.hurry(limit_s)
 
     def follow(self) -> None:
-        """The calling thread steps: from now on its CPU time is what the peers hear of, whichever thread has loaded."""
+        """The calling thread steps, whichever has loaded: from now on it works for the device, and its CPU time is what
+        the peers hear of.
+        """
+        if (thread := threading.get_native_id()) == self._thread:
+            return
+        self._thread = thread
+        self.timer.here()
         if self._mesh.herald is not None:
-            self._mesh.herald.effort.thread = threading.get_native_id()
+            self._mesh.herald.effort.thread = thread
 
     def mark(self) -> Any:
         """A moment behind all that was queued so far, to `wait` for."""

@@ -14,6 +14,7 @@ from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels
 from cluster.engine.programs import KEPT, Capture
 from cluster.graph import CudaSegments, Graph
+from cluster.kernels.grouped_mm import reads_ends
 from cluster.mesh import Mesh
 from cluster.status import CaptureInfo
 from cluster.tape import Tape
@@ -27,6 +28,7 @@ LARGEST = 512  # rows of decoding requests, or of prompts, that a GPU's steps ar
 NOT_YET = "graphs of FlashInfer's kernels have not run on a GPU yet; capture on captures steps that decode"
 BY_RANKS = "a rank whose plan of FlashInfer's comes out unlike the captured one would launch anew what others replay"
 BY_TORCH = "attention by torch reads as far as the longest request may be, which a graph would fix"
+BY_EXPERTS = "products of experts wait for the host, unless they are in bfloat16 on a Hopper or Blackwell GPU"
 UNEVEN = "with dp_padding exact groups exchange parts of different sizes, which a graph is not to hold"
 
 
@@ -62,7 +64,10 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
     if config.capture == "off":
         return None
     kernels, why, remedy = models.kernels, "", "attention_backend to triton"
-    if kernels.name not in ("triton", "flashinfer"):
+    experts = any(part is not None for part in models.resolved.experts)
+    if experts and not reads_ends(models.dtype, torch.cuda.get_device_capability()):
+        why, remedy = BY_EXPERTS, "dtype to bfloat16"
+    elif kernels.name not in ("triton", "flashinfer"):
         why = BY_TORCH
     elif kernels.flashinfer is not None and mesh.world.size > 1:
         why = BY_RANKS

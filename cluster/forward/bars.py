@@ -4,7 +4,7 @@ Legend: T rows, V token ids, v columns.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ def barred(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
     return wide + bars.masked_fill(empty, float("nan"))
 
 
-@lru_cache(maxsize=8)
+@cache  # for good: a captured graph reads what it gave
 def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Of each byte of a mask, what it adds to the logits of its eight tokens, `[256, 8]`."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")

@@ -5,7 +5,7 @@ whichever way a token is reached. Legend: B requests, n positions, V token ids.
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def token_hashes(ids: Tensor) -> Tensor:
     return _mix_(ids.to(torch.int32) * GOLDEN_32)
 
 
-@lru_cache(maxsize=8)
+@cache  # for good: a captured graph reads what it gave
 def vocabulary_hashes(vocab_size: int, device: torch.device, start: int = 0) -> Tensor:
     """The `token_hashes` of a whole vocabulary, or of as many ids from `start` on."""
     return token_hashes(torch.arange(start, start + vocab_size, device=device))

@@ -33,9 +33,18 @@ def one_by_one(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def _on_gpu(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    if not rows.shape[0]:
+        return _shape_only(rows, matrices, ends)
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)
     return one_by_one(rows, matrices, ends)
+
+
+def reads_ends(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether `grouped_mm` on a GPU leaves `ends` there, so that the host waits for nothing: torch's kernel is for
+    bfloat16 on Hopper and Blackwell, else torch too makes one product after the other.
+    """
+    return dtype == torch.bfloat16 and capability[0] in (9, 10)
 
 
 def _shape_only(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

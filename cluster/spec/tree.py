@@ -5,7 +5,7 @@ Legend: R requests, N nodes (root included, node 0 is the bonus), C candidates =
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -159,7 +159,7 @@ def chain(tokens: Tensor) -> DraftTree:
     return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), lower.expand(r, n, n))
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: a captured graph reads what it gave
 def _branch(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Parents and depths `[N]` of one branch, and which nodes are ancestors-or-self of each, `[N, N]`."""
     depths = torch.arange(nodes, device=device)

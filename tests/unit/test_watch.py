@@ -36,6 +36,9 @@ class Timer:
     def between(self, start: int, end: int) -> float:
         return 0.0
 
+    def here(self) -> None:
+        self.thread = threading.get_native_id()
+
     def reached(self, moment: int) -> bool:
         return moment <= self.come or (moment == self.noted and self._ends())
 
@@ -238,3 +241,18 @@ def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
     thread.start()
     thread.join()
     assert [herald.effort.thread] == ids != [loaded]
+
+
+def test_the_thread_that_steps_works_for_the_device() -> None:
+    """CUDA's current device is a thread's own, and the one that loads is another."""
+    timer = Timer()
+    watch = Watch(Mesh(), timer)
+    watch.follow()
+    assert timer.thread == threading.get_native_id()
+    timer.thread = 0
+    watch.follow()
+    assert timer.thread == 0, "once a thread"
+    other = threading.Thread(target=watch.follow)
+    other.start()
+    other.join()
+    assert timer.thread not in (0, threading.get_native_id())

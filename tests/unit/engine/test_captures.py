@@ -21,15 +21,18 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 TWO_GROUPS = Mesh(world=Axis(0, 4), attn=Axis(0, 2))
 
 
-def models(name: str) -> Any:
+def models(name: str, experts: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
     """With kernels of that name."""
     flashinfer = object() if name == "flashinfer" else None
-    return SimpleNamespace(kernels=SimpleNamespace(name=name, flashinfer=flashinfer, library=None))
+    kernels = SimpleNamespace(name=name, flashinfer=flashinfer, library=None)
+    resolved = SimpleNamespace(experts=(object() if experts else None, None))
+    return SimpleNamespace(kernels=kernels, dtype=dtype, resolved=resolved)
 
 
 @pytest.fixture(autouse=True)
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "CudaSegments", object)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
 @pytest.mark.parametrize("capture", ["auto", "on"])
@@ -71,6 +74,21 @@ def test_groups_that_exchange_uneven_parts_are_not_captured() -> None:
             continue
         with pytest.raises(ConfigError, match=r"different sizes.*set dp_padding to auto or padded"):
             captures_of(of, CUDA, models("triton"), TWO_GROUPS)
+
+
+@pytest.mark.parametrize(("dtype", "capability"), [(torch.float16, (9, 0)), (torch.bfloat16, (8, 0))])
+def test_experts_whose_products_wait_for_the_host_are_not_captured(
+    dtype: torch.dtype, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses that wait while a graph is captured, so that the server would not start."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    auto, on = (config_of(tiny_pair()[0], capture=capture) for capture in ("auto", "on"))
+    assert captures_of(auto, CUDA, models("triton", False, dtype), Mesh()) is not None
+    assert captures_of(auto, CUDA, models("triton", True, dtype), Mesh()) is None
+    with pytest.raises(ConfigError, match=r"products of experts wait for the host.*set dtype to bfloat16"):
+        captures_of(on, CUDA, models("triton", True, dtype), Mesh())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert captures_of(on, CUDA, models("triton", True), Mesh()) is not None
 
 
 def test_off_is_off() -> None:

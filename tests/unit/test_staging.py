@@ -1,0 +1,25 @@
+"""Lists on their way to the device: what was put in comes out, wherever each begins."""
+
+import pytest
+import torch
+
+from cluster.staging import Staging
+
+LISTS = {"a": [1, 2, 3], "b": [], "c": [4], "d": [5, 6]}
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_lists_come_out_as_they_were_put_in(each: int) -> None:
+    staging = Staging(torch.device("cpu"), each)
+    for name, words in LISTS.items():
+        staging.add(name, words)
+    sent = staging.sent()
+    assert {name: one.tolist() for name, one in sent.lists().items()} == LISTS
+    first, others = sent.cut(3)
+    assert {name: one.tolist() for part in (first, others) for name, one in part.lists().items()} == LISTS
+    start = sent.words.data_ptr()
+    assert all((one.data_ptr() - start) % (8 * each) == 0 for one in sent.lists().values() if len(one))
+
+
+def test_on_a_gpu_each_is_aligned_for_triton() -> None:
+    assert Staging(torch.device("cuda"))._each == 2 and Staging(torch.device("cpu"))._each == 1
