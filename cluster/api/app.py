@@ -32,6 +32,7 @@ from cluster.api.replica.feed import feed
 from cluster.api.replica.host import GangHost
 from cluster.api.replica.resilient_client import SIGN_SHARE, Item, ResilientClient, Sign
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
+from cluster.arch.generation import sampling_defaults
 from cluster.config import EngineConfig
 from cluster.logs import configure
 from cluster.metrics import ServingMetrics, merge
@@ -280,6 +281,7 @@ def _model_facts(settings: AppSettings, info: RankInfo) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "kv_room": info.max_request_tokens,
         "eos_token_ids": info.eos_token_ids,
+        "sampling": sampling_defaults(info.config.model_path) if settings.sampling_defaults == "model" else {},
     }
 
 

@@ -231,6 +231,11 @@ class AppSettings(ServingSettings):
     allowed_origins: list[str] = Field(
         default_factory=list, description="of pages that may ask from a browser, as https://host; `*` is all"
     )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        default="model",
+        description="how a request is sampled that does not say: model: by the temperature, top_p, top_k, min_p and "
+        "repetition_penalty of generation_config.json, as far as it has them; openai: 1, 1, none, none and 1",
+    )
     tool_call_parser: str | None = Field(
         default=None, description="how the model writes calls of tools; unset: what its template says"
     )

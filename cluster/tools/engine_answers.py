@@ -16,6 +16,7 @@ from cluster.api.openai.service import Limits, ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica.asking import asked_chat
 from cluster.api.replica.calls import Call, understand
+from cluster.arch.generation import sampling_defaults
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.tools.answers import Run
@@ -52,7 +53,8 @@ class EngineAnswers:
                 "that of the model it is made from, or continue text with aerie generate"
             )
         self._engine = engine
-        model = ModelInfo(path, info.context_length, info.vocab_size, 0, info.max_request_tokens, info.eos_token_ids)
+        sizes = info.context_length, info.vocab_size, 0, info.max_request_tokens
+        model = ModelInfo(path, *sizes, info.eos_token_ids, sampling_defaults(path))
         self._folder = Folder(model, tokenizer, Grammars(tokenizer, model))
         self._limits = Limits.of(model.context_length)
         drafts = "without a draft" if info.draft is None else f"{info.draft.algorithm} draft"

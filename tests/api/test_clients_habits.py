@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,29 @@ def test_a_silent_stream_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(answer({"type": "http"}, receive, send))
     assert sent[:2] == [b"start", b"data: 1\n\n"] and sent[-2:] == [b"data: 2\n\n", b""]
     assert len(sent[2:-2]) >= 2 and set(sent[2:-2]) == {ALIVE}
+
+
+def test_what_is_left_out_is_as_the_models_makers_have_it(service: ScriptedService) -> None:
+    """As with vLLM and SGLang; what a request says counts, also where it says what is usual."""
+    sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    service.model = replace(service.model, sampling=sampling)
+    client = Client(make_app(service))
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/chat/completions": {"messages": HI},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": HI, "max_tokens": 2},
+    }
+    for path, body in bodies.items():
+        answer = client.post(path, {"model": MODEL, **body})
+        assert answer.status_code == 200, answer.text
+        params = service.engine.requests[-1].params
+        assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.95, 20), path
+        assert params.adjustments is not None and params.adjustments.repetition_penalty == 1.05
+        if path == "/v1/responses":
+            assert (answer.json()["temperature"], answer.json()["top_p"]) == (0.6, 0.95)
+        said = {"temperature": 1.0, "top_k": 0} if path != "/v1/messages" else {"temperature": 1.0, "top_k": 7}
+        client.post(path, {"model": MODEL, **body, **said})
+        params = service.engine.requests[-1].params
+        assert (params.temperature, params.top_p, params.top_k) == (1.0, 0.95, said["top_k"]), path
+    assert client.get("/server_info").json()["sampling_defaults"] == sampling

@@ -101,6 +101,11 @@ class GenerationFields(AdjustingFields):
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
+    def filled(self, defaults: Mapping[str, float]) -> Self:
+        """The same, with `defaults` for what was left out."""
+        missing = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        return self.model_copy(update=missing) if missing else self
+
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives beside each token's log-probability; None for no log-probabilities."""
         raise NotImplementedError

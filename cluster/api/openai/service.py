@@ -1,6 +1,7 @@
 """What the REST layer is given: an engine, a model, a tokenizer, metrics. Ray is not imported here."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from cluster.actors.messages import EngineClient
@@ -16,7 +17,7 @@ class ModelInfo:
 
     `context_length` counts prompt and output tokens together; `kv_room` is how many of them the KV cache of a rank
     holds for one request, where that is less. `vocab_size` bounds the token ids of a prompt; `eos_token_ids` end an
-    output.
+    output. `sampling` are fields of requests that leave them out, as the model's makers would have it sampled.
     """
 
     model_id: str
@@ -25,6 +26,7 @@ class ModelInfo:
     created: int
     kv_room: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def room(self) -> int:

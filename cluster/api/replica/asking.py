@@ -47,7 +47,10 @@ def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, A
     """
     fields, warnings = kind.read(body)
     fields.check(service.model, limits)
-    return fields, warnings + (unread(fields.messages) if isinstance(fields, ChatRequest) else [])
+    if isinstance(fields, TokenizeRequest):
+        return fields, warnings
+    said = unread(fields.messages) if isinstance(fields, ChatRequest) else []
+    return fields.filled(service.model.sampling), warnings + said
 
 
 def asked_text(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:
@@ -68,6 +71,7 @@ def asked_response(service: Served, limits: Limits, body: Mapping[str, Any]) -> 
     chat, origins = request.translated()
     with origins.named():
         chat.check(service.model, limits)
+    chat = chat.filled(service.model.sampling)
     shape = partial(ResponseShape, request, chat.temperature, chat.top_p)
     return Asked(chat, warnings, "resp_", shape, origins)
 
@@ -80,5 +84,6 @@ def asked_message(
     chat, origins = request.translated()
     with origins.named():
         chat.check(service.model, limits)
+    chat = chat.filled(service.model.sampling)
     thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
     return Asked(chat, [*warnings, *request.said_beside(thinks)], "msg_", MessageShape, origins, "request-id")

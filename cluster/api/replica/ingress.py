@@ -184,7 +184,7 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
     async def server_info() -> Response:
         """The resolved settings and the counters of every rank."""
         chosen = Chosen(None) if service.tokenizer is None else service.tokenizer.chosen
-        return _json(facts_of(service.model.model_id, limits, await _status(service), chosen))
+        return _json(facts_of(service.model, limits, await _status(service), chosen))
 
     @app.get("/metrics")
     async def metrics() -> Response:

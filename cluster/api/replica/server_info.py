@@ -5,11 +5,11 @@ from typing import Any
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
-from cluster.api.openai.service import Limits
+from cluster.api.openai.service import Limits, ModelInfo
 from cluster.chat.formats.choose import Chosen
 
 
-def facts_of(model_id: str, limits: Limits, status: GangStatus, chosen: Chosen) -> dict[str, Any]:
+def facts_of(model: ModelInfo, limits: Limits, status: GangStatus, chosen: Chosen) -> dict[str, Any]:
     """The facts that the gang reports; accept lengths also stand where SGLang's benchmark looks for them. `chosen` is
     the format of answers in a chat.
     """
@@ -17,7 +17,8 @@ def facts_of(model_id: str, limits: Limits, status: GangStatus, chosen: Chosen) 
     history = asdict(status.history)
     return {
         "version": __version__,
-        "model_id": model_id,
+        "model_id": model.model_id,
+        "sampling_defaults": dict(model.sampling),
         "healthy": status.healthy,
         "reason": status.reason,
         "queued_tokens": status.queued_tokens,

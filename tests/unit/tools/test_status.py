@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Loss
-from cluster.api.openai.service import Limits
+from cluster.api.openai.service import Limits, ModelInfo
 from cluster.api.replica.server_info import facts_of
 from cluster.chat.formats.choose import Chosen
 from cluster.metrics import EngineMetrics, ServingMetrics, StepStats, merge
@@ -35,7 +35,9 @@ def info(gang: str, reason: str = "", losses: tuple[Loss, ...] = ()) -> dict[str
     ranks = tuple(rank_info(rank=rank, world=2) for rank in range(2))
     history = GangHistory(epoch=len(losses), restarts=losses, gang=gang)
     status = GangStatus(not reason, reason, 12, 2, history, ranks, (BEAT,))
-    found: dict[str, Any] = json.loads(json.dumps(facts_of("demo", Limits(), status, Chosen(None))))
+    found: dict[str, Any] = json.loads(
+        json.dumps(facts_of(ModelInfo("demo", 512, 64, 0), Limits(), status, Chosen(None)))
+    )
     return found
 
 
