@@ -49,8 +49,9 @@ def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, A
     fields.check(service.model, limits)
     if isinstance(fields, TokenizeRequest):
         return fields, warnings
-    said = unread(fields.messages) if isinstance(fields, ChatRequest) else []
-    return fields.filled(service.model.sampling), warnings + said
+    if isinstance(fields, ChatRequest):
+        warnings += unread(fields.messages)
+    return fields.filled(service.model.sampling), warnings
 
 
 def asked_text(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:
