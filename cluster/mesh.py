@@ -300,7 +300,7 @@ def _axes(
     `device` communicators are made at once, not with the first collective.
     """
     direct = backend == "nccl"
-    timer = EventTimer(device or torch.device("cuda", torch.cuda.current_device())) if direct else HOST
+    timer = EventTimer(device or torch.device("cuda")) if direct else HOST
     given: dict[str, Any] = {"backend": backend, "timeout": COLLECTIVE_TIMEOUT, "device_id": device}
     whole = Axis(rank, world, dist.new_group(**given), direct, clock, timer)
     attn_tp = len(groups[0])

@@ -79,7 +79,8 @@ class EventTimer:
 
     def here(self) -> None:
         """See `Timer.here`."""
-        torch.cuda.set_device(self._device)
+        if self._device.index is not None:  # else it is the current one of all threads
+            torch.cuda.set_device(self._device)
 
 
 HOST = HostTimer()

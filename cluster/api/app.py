@@ -99,6 +99,7 @@ class Replica(GangOwner):
         _begin_process(settings)
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
+        sampling = _sampling(settings, self._host.config)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config, settings.parsers))
         try:
             await self._host.start()
@@ -108,7 +109,9 @@ class Replica(GangOwner):
             self._host.gang.kill()
             raise
         self._make_app = loaded.make_app
-        model = loaded.model_info(created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0]))
+        model = loaded.model_info(
+            created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0], sampling)
+        )
         self._service = RestService(self._host.router, model, loaded, self._host.metrics)
         self._drain = Drain()
         self._replicas = settings.llm.fixed_replicas
@@ -137,9 +140,10 @@ class EngineReplica(GangOwner):
         """Start the gang; returns when requests can be served."""
         _begin_process(settings)
         self._host = GangHost(settings, factory)
+        sampling = _sampling(settings, self._host.config)
         await self._host.start()
         info = self._host.gang.infos[0]
-        self._facts = _model_facts(settings, info)
+        self._facts = _model_facts(settings, info, sampling)
         config = self._host.config
         self._sign = Sign(f"{config.model_path} ({info.dtype})", info.speculative_num_draft_tokens - 1)
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
@@ -273,7 +277,12 @@ def _bind_to_node_only() -> None:
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", host))  # type: ignore[attr-defined]
 
 
-def _model_facts(settings: AppSettings, info: RankInfo) -> dict[str, Any]:
+def _sampling(settings: AppSettings, config: EngineConfig) -> dict[str, float]:
+    """How requests are sampled that do not say; a ConfigError comes before anything is loaded."""
+    return sampling_defaults(config.model_path) if settings.sampling_defaults == "model" else {}
+
+
+def _model_facts(settings: AppSettings, info: RankInfo, sampling: dict[str, float]) -> dict[str, Any]:
     """The fields of a `ModelInfo`, except `created`, from what rank 0 reports."""
     return {
         "model_id": settings.llm.model_loading_config.model_id,
@@ -281,7 +290,7 @@ def _model_facts(settings: AppSettings, info: RankInfo) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "kv_room": info.max_request_tokens,
         "eos_token_ids": info.eos_token_ids,
-        "sampling": sampling_defaults(info.config.model_path) if settings.sampling_defaults == "model" else {},
+        "sampling": sampling,
     }
 
 

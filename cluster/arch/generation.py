@@ -24,13 +24,16 @@ def sampling_defaults(folder: str) -> dict[str, float]:
     if not (Path(folder) / "generation_config.json").is_file():
         return {}
     given = read_json(folder, "generation_config.json")
-    found = {name: given[name] for name in BOUNDS if given.get(name) is not None}
-    for name, value in found.items():
-        least, most = BOUNDS[name]
-        whole = name != "top_k" or isinstance(value, int)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not whole or not least <= value <= most:
+    found: dict[str, float] = {}
+    for name, (least, most) in BOUNDS.items():
+        if (value := given.get(name)) is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        if number and (name != "top_k" or value == int(value)):
+            found[name] = int(value) if name == "top_k" else value
+        else:
             raise ConfigError(
-                f"generation_config.json of {folder!r}: {name} must lie in [{least}, {most}], got {value!r}; mend "
-                "it, or set sampling_defaults to openai"
+                f"generation_config.json of {folder!r}: {name} must be a number in [{least}, {most}], a whole one for "
+                f"top_k, got {value!r}; mend it, or set sampling_defaults to openai"
             )
     return found

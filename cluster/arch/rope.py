@@ -54,9 +54,7 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
     Raises:
         ConfigError: a scaling or a factor that is not served, or a key that it needs is missing.
     """
-    scaling = scaling_of(keys)
-    if layer_type is not None and layer_type in scaling.data:
-        scaling = scaling.section(layer_type)
+    scaling = scaling_of(keys, layer_type)
     if several := [name for name, given in scaling.data.items() if isinstance(given, Mapping)]:
         raise ConfigError(
             f"{keys.file} of {keys.where!r}: rope_parameters by layer type ({several}) are not served here"
@@ -102,9 +100,11 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
     )
 
 
-def scaling_of(keys: Keys) -> Keys:
-    """What the config says of scaling, over what `rope_parameters` has besides."""
+def scaling_of(keys: Keys, layer_type: str | None = None) -> Keys:
+    """What the config says of scaling, over what `rope_parameters` has besides; of a layer type where it lists them."""
     new, old = keys.section("rope_parameters"), keys.section("rope_scaling")
+    if layer_type is not None:
+        new, old = (one.section(layer_type) if layer_type in one.data else one for one in (new, old))
     if not old.data:
         return new
     return old.over({name: new.data[name] for name in ("rope_theta", "partial_rotary_factor") if name in new.data})

@@ -102,12 +102,14 @@ def _end_of_tokenizer(folder: str) -> list[int]:
     if not isinstance(end, str):
         return []
     listed = given.get("added_tokens_decoder")
-    if isinstance(listed, Mapping):
-        added = [(each.get("content"), int(at)) for at, each in listed.items() if isinstance(each, Mapping)]
-    else:
-        tokens = _beside(folder, "tokenizer.json").get("added_tokens") or []
-        added = [(each.get("content"), int(each["id"])) for each in tokens]
-    return [at for content, at in added if content == end]
+    for at, each in listed.items() if isinstance(listed, Mapping) else ():
+        if isinstance(each, Mapping) and each.get("content") == end and str(at).isdecimal():
+            return [int(at)]
+    tokens = _beside(folder, "tokenizer.json").get("added_tokens")
+    for each in tokens if isinstance(tokens, list) else ():
+        if isinstance(each, Mapping) and each.get("content") == end and type(each.get("id")) is int:
+            return [each["id"]]
+    return []
 
 
 def _longest(keys: Keys, layers: tuple[LayerGeometry, ...]) -> int:

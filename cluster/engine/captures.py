@@ -65,8 +65,9 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
         return None
     kernels, why, remedy = models.kernels, "", "attention_backend to triton"
     experts = any(part is not None for part in models.resolved.experts)
-    if experts and not reads_ends(models.dtype, torch.cuda.get_device_capability()):
-        why, remedy = BY_EXPERTS, "dtype to bfloat16"
+    capability = torch.cuda.get_device_capability()
+    if experts and not reads_ends(models.dtype, capability):
+        why, remedy = BY_EXPERTS, "dtype to bfloat16" if reads_ends(torch.bfloat16, capability) else ""
     elif kernels.name not in ("triton", "flashinfer"):
         why = BY_TORCH
     elif kernels.flashinfer is not None and mesh.world.size > 1:
@@ -74,7 +75,7 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
     elif config.dp_padding == "exact" and mesh.attn_dp > 1:
         why, remedy = UNEVEN, "dp_padding to auto or padded"
     if why and config.capture == "on":
-        raise ConfigError(f"capture on: {why}; set {remedy}, or capture to auto or off")
+        raise ConfigError(f"capture on: {why}; set {remedy}{', or ' * bool(remedy)}capture to auto or off")
     if kernels.flashinfer is not None and config.capture == "auto":
         why = why or NOT_YET
     if why:

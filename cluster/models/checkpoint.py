@@ -184,7 +184,11 @@ class Checkpoint:
             raise ConfigError(f"tensors of {str(files[names[0]])!r} that the model does not know: {names}")
         self.reader.close()
         said = self.tally.lines(self.quantisation.activations)
-        if blank:
+        if blank and self._dry:
+            said.append(
+                f"{len(blank)} biases that the model does not have: refused on load unless they hold only zeros"
+            )
+        elif blank:
             said.append(f"{len(blank)} biases that hold only zeros were left out: the model has none there")
         scales = sum(re.search(ATTENTION_SCALES, name) is not None for name in unused)
         if scales:

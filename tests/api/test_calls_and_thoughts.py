@@ -175,13 +175,13 @@ def test_thinking_is_switched(folder: Path, service: ScriptedService) -> None:
     assert on.endswith("assistant\n") and "budget_tokens is not a limit" in warning
     assert prompt(type="adaptive")[1] == ""
     effort = {"model": MODEL, "messages": HI, "max_tokens": 9, "output_config": {"effort": "low"}}
-    for path, body in (
-        ("/v1/messages", effort),
-        ("/v1/responses", {"model": MODEL, "input": "hi", "reasoning": {"effort": "low"}}),
+    for path, body, field in (
+        ("/v1/messages", effort, "output_config.effort"),
+        ("/v1/responses", {"model": MODEL, "input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort"),
     ):
         answer = client.post(path, body)
         assert answer.status_code == 200 and prompt_of(service).endswith("assistant\n"), answer.text
-        assert "chat template does not read 'low'" in answer.headers[WARNING_HEADER]
+        assert f"{field}: this model's chat template does not read 'low'" in answer.headers[WARNING_HEADER]
 
 
 def test_a_forced_tool_is_held_to_its_arguments(service: ScriptedService) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cluster.staging import Staging
+from cluster.timing import timer_of
 
 LISTS = {"a": [1, 2, 3], "b": [], "c": [4], "d": [5, 6]}
 
@@ -23,3 +24,12 @@ def test_lists_come_out_as_they_were_put_in(each: int) -> None:
 
 def test_on_a_gpu_each_is_aligned_for_triton() -> None:
     assert Staging(torch.device("cuda"))._each == 2 and Staging(torch.device("cpu"))._each == 1
+
+
+def test_a_timer_of_the_only_gpu_leaves_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone is given no number of a device, which `set_device` would refuse."""
+    given: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", given.append)
+    timer_of(torch.device("cuda")).here()
+    timer_of(torch.device("cuda", 1)).here()
+    assert given == [torch.device("cuda", 1)]

@@ -120,5 +120,8 @@ class EventStream(Response):
             left = self._sent_at + ALIVE_AFTER_S - loop.time()
             if left <= 0:
                 left, self._sent_at = ALIVE_AFTER_S, loop.time()
-                await send({"type": "http.response.body", "body": self._alive, "more_body": True})
+                try:
+                    await send({"type": "http.response.body", "body": self._alive, "more_body": True})
+                except OSError:
+                    return  # the client has left, as the stream will find
             await asyncio.sleep(left)

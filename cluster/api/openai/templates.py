@@ -62,7 +62,7 @@ class Template:
         if "reasoning_effort" in self.words:
             return {"reasoning_effort": effort}
         if effort != "none":
-            return {} if switch is None else {switch: True}  # and `unread` says so
+            return {}  # and `unread` says so
         if "<think>" not in self.text:
             return {}
         raise _not_read("reasoning_effort", "cannot do without thinking", "leave it out")

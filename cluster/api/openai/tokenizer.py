@@ -96,8 +96,8 @@ class ChatTokenizer:
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
         if context_length is not None and (fewest := self._floor.fewest(text)) >= context_length:
             raise ApiError(
-                f"{param}: prompt is too long: {fewest} tokens at least > {context_length - 1} maximum, as this "
-                f"model's maximum context length is {context_length} tokens; shorten the prompt",
+                f"{param}: prompt is too long: {fewest} tokens > {context_length - 1} maximum (at least so many), as "
+                f"this model's maximum context length is {context_length} tokens here; shorten the prompt",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -38,6 +38,11 @@ class Origins:
                 return path_of(found, *parts[count:])
         return path
 
+    def reworded(self, warning: str) -> str:
+        """A warning that begins with the path of a field, with the path in the body that was sent."""
+        path, _, about = warning.partition(":")
+        return f"{self.own(path)}:{about}"
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """While this lasts, errors name the fields of the body that was sent."""

@@ -37,7 +37,8 @@ export async function* chunks(path, body, signal) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      const data = event.replace(/^data: /, "");
+      if (!event.startsWith("data: ")) continue; // a comment: the stream goes on
+      const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);

@@ -118,7 +118,7 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
         room = None if fields.truncate_prompt_tokens else model.room
         encoded = await _encoded(service, fields, length, fields.add_special_tokens, room)
         assert tokenizer is not None
-        warnings += encoded.warnings
+        warnings += [asked.origins.reworded(warning) for warning in encoded.warnings]
         chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
         constraint, prompts = chat.constraint, [tuple(encoded.ids)]
         blamed, default_tokens = ["messages"], model.room

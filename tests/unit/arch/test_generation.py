@@ -11,7 +11,7 @@ from cluster.config import ConfigError
 
 def test_what_a_models_makers_say_is_read(tmp_path: Path) -> None:
     assert sampling_defaults(str(tmp_path)) == {}
-    given = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "eos_token_id": [1], "min_p": None}
+    given = {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95, "do_sample": True, "eos_token_id": [1], "min_p": None}
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     assert sampling_defaults(str(tmp_path)) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
@@ -19,5 +19,7 @@ def test_what_a_models_makers_say_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [{"temperature": -1}, {"top_k": 2.5}, {"top_p": "0.9"}, {"repetition_penalty": True}])
 def test_what_no_request_could_ask_for_is_refused(given: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    with pytest.raises(ConfigError, match=rf"{next(iter(given))} must lie in .* or set sampling_defaults to openai"):
+    with pytest.raises(
+        ConfigError, match=rf"{next(iter(given))} must be a number in .* or set sampling_defaults to openai"
+    ):
         sampling_defaults(str(tmp_path))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from cluster.arch import read_target
 from cluster.arch.draft.widths import draft_geometry, layer_count
 from cluster.arch.keys import Keys
-from cluster.arch.rope import mscale, rope_of
+from cluster.arch.rope import Rope, mscale, rope_of
 from cluster.arch.target import end_tokens
 from cluster.config import ConfigError
 from tests.families import made, rope
@@ -46,6 +46,8 @@ def test_ropes_by_layer_type_are_refused_where_layers_have_one() -> None:
         rope_of(of(rope_parameters=nested))
     picked = rope_of(of(rope_parameters=nested), layer_type="full_attention")
     assert picked.yarn is not None and picked.theta == 1e6
+    beside = of(rope_parameters=nested, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert rope_of(beside, layer_type="full_attention") == Rope(1e6, linear=4.0)
 
 
 def test_yarn_says_how_long_a_text_may_be(tmp_path: Path) -> None:
@@ -59,7 +61,8 @@ def test_end_tokens_are_all_that_any_file_names(listed: bool, tmp_path: Path) ->
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     assert end_tokens(str(tmp_path), {"eos_token_id": 7}) == (2, 5, 7)
     added = {"9": {"content": "<|im_end|>"}, "8": {"content": "<pad>"}}
-    config = {"eos_token": {"content": "<|im_end|>"}} | ({"added_tokens_decoder": added} if listed else {})
+    odd = {"x": {"content": "<|im_end|>"}, "7": None}
+    config = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": added if listed else odd}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokens = [{"id": int(at), **each} for at, each in added.items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
