@@ -67,6 +67,9 @@ class Device(threading.Thread):
     def between(self, start: Moment, end: Moment) -> float:
         return end.at - start.at
 
+    def here(self) -> None:
+        pass
+
     def reached(self, moment: Moment) -> bool:
         self._check()
         return moment.reached
