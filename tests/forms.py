@@ -50,8 +50,8 @@ def write_native(folder: Path, config: Any) -> None:
     (folder / "params.json").write_text(json.dumps(params))
 
 
-def cut(folder: Path) -> None:
-    """Turn the one file of a checkpoint into two with an index."""
+def cut(folder: Path, index: object | None = None) -> None:
+    """Turn the one file of a checkpoint into two with an index, or with what is given in its place."""
     held = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(held)
@@ -59,7 +59,7 @@ def cut(folder: Path) -> None:
     for file, part in parts.items():
         save_file({tensor: held[tensor] for tensor in part}, folder / file)
     table = {"weight_map": {tensor: file for file, part in parts.items() for tensor in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table if index is None else index))
 
 
 def write_mimo(folder: Path, config: Any) -> None:

@@ -11,11 +11,8 @@ METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq", "aut
 FORMATS = ("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
 AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round:auto_awq": 0}  # AutoRound's packings, and what their zeros lack
-IN_WEIGHTS = (
-    None,
-    "weight_input",
-    "weight_output",
-)  # where a rotation is part of the weights, and nothing is left to do
+# Where a rotation is part of the weights, and nothing is left to do.
+IN_WEIGHTS = (None, "weight_input", "weight_output")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """What a target is: layers that may differ, over a vocabulary; read from a checkpoint's config by its family."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,11 +106,21 @@ def _end_of_tokenizer(folder: str) -> list[int]:
     for at, each in listed.items() if isinstance(listed, Mapping) else ():
         if isinstance(each, Mapping) and each.get("content") == end and str(at).isdecimal():
             return [int(at)]
-    tokens = _beside(folder, "tokenizer.json").get("added_tokens")
-    for each in tokens if isinstance(tokens, list) else ():
+    for each in _added_tokens(Path(folder) / "tokenizer.json"):
         if isinstance(each, Mapping) and each.get("content") == end and type(each.get("id")) is int:
             return [each["id"]]
     return []
+
+
+def _added_tokens(path: Path) -> list[Any]:
+    """The `added_tokens` of a tokenizer.json, whose vocabulary, megabytes behind them, is not parsed."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    start = text.find("[", text.find('"added_tokens"'))
+    try:
+        found = json.JSONDecoder().raw_decode(text, start)[0] if '"added_tokens"' in text else []
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
 
 
 def _longest(keys: Keys, layers: tuple[LayerGeometry, ...]) -> int:

@@ -18,10 +18,6 @@ from cluster.recording import native
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 
 
-WIDE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
-"""What registers hold of each dtype in memory."""
-
-
 def in_panels(matrices: Tensor) -> Tensor:
     """`[E, inputs, outputs]` -> `[E, ceil(outputs / c), inputs, c]`, with zeros after the last column."""
     experts, inputs, outputs = matrices.shape
@@ -36,8 +32,8 @@ def out_of_panels(panels: Tensor, outputs: int) -> Tensor:
 
 
 def _fit(scale: Tensor, rows: Tensor) -> bool:
-    """Whether C can read `scale`, one for each of the last dimension of `rows`."""
-    known = scale.dtype in (rows.dtype, WIDE[rows.dtype]) if rows.dtype in WIDE else False
+    """Whether C can read `scale`, one for each of the last dimension of `rows`, as these are in memory or registers."""
+    known = scale.dtype in (rows.dtype, torch.promote_types(rows.dtype, torch.float32))
     return known and scale.shape == rows.shape[-1:] and scale.is_contiguous()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
 from cluster.arch.draft.widths import latent_geometry, rope_layout, same_target, same_width, vocabulary_of
-from cluster.arch.families.mistral_native import NAMES, NOT_SERVED, mistral_native
+from cluster.arch.families.mistral_native import NAMES, NOT_SERVED, mistral_native, query_scaling
 from cluster.arch.keys import Keys, Shapes
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
@@ -56,10 +56,6 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
     if len(listed) != plain.num_layers or any(w is not None and (type(w) is not int or w < 1) for w in listed):
         raise ConfigError(f"params.json of {folder!r}: sliding_window must be a size or one per layer, got {windows!r}")
     vocabulary = vocabulary_of(folder, Keys({}, folder, "params.json"), _common(shapes), target, geometry.hidden)
-    scaling = params.section("llama_4_scaling")
-    grown = None
-    if scaling.data:
-        grown = (scaling.integer("original_max_position_embeddings"), scaling.number("beta", 1.0))
     return DraftSpec(
         kind="mistral",
         dialect="mistral-mla" if latent else "mistral",
@@ -72,7 +68,7 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
         recurrent=facts.choose("recurrent", "post", "vLLM's Mistral EAGLE (SGLang's GQA variant: pre)"),
         embed=vocabulary.embed,
         head=vocabulary.head,
-        query_scaling=grown,
+        query_scaling=query_scaling(params),
         names=EAGLE_NAMES,
         ignored_patterns=(KV_SCALES,),
     )

@@ -21,8 +21,13 @@ def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
         ConfigError: a tensor belongs to a later layer; the message names it.
     """
     numbers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
-    alone = numbers == {0} and any(raw.startswith("midlayer.") for _, raw, _ in stored_tensors(folder).values())
-    count = 1 if alone else keys.integer("num_hidden_layers", 1)
+    count = keys.integer("num_hidden_layers", 1)
+    if (
+        count > 1
+        and numbers == {0}
+        and any(raw.startswith("midlayer.") for _, raw, _ in stored_tensors(folder).values())
+    ):
+        count = 1
     beyond = sorted(name for name in shapes if name.startswith(tuple(f"layers.{i}." for i in numbers if i >= count)))
     if beyond:
         raise ConfigError(f"draft {folder!r} has num_hidden_layers {count} but holds {beyond[0]!r}")

@@ -64,8 +64,13 @@ def mistral_native(params: Keys) -> TargetArch:
     layer = replace(geometry_of(keys), interleaved=True)
     longest = params.integer("max_position_embeddings", params.integer("max_seq_len", 128000))
     layers = with_sliding_window(layer, window, [window is not None] * count)
-    scaling, grown = params.section("llama_4_scaling"), None
-    if scaling.data:
-        grown = scaling.integer("original_max_position_embeddings"), scaling.number("beta", 1.0)
-    own = {"names": NAMES, "max_position": longest, "query_scaling": grown}
-    return target_of(keys, "Mistral (native)", layers, **own)
+    grown = query_scaling(params)
+    return target_of(keys, "Mistral (native)", layers, names=NAMES, max_position=longest, query_scaling=grown)
+
+
+def query_scaling(params: Keys) -> tuple[int, float] | None:
+    """How queries grow with the position, (length, beta); None: they do not."""
+    scaling = params.section("llama_4_scaling")
+    if not scaling.data:
+        return None
+    return scaling.integer("original_max_position_embeddings"), scaling.number("beta", 1.0)

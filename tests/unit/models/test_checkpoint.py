@@ -1,6 +1,5 @@
 """Every tensor is accounted for, and what is wrong is named: tensor and file (law 5)."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget
+from tests.forms import cut
 from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
@@ -113,14 +113,7 @@ def test_the_layer_list_and_the_midlayer_are_the_same_draft(tmp_path: Path) -> N
 
 def sharded(folder: str, to: Path, index: object | None = None) -> str:
     copy_of(folder, to)
-    held = load_file(to / "model.safetensors")
-    (to / "model.safetensors").unlink()
-    names = sorted(held)
-    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({name: held[name] for name in part}, to / file)
-    table = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (to / "model.safetensors.index.json").write_text(json.dumps(table if index is None else index))
+    cut(to, index)
     return str(to)
 
 
@@ -147,7 +140,10 @@ def test_a_bad_index_is_refused(index: object, message: str, tmp_path: Path) -> 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     folder = Path(sharded(target_folder(), tmp_path / "shards"))
-    save_file(load_file(folder / "a.safetensors") | load_file(folder / "b.safetensors"), folder / "b.safetensors")
+    save_file(
+        load_file(folder / "model-1.safetensors") | load_file(folder / "model-2.safetensors"),
+        folder / "model-2.safetensors",
+    )
     with pytest.raises(ConfigError, match="appears twice"):
         Checkpoint(str(folder))
 
