@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cluster.buffers import Buffers
 from cluster.recording import CaptureError, recorded_by, unrecorded
 
 T = TypeVar("T")
@@ -22,21 +23,22 @@ T = TypeVar("T")
 class Tape(Generic[T]):
     """A program captured on a CPU."""
 
-    def __init__(self, program: Callable[[], T]) -> None:
-        """Run `program` and record it.
+    def __init__(self, program: Callable[[], T], buffers: Buffers | None = None) -> None:
+        """Run `program` and record it; what it makes lies in `buffers`, which others may use at other times.
 
         Raises:
             CaptureError: it asks for a value, or takes one from the host.
         """
-        recorder = _Recorder()
+        lender = Buffers() if buffers is None else buffers
+        before, recorder = lender.bytes, _Recorder(lender)
         with torch.inference_mode(), recorded_by(recorder), recorder:
             self.output: T = program()
-        self._calls, self.buffers = recorder.calls, recorder.own
+        self._calls, self.buffers, self._bytes = recorder.calls, recorder.used, lender.bytes - before
 
     @property
     def bytes(self) -> int:
-        """Memory of the buffers."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers)
+        """Memory by which that of all programs grew for this one."""
+        return self._bytes
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -76,21 +78,22 @@ def asks(function: OpOverload, args: Any, kwargs: Any) -> str | None:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each operator that computes something. `own` are the buffers that the program made, one per storage."""
+    """Notes each operator that computes something. `used` are the buffers of what the program made."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], object]] = []
-        self.own: list[Tensor] = []
-        self._storages: set[int] = set()
+        self._buffers, self._used = buffers, dict[int, Tensor]()
+
+    @property
+    def used(self) -> list[Tensor]:
+        """Each once."""
+        return list(self._used.values())
 
     def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         """See `recording.opaque`."""
         with unrecorded():
-            output = run(*given)
-        self._made([output])
-        self.calls.append(lambda: output.copy_(run(*given)))
-        return output
+            return self._answered(run, run(*given), given)
 
     def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
         """See `recording.native`."""
@@ -101,14 +104,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
         """See `recording.hosted`; on a CPU the host's memory is the device's."""
         with unrecorded():
-            output = run(*given)
-        if output is None:
-            self.calls.append(partial(run, *given))
-            return None
-        made: Tensor = output
-        self._made([made])
-        self.calls.append(lambda: made.copy_(run(*given)))  # type: ignore[arg-type]
-        return made
+            made = run(*given)
+            if made is not None:
+                return self._answered(run, made, given)
+            self.calls.append(partial(run, *self._lasting(given)))
+        return None
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,25 +118,38 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if what := asks(function, args, kwargs):
             raise CaptureError(f"{name}: a program must not ask for {what}")
         result = function(*args, **kwargs)
-        outputs = [output for output in tree_leaves(result) if isinstance(output, Tensor)]
-        if function._schema.is_mutable:
-            self.calls.append(lambda: function(*args, **kwargs))
-            return result
-        if name in MEMORY:
-            self._made(outputs)
-            return result
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        fresh = [output for output in outputs if output.numel() and _storage(output) not in given]
-        if fresh:
-            self._made(fresh)
-            self.calls.append(_replayed(function, args, kwargs, outputs))
+        if not function._schema.is_mutable:
+            result = tree_map_only(Tensor, lambda one: one if _storage(one) in given else self._lent(one), result)
+        outputs = [output for output in tree_leaves(result) if isinstance(output, Tensor)]
+        computed = any(output.numel() and _storage(output) not in given for output in outputs)
+        if name not in MEMORY and (function._schema.is_mutable or computed):
+            args, kwargs, outputs = self._lasting((args, kwargs, outputs))
+            if function._schema.is_mutable:
+                self.calls.append(lambda: function(*args, **kwargs))
+            else:
+                self.calls.append(_replayed(function, args, kwargs, outputs))
         return result
 
-    def _made(self, outputs: list[Tensor]) -> None:
-        for output in outputs:
-            if _storage(output) not in self._storages:
-                self._storages.add(_storage(output))
-                self.own.append(output)
+    def _answered(self, run: Callable[..., Any], answer: Tensor, given: tuple[Any, ...]) -> Tensor:
+        """`answer`, which `run(*given)` gave, in memory that every replay fills with what it gives then."""
+        made = self._lent(answer)
+        held, lasting = self._lasting(given), self._buffers.lasting(made)
+        self.calls.append(lambda: lasting.copy_(run(*held)))
+        return made
+
+    def _lent(self, made: Tensor) -> Tensor:
+        """The same in memory of the buffers."""
+        if not made.numel():
+            return made
+        lent, buffer = self._buffers.lend(made)
+        self._used[buffer.data_ptr()] = buffer
+        return lent.copy_(made)
+
+    def _lasting(self, given: T) -> T:
+        """The same with tensors that last, for calls to come: what a call held would never be lent anew."""
+        lasting: T = tree_map_only(Tensor, self._buffers.lasting, given)
+        return lasting
 
 
 def _storage(tensor: Tensor) -> int:

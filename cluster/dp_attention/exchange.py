@@ -7,7 +7,7 @@ call is the identity. A rank about to make another call, or one with other row c
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Exchange:
         attn, count = self._mesh.attn_facts, self._next("share").rows[self._mesh.dp_rank]
         if self._mesh.leads and len(words) != count:
             raise self._off(f"brings {len(words)} words to share where {count} are planned")
-        return self._run(attn, lambda: shared(words, count, attn))
+        return self._run(attn, shared, words, count, attn)
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Partial sums of own rows `[T, ..]` over the attention group -> their sum."""
@@ -151,7 +151,7 @@ class Exchange:
         if journey.counts != table[world.rank]:
             raise self._off(f"is about to dispatch {list(journey.counts)} rows and told {list(table[world.rank])}")
         self._check(rows, sum(sent), call.width)
-        return self._run(world, lambda: world.all_to_all(rows, sent, taken))
+        return self._run(world, world.all_to_all, rows, sent, taken)
 
     def combine(self, made: Tensor, table: Table, journey: Journey, common: Tensor | None) -> Tensor:
         """Partial sums for rows that came, in the order in which they came, and `common` as in `scatter` -> own rows,
@@ -168,7 +168,7 @@ class Exchange:
                 back[rank] = torch.cat([back[rank], more])
             sent = [count + (rank in group) * carried[mesh.rank] for rank, count in enumerate(sent)]
         gone = [rows.shape[0] for rows in back]
-        came = self._run(mesh.world, lambda: mesh.world.all_to_all(torch.cat(back), gone, sent))
+        came = self._run(mesh.world, mesh.world.all_to_all, torch.cat(back), gone, sent)
         return self._join(journey.summed(came, group), call)
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
@@ -207,7 +207,7 @@ class Exchange:
         """Int64 of each row scored, `[T', k]` -> their sums over all shards."""
         call = self._next("add")
         self._check(numbers, self._scored(call), call.width, torch.int64)
-        return self._run(self._vocab, lambda: self._vocab.all_reduce(numbers))
+        return self._run(self._vocab, self._vocab.all_reduce, numbers)
 
     def compare(self, numbers: Tensor) -> Tensor:
         """Float64 of each row scored, `[T', k]` -> what all shards have of own rows, `[n, T, k]`."""
@@ -254,19 +254,19 @@ class Exchange:
         rank, phase = self._mesh.rank if rank is None else rank, self._call.phase
         return OutOfStepError(f"rank {rank} {what} (step {self._step}, phase {phase})", rank, self._step, phase)
 
-    def _run(self, axis: Axis, collective: Callable[[], T]) -> T:
-        """Run one collective over `axis`, and check that it was entered exactly once."""
+    def _run(self, axis: Axis, collective: Callable[..., T], *given: Any) -> T:
+        """Run one collective over `axis`, `collective(*given)`, and check that it was entered exactly once."""
         if axis.size == 1:
-            return collective()
-        result: T = opaque(self._entered, collective, self._call)
+            return collective(*given)
+        result: T = opaque(self._entered, self._call, collective, *given)
         return result
 
-    def _entered(self, collective: Callable[[], T], call: Call) -> T:
+    def _entered(self, call: Call, collective: Callable[..., T], *given: Any) -> T:
         """The result of the collective of `call`, which a tape enters in every replay."""
         clock = self._mesh.world.clock
         entered = clock.calls + 1
         try:
-            result = collective()
+            result = collective(*given)
         except GangError:
             raise
         except RuntimeError as error:
@@ -286,7 +286,7 @@ class Exchange:
     def _summed(self, rows: Tensor) -> Tensor:
         """Partial sums of own rows -> their sum over the attention group."""
         attn = self._mesh.attn
-        return self._run(attn, lambda: attn.all_reduce(rows))
+        return self._run(attn, attn.all_reduce, rows)
 
     def _spread(self, rows: Tensor, call: Call) -> Tensor:
         """Own rows -> those of every group. With one group every rank has them already."""
@@ -295,12 +295,12 @@ class Exchange:
             return rows
         start, stop = self._mesh.attn.part.span(rows.shape[0])
         counts = self._counts(call)
-        return self._run(world, lambda: world.gather(rows[start:stop], counts))
+        return self._run(world, world.gather, rows[start:stop], counts)
 
     def _every(self, numbers: Tensor) -> Tensor:
         """Numbers of the rows scored, `[T', k]` -> those of all shards, `[n, T', k]`."""
         axis, (count, width) = self._vocab, numbers.shape
-        every = self._run(axis, lambda: axis.gather(numbers, [count] * axis.size))
+        every = self._run(axis, axis.gather, numbers, [count] * axis.size)
         return every.view(axis.size, count, width)
 
     def _collect(self, rows: Tensor, call: Call) -> Tensor:
@@ -308,15 +308,15 @@ class Exchange:
         world = self._mesh.world
         self._check(rows, sum(call.rows), call.width)
         if self._mesh.attn_dp == 1:
-            return self._run(world, lambda: world.all_reduce(rows))
+            return self._run(world, world.all_reduce, rows)
         counts = self._counts(call)
-        return self._join(self._run(world, lambda: world.reduce_scatter(rows, counts)), call)
+        return self._join(self._run(world, world.reduce_scatter, rows, counts), call)
 
     def _join(self, mine: Tensor, call: Call) -> Tensor:
         """This rank's share of its group's rows -> all rows of the group."""
         attn, planned = self._mesh.attn, self._own(call)
         counts = [planned * (i + 1) // attn.size - planned * i // attn.size for i in range(attn.size)]
-        return self._run(attn, lambda: attn.gather(mine, counts))
+        return self._run(attn, attn.gather, mine, counts)
 
 
 def _words(call: Call) -> str:

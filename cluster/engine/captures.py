@@ -4,15 +4,17 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from cluster.batch import Decode, Mode, Order
+from cluster.buffers import Buffers
 from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, multiples, sizes_up_to
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels
-from cluster.engine.programs import KEPT, Capture
+from cluster.engine.programs import Capture
 from cluster.graph import CudaSegments, Graph
 from cluster.kernels.grouped_mm import reads_ends
 from cluster.mesh import Mesh
@@ -53,11 +55,11 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
     if device.type == "cuda":
         return _graphs(config, models, mesh)
     if config.capture == "on":
-        return Captures(Tape, buckets_of(config, device, mesh))
-    rows = AUTO_BYTES // (KEPT * row_bytes(models))
+        return Captures(partial(Tape, buffers=Buffers()), buckets_of(config, device, mesh))
+    rows = AUTO_BYTES // row_bytes(models)
     if config.capture == "off" or models.kernels.library is None or not rows:
         return None
-    return Captures(Tape, Buckets((), min(MOST_ROWS, rows), prompts=False))
+    return Captures(partial(Tape, buffers=Buffers()), Buckets((), min(MOST_ROWS, rows), prompts=False))
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
@@ -88,10 +90,12 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
 
 
 def row_bytes(models: RankModels) -> int:
-    """About what the buffers of a program take for one row of the target, on every rank alike."""
+    """About what the buffers of all tapes take for one row of the target, on every rank alike: one layer's work, as the
+    next layer works in the same memory, and logits twice; all that again, as tapes of few rows have their own.
+    """
     arch = models.resolved.target
-    numbers = sum(8 * one.hidden + 3 * one.mlp_columns + 2 * one.heads * one.head_dim for one in arch.layers)
-    return (numbers + 2 * arch.vocab_size) * models.dtype.itemsize
+    layer = max(8 * one.hidden + 3 * one.mlp_columns + 2 * one.heads * one.head_dim for one in arch.layers)
+    return 2 * (layer + 2 * arch.vocab_size) * models.dtype.itemsize
 
 
 def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Buckets:

@@ -27,10 +27,9 @@ MOST = 64
 
 
 class Arguments(Structure):
-    """`struct aerie_choice`; `held` are the tensors that it points to."""
+    """`struct aerie_choice`."""
 
     _fields_ = (*((name, c_void_p) for name in POINTERS), *((name, c_int64) for name in NUMBERS))
-    held: tuple[Tensor, ...]
 
 
 class CChooser:
@@ -108,7 +107,7 @@ class CChooser:
         size, (requests, each) = values.shape[1], rows
         given = {"logits": values, "scores": scores, "columns": columns, "total": total, **drawn}
         told = Arguments(requests=requests, each=each, size=size, stride=values.stride(0), count=scores.shape[1])
-        told.kind, told.threads, told.held = kind, torch.get_num_threads(), tuple(given.values())
+        told.kind, told.threads = kind, torch.get_num_threads()
         for name, tensor in given.items():
             setattr(told, name, tensor.data_ptr())
         if drawn:

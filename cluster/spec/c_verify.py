@@ -16,10 +16,9 @@ NUMBERS = ("trees", "nodes", "wide", "tokens_stride", "parents_stride", "depths_
 
 
 class Arguments(Structure):
-    """`struct aerie_accept`; `held` are the tensors that it points to."""
+    """`struct aerie_accept`."""
 
     _fields_ = (*((name, c_void_p) for name in POINTERS), *((name, c_int64) for name in NUMBERS))
-    held: tuple[Tensor, ...]
 
 
 class CAccept:
@@ -37,8 +36,8 @@ class CAccept:
         lens, bonus = chosen.new_empty(trees), chosen.new_empty(trees)
         given = Arguments(trees=trees, nodes=nodes, wide=wide)
         given.tokens_stride, given.parents_stride, given.depths_stride = (each.stride(0) for each in rows)
-        given.held = (*rows, chosen, path, taken, lens, bonus, chosen.new_empty(nodes, dtype=torch.int8))
-        for name, tensor in zip(POINTERS, given.held, strict=True):
+        told = (*rows, chosen, path, taken, lens, bonus, chosen.new_empty(nodes, dtype=torch.int8))
+        for name, tensor in zip(POINTERS, told, strict=True):
             setattr(given, name, tensor.data_ptr())
         native(self._run, byref(given))
         return Accepted(path, taken, lens, with_prompts(bonus, first))

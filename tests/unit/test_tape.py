@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.buffers import Buffers
 from cluster.recording import CaptureError, opaque
 from cluster.tape import Tape
 
@@ -60,6 +61,35 @@ def test_a_replay_equals_the_program_twenty_times() -> None:
         assert torch.equal(memory, kept)
     assert places == [buffer.data_ptr() for buffer in tape.buffers]
     assert tape.bytes == sum(buffer.untyped_storage().nbytes() for buffer in tape.buffers) > 0
+
+
+def layers(x: Tensor, w: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = (x @ w).softmax(-1) + opaque(decided, x)
+    return x
+
+
+def test_what_a_layer_is_done_with_the_next_one_works_in() -> None:
+    x, w = torch.randn(4, 5), torch.randn(5, 5)
+    few, many = (Tape(lambda count=count: layers(x, w, count)) for count in (3, 30))
+    assert len(many) > 9 * len(few) and many.bytes == few.bytes
+    for _ in range(3):
+        poison(many)
+        many.replay()
+        with torch.inference_mode():
+            assert torch.equal(many.output, layers(x, w, 30))
+        x.copy_(torch.randn(4, 5))
+
+
+def test_tapes_share_memory_but_for_what_they_give() -> None:
+    x, w, buffers = torch.randn(4, 5), torch.randn(5, 5), Buffers()
+    first, second = (Tape(lambda: layers(x, w, 5), buffers) for _ in range(2))
+    assert 0 < second.bytes <= x.nbytes < first.bytes
+    first.replay()
+    kept = first.output.clone()
+    poison(second)
+    second.replay()
+    assert torch.equal(first.output, kept) and torch.equal(second.output, kept)
 
 
 @pytest.mark.parametrize(

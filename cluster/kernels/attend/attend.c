@@ -30,10 +30,13 @@ static int store_coded(const struct aerie_attend *a, const stored *from, uint8_t
 }
 
 /* New cells go into the pool: zeros in place of those that are not finite, whose rows are noted. */
-static void store(const struct aerie_attend *a, uint8_t *bad)
+static void store_part(const void *data, int64_t part, int64_t parts)
 {
+    const struct job *j = data;
+    const struct aerie_attend *a = j->a;
+    uint8_t *bad = j->bad;
     int64_t cell = a->parts * a->kv_heads * a->size, even = cell / EACH * EACH;
-    for (int64_t t = 0; t < a->rows; t++) {
+    for (int64_t t = a->rows * part / parts; t < a->rows * (part + 1) / parts; t++) {
         const stored *from = a->kv + t * a->kv_stride;
         if (a->coded) {
             bad[t] = store_coded(a, from, (uint8_t *)a->memory + a->write[t] * a->coded) != 0;
@@ -123,18 +126,21 @@ static void joined(const struct job *j, const struct task *t)
     }
 }
 
+/* A thread begins with the tasks of the rows that it has in other kernels too, and then helps the next one with its own. */
 static void attend_part(const void *data, int64_t part, int64_t parts)
 {
-    struct job *j = (struct job *)data;
-    (void)part, (void)parts;
-    for (int64_t at; (at = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->count;) attended(j, j->tasks + at);
+    const struct job *j = data;
+    for (int64_t i = 0; i < parts; i++) {
+        int64_t whose = (part + i) % parts, begin = j->count * whose / parts, some = j->count * (whose + 1) / parts - begin;
+        int64_t *taken = &j->turns[whose].taken;
+        for (int64_t at; (at = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED)) < some;) attended(j, j->tasks + begin + at);
+    }
 }
 
 static void join_part(const void *data, int64_t part, int64_t parts)
 {
-    struct job *j = (struct job *)data;
-    (void)part, (void)parts;
-    for (int64_t at; (at = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->count;)
+    const struct job *j = data;
+    for (int64_t at = part; at < j->count; at += parts)
         if (j->tasks[at].splits > 1 && j->tasks[at].split == 0) joined(j, j->tasks + at);
 }
 
@@ -168,8 +174,8 @@ void NAMED(aerie_attend)(const struct aerie_attend *a)
     room *= a->kv_heads;
     uint8_t *bad = calloc(1, a->rows + 1);
     struct task *tasks = malloc(sizeof *tasks * (room + 1) * (a->threads + 1));
-    if (!bad || !tasks) abort();
-    store(a, bad);
+    struct turns *turns = calloc(sizeof *turns, a->threads + 1);
+    if (!bad || !tasks || !turns) abort();
     int64_t count = 0, text = a->requests * a->each;
     for (int64_t i = 0; i < a->requests; i++) {
         struct task t = {.table = a->tree_rows[i], .start = a->tree_lens[i], .row = i * a->each, .count = a->each,
@@ -181,8 +187,10 @@ void NAMED(aerie_attend)(const struct aerie_attend *a)
                          .count = a->indptr[i + 1] - a->indptr[i], .splits = 1};
         count = add(a, tasks, count, t, tile);
     }
-    struct job j = {.a = a, .tasks = tasks, .bad = bad, .count = count, .repeat = repeat,
+    struct job j = {.a = a, .tasks = tasks, .turns = turns, .bad = bad, .count = count, .repeat = repeat,
                     .deep = up(a->size, LANES), .wide = up(a->value, LANES)};
+    int64_t enough = 1 + a->rows * a->parts * a->kv_heads * a->size / 8192;
+    aerie_spread(store_part, &j, larger(1, smaller(a->threads, enough)));
     int64_t kept = 0;
     if (count && count < a->threads) { /* fewer tasks than threads: long ones are split by blocks */
         int64_t whole = count, splits = (a->threads + count - 1) / count;
@@ -202,13 +210,13 @@ void NAMED(aerie_attend)(const struct aerie_attend *a)
     int64_t threads = smaller(a->threads, count);
     aerie_spread(attend_part, &j, larger(1, threads));
     if (kept) {
-        j.next = 0;
         aerie_spread(join_part, &j, larger(1, threads));
         free(j.partials);
     }
     int64_t covered = text + (a->chunks ? a->indptr[a->chunks] : 0);
     if (covered < a->rows)
         memset(a->out + covered * a->heads * a->value, 0, sizeof(stored) * (a->rows - covered) * a->heads * a->value);
+    free(turns);
     free(tasks);
     free(bad);
 }

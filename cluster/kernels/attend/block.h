@@ -5,7 +5,9 @@
 
 #define BLOCK 512
 #define TILE 64  /* lines of a task of a text */
+#define KEYS 16   /* cells that are scored before more are asked for */
 #define COPIES 64 /* cells that are copied at a time, so that they stay in the nearest cache */
+#define AHEAD 128 /* cells before its use that one is asked for */
 
 struct aerie_attend {
     void *memory; /* one layer: [slots, parts, kv_heads, size], or [slots, coded] bytes */
@@ -35,12 +37,19 @@ struct task {
     int64_t partial;       /* where its partial results begin, in lines; they are kept if splits > 1 */
 };
 
+/* How many of a thread's tasks are taken, with no other thread's in its line of the cache. */
+struct turns {
+    int64_t taken;
+    char apart[56];
+};
+
 struct job {
     const struct aerie_attend *a;
     const struct task *tasks;
-    const uint8_t *bad; /* rows whose cells are not finite */
+    struct turns *turns; /* of each thread */
+    uint8_t *bad;        /* rows whose cells are not finite */
     real *partials;     /* per line and block: values, the highest score, the sum */
-    int64_t count, next, repeat, deep, wide; /* deep and wide: size and value in whole lanes */
+    int64_t count, repeat, deep, wide; /* deep and wide: size and value in whole lanes */
 };
 
 INLINE int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -100,28 +109,44 @@ INLINE const real *placed(const struct job *j, int which, int64_t slot, int64_t 
     return copy;
 }
 
-/* Asks for the key or value of a cell, as cells of a prefix lie too far apart for a processor to guess the next. */
-INLINE void asked(const struct job *j, int which, int64_t slot, int64_t head)
+/* Asks for keys and values from position `p` to `stop` - 1, into the second cache: cells of a prefix lie too far apart for
+ * a processor to guess the next. Inlined, as GCC drops calls of a function that asks and does nothing else.
+ */
+INLINE void asked(const struct job *j, const struct task *t, int64_t p, int64_t stop)
 {
     const struct aerie_attend *a = j->a;
-    int64_t count = a->parts * a->kv_heads * a->size, group = which == VALUE && a->parts == 2 ? a->kv_heads + head : head;
-    int64_t each = a->coded ? 1 : sizeof(stored), cell = a->coded ? a->coded : count * each;
-    const char *from = (const char *)a->memory + slot * cell + group * a->size * each;
-    for (int64_t i = 0; i < a->size * each; i += 64) __builtin_prefetch(from + i);
-    if (a->coded) __builtin_prefetch((const char *)a->memory + slot * cell + count + group);
+    int64_t each = a->coded ? 1 : sizeof(stored), count = a->parts * a->kv_heads * a->size * each;
+    int64_t bytes = a->size * each, cell = a->coded ? a->coded : count, page = a->page_size;
+    for (int64_t slot = 0, left = 0; p < stop; p++, slot++, left--) {
+        if (!left) slot = slot_of(a, t->table, p), left = page - p % page;
+        const char *key = (const char *)a->memory + slot * cell + t->head * bytes, *value = key + a->kv_heads * bytes;
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(key + i, 0, 2);
+        for (int64_t i = 0; a->parts == 2 && i < bytes; i += 64) __builtin_prefetch(value + i, 0, 2);
+        if (a->coded) __builtin_prefetch((const char *)a->memory + slot * cell + count, 0, 2);
+    }
 }
 
 /* Where `count` keys or values are, from position `p` on. */
 static void placed_run(const struct job *j, const struct task *t, int which, int64_t p, int64_t count, const real **at,
                        real *copies)
 {
-    int64_t each = larger(j->deep, j->wide), size = j->a->page_size, slots[COPIES];
+    int64_t each = larger(j->deep, j->wide), size = j->a->page_size;
     for (int64_t i = 0, slot = 0, left = 0; i < count; i++, p++, slot++, left--) {
         if (!left) slot = slot_of(j->a, t->table, p), left = size - p % size;
-        slots[i] = slot;
-        asked(j, which, slot, t->head);
+        at[i] = placed(j, which, slot, t->head, copies + i * each);
     }
-    for (int64_t i = 0; i < count; i++) at[i] = placed(j, which, slots[i], t->head, copies + i * each);
+}
+
+INLINE int64_t shared_by(const struct task *t) { return t->bits ? t->start : t->end; }
+
+/* While cells `p` to `p` + `n` - 1 are scored, asks for those that come AHEAD, or one task, behind them. */
+INLINE void asked_ahead(const struct job *j, const struct task *t, int64_t p, int64_t n)
+{
+    int64_t end = shared_by(t), from = p + smaller(AHEAD, end - t->begin), to = from + n, past = to - end;
+    if (from < end) asked(j, t, from, smaller(to, end));
+    if (past <= 0 || t->splits > 1 || t + 1 == j->tasks + j->count) return;
+    int64_t begin = t[1].begin + larger(from - end, 0);
+    asked(j, t + 1, begin, smaller(t[1].begin + past, shared_by(t + 1)));
 }
 
 /* scores[line][cell] of `ls` lines and `cs` cells, each a sum of LANES lanes. */
@@ -265,12 +290,13 @@ static void block(const struct job *j, const struct task *t, int64_t number, con
 {
     const struct aerie_attend *a = j->a;
     int64_t base = number * BLOCK, stop = base + BLOCK, lines = t->count * j->repeat;
-    int64_t begin = larger(base, t->begin), shared = smaller(stop, t->bits ? t->start : t->end);
+    int64_t begin = larger(base, t->begin), shared = smaller(stop, shared_by(t));
     const real **at = aerie_scratch(1, (sizeof *at + sizeof(real) * larger(j->deep, j->wide)) * BLOCK);
     real *copies = (real *)(at + BLOCK);
     real *scores = aerie_scratch(2, sizeof(real) * lines * BLOCK), scale = (real)a->scale;
     for (int64_t p = begin, n; p < shared; p += n) {
-        n = smaller(COPIES, shared - p);
+        n = smaller(KEYS, shared - p);
+        asked_ahead(j, t, p, n);
         placed_run(j, t, KEY, p, n, at, copies);
         score(q, lines, j->deep, at, n, scale, scores + (p - base));
     }

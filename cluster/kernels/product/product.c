@@ -14,6 +14,7 @@
 #define DEEP (512 * TURN) /* of k at once where there are more rows: so that a panel stays in the nearest cache */
 #define TALL (MOST * 8 * TURN)
 #define BROAD 256 /* panels whose sums are unfinished at once, which bounds what memory they take */
+#define BAND 48 /* rows that are enough for a thread which takes all their columns */
 #define AHEAD 32 /* turns before its use that a panel is asked for by a tile that takes it alone */
 
 struct job {
@@ -22,6 +23,7 @@ struct job {
     int64_t m, k, n;
     const int32_t *ends; /* of each expert's rows; NULL: there is one matrix */
     int64_t experts;
+    int64_t bands; /* of rows; the parts of a band have some of its columns each */
 };
 
 struct tile {
@@ -207,10 +209,11 @@ static void some(const struct job *j, const stored *rows, const stored *panels, 
 static void part(const void *data, int64_t part, int64_t parts)
 {
     const struct job *j = data;
-    int64_t panels = (j->n + LANES - 1) / LANES, start = 0;
-    int64_t first = panels * part / parts, last = panels * (part + 1) / parts;
+    int64_t across = parts / j->bands, band = part / across, panels = (j->n + LANES - 1) / LANES;
+    int64_t first = panels * (part % across) / across, last = panels * (part % across + 1) / across;
+    int64_t start = j->m * band / j->bands;
     for (int64_t e = 0; e < j->experts; e++) {
-        int64_t end = j->ends ? j->ends[e] : j->m;
+        int64_t end = j->ends ? j->ends[e] : j->m * (band + 1) / j->bands;
         for (int64_t from = first; end > start && from < last; from += BROAD)
             some(j, j->rows + start * j->k, j->panels + e * panels * LANES * j->k, j->bias ? j->bias + e * j->n : NULL,
                  j->out + start * j->n, end - start, from, from + BROAD < last ? from + BROAD : last);
@@ -218,11 +221,16 @@ static void part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* rows [m, k], panels [experts, ceil(n / LANES), k, LANES], bias [experts, n] or NULL, ends [experts] or NULL. */
+/* Of many rows a thread has some, all the way through a layer: norms and activations take the same ones, so that what
+ * one core wrote is not read by another, which may share no cache with it. Of few rows each has some columns.
+ *
+ * rows [m, k], panels [experts, ceil(n / LANES), k, LANES], bias [experts, n] or NULL, ends [experts] or NULL. */
 void NAMED(aerie_product)(const stored *rows, const stored *panels, const stored *bias, stored *out, int64_t m, int64_t k,
                           int64_t n, const int32_t *ends, int64_t experts, int64_t threads)
 {
-    struct job j = {rows, panels, bias, out, m, k, n, ends, experts};
-    int64_t enough = 1 + m * k * n / 65536;
-    aerie_spread(part, &j, threads < enough ? threads : enough);
+    int64_t enough = 1 + m * k * n / 65536, parts = threads < enough ? threads : enough;
+    struct job j = {rows, panels, bias, out, m, k, n, ends, experts, 1};
+    for (int64_t bands = 2; !ends && bands <= parts && m / bands >= BAND; bands++)
+        if (parts % bands == 0) j.bands = bands;
+    aerie_spread(part, &j, parts);
 }

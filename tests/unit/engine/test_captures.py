@@ -2,7 +2,7 @@
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -101,7 +101,9 @@ def test_off_is_off() -> None:
 
 def test_on_a_cpu_it_is_a_tape_of_exact_sizes() -> None:
     of = captures_of(config_of(tiny_pair()[0], capture="on"), CPU, models("torch"), TWO_GROUPS)
-    assert of is not None and of.capture is Tape
+    assert of is not None
+    made = [of.capture(cast(Any, lambda: torch.ones(3) + 1)) for _ in range(2)]
+    assert all(isinstance(one, Tape) for one in made) and made[0].bytes > made[1].bytes, "they share memory"
     assert of.buckets.sizes == () and not of.buckets.alike and of.buckets.prompts
 
 

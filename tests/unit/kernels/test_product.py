@@ -49,6 +49,22 @@ def test_a_row_has_the_same_bits_alone_and_among_others(size: tuple[int, int], d
         assert torch.equal(weight(rows[:count]), alone[:count])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
+    """Which share out the columns of few rows, the rows of many, and both between."""
+    weight, bias = c_kernels().weight(made(300, 250, dtype=dtype)), made(250, dtype=dtype, seed=1)
+    before, rows = torch.get_num_threads(), made(300, 300, dtype=dtype, seed=2)
+    try:
+        torch.set_num_threads(1)
+        alone = weight(rows, bias)
+        for threads in (2, 3, 4, 6):
+            torch.set_num_threads(threads)
+            for count in (1, 47, 95, 96, 97, 150, 191, 192, 240, 300):
+                assert torch.equal(weight(rows[:count], bias), alone[:count])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_rows_need_not_lie_together_and_others_stay_apart() -> None:
     weight, rows = c_kernels().weight(made(40, 24, dtype=torch.float32)), made(9, 80, dtype=torch.float32, seed=3)
     assert torch.equal(weight(rows[:, 20:60]), weight(rows[:, 20:60].contiguous()))
