@@ -34,6 +34,7 @@ GROUND = (
     "timing",
     "crossing",
     "recording",
+    "buffers",
     "tape",
     "graph",
     "axis",
