@@ -35,13 +35,7 @@ class Buffers:
 
     def lend(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """A tensor with the size and strides of `like`, whose numbers are whatever lies there, and its whole buffer."""
-        numbers, free = like.untyped_storage().nbytes() // like.itemsize, self._free[like.dtype]
-        at = bisect_left(free, (numbers, 0))
-        if at < len(free) and free[at][0] <= WIDEST * numbers:
-            which = free.pop(at)[1]
-        else:
-            which = len(self._made)
-            self._made.append(torch.empty(numbers, dtype=like.dtype))
+        which = self._taken(like.untyped_storage().nbytes() // like.itemsize, like.dtype)
         buffer = self._made[which]
         held = (ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())
         lent = torch.frombuffer(held, dtype=like.dtype)
@@ -58,6 +52,18 @@ class Buffers:
         place = self._made[which].untyped_storage()
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _taken(self, numbers: int, dtype: torch.dtype) -> int:
+        """The smallest free buffer that fits, or a new one."""
+        free = self._free[dtype]
+        at = bisect_left(free, (numbers, 0))
+        found, which = free.pop(at) if at < len(free) else (0, 0)
+        if numbers <= found <= WIDEST * numbers:
+            return which
+        if found:  # too large; or garbage was collected meanwhile, which may give buffers back and move others
+            insort(free, (found, which))
+        self._made.append(torch.empty(numbers, dtype=dtype))
+        return len(self._made) - 1
 
     def _back(self, place: int) -> None:
         which = self._lent.pop(place)

@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See `recording.native`."""
         with unrecorded():
             run(*given)
-        self.calls.append(partial(run, *given))
+            self.calls.append(partial(run, *self._lasting(given)))
 
     def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
         """See `recording.hosted`; on a CPU the host's memory is the device's."""

@@ -84,17 +84,16 @@ class Sharded:
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
         """See `Rows.weigh`."""
-
-        def mass(block: slice) -> Tensor:
-            return mass_of(self._tempered(block), top[block], kth[block])
-
-        self._mass = mass
+        self._top, self._least = top, kth
         self._total = self._shards.add(torch.cat([self._mass(block).sum(1, keepdim=True) for block in self._blocks]))
         return self._total
 
     def reaching(self, needed: Tensor) -> Tensor:
         """See `Rows.reaching`."""
         return self._found(self._total - needed, self._mass)
+
+    def _mass(self, block: slice) -> Tensor:
+        return mass_of(self._tempered(block), self._top[block], self._least[block])
 
     def _tempered(self, block: slice) -> Tensor:
         return self._values[block].to(self._inverse.dtype) * self._inverse[block]

@@ -1,7 +1,13 @@
 """Memory that is lent comes back when nothing holds it any more, and addresses in it stay valid."""
 
+import gc
+from bisect import bisect_left
+from typing import Any
+
+import pytest
 import torch
 
+from cluster import buffers as module
 from cluster.buffers import Buffers
 
 
@@ -66,3 +72,22 @@ def test_what_lasts_lies_where_the_lent_tensor_lay_and_holds_nothing() -> None:
 def test_what_was_not_lent_stays_itself() -> None:
     own = torch.ones(2)
     assert Buffers().lasting(own) is own
+
+
+def test_garbage_that_is_collected_while_it_looks_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that comes back then moves the others along."""
+    buffers = Buffers()
+    both = [buffers.lend(torch.empty(numbers))[0] for numbers in (8, 20)]
+    circle: list[Any] = [buffers.lend(torch.empty(4))[0]]
+    circle.append(circle)
+    both.clear()
+    del circle
+
+    def looked(*given: Any) -> int:
+        found = bisect_left(*given)
+        gc.collect()
+        return found
+
+    monkeypatch.setattr(module, "bisect_left", looked)
+    lent, buffer = buffers.lend(torch.empty(15))
+    assert lent.numel() == 15 <= buffer.numel()

@@ -29,30 +29,36 @@ static int store_coded(const struct aerie_attend *a, const stored *from, uint8_t
     return 0;
 }
 
-/* New cells go into the pool: zeros in place of those that are not finite, whose rows are noted. */
+/* A new cell as it is; nonzero, and all zeros, if a number is not finite. */
+static int store_plain(const stored *from, stored *to, int64_t count)
+{
+    int64_t even = count / EACH * EACH;
+    vec zero = {0};
+    real rest = 0;
+    for (int64_t i = 0; i < even; i += EACH) zero += load(from + i) * 0;
+    for (int64_t i = 0; i < EACH; i++) rest += zero[i];
+    for (int64_t i = even; i < count; i++) rest += get(from + i) * 0;
+    if (rest != 0)
+        memset(to, 0, count * sizeof *to);
+    else
+        memcpy(to, from, count * sizeof *to);
+    return rest != 0;
+}
+
+/* New cells go into the pool: zeros in place of those that are not finite, whose rows are noted. Slots of page 0, the sink,
+ * have several rows each, of which the last one stays: one thread stores them all.
+ */
 static void store_part(const void *data, int64_t part, int64_t parts)
 {
     const struct job *j = data;
     const struct aerie_attend *a = j->a;
-    uint8_t *bad = j->bad;
-    int64_t cell = a->parts * a->kv_heads * a->size, even = cell / EACH * EACH;
-    for (int64_t t = a->rows * part / parts; t < a->rows * (part + 1) / parts; t++) {
+    int64_t cell = a->parts * a->kv_heads * a->size, first = a->rows * part / parts, last = a->rows * (part + 1) / parts;
+    for (int64_t t = part ? first : 0; t < (part ? last : a->rows); t++) {
+        int64_t slot = a->write[t];
+        if (slot < a->page_size ? part != 0 : t >= last) continue;
         const stored *from = a->kv + t * a->kv_stride;
-        if (a->coded) {
-            bad[t] = store_coded(a, from, (uint8_t *)a->memory + a->write[t] * a->coded) != 0;
-            continue;
-        }
-        stored *to = (stored *)a->memory + a->write[t] * cell;
-        vec zero = {0};
-        real rest = 0;
-        for (int64_t i = 0; i < even; i += EACH) zero += load(from + i) * 0;
-        for (int64_t i = 0; i < EACH; i++) rest += zero[i];
-        for (int64_t i = even; i < cell; i++) rest += get(from + i) * 0;
-        bad[t] = rest != 0;
-        if (bad[t])
-            memset(to, 0, cell * sizeof *to);
-        else
-            memcpy(to, from, cell * sizeof *to);
+        j->bad[t] = a->coded ? store_coded(a, from, (uint8_t *)a->memory + slot * a->coded)
+                             : store_plain(from, (stored *)a->memory + slot * cell, cell);
     }
 }
 

@@ -55,6 +55,24 @@ def test_long_prefixes_and_all_dtypes(shape: str, size: str, dtype: torch.dtype)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_of_idle_rows_that_write_one_slot_the_last_one_stays(threads: int) -> None:
+    """Else what an idle row reads next, and draws, would depend on which thread came last, and differ among ranks."""
+    rows, table = 64, PageTable(4, 64, 16, CPU)
+    pool = KVPool(1, 32, (2, 4, 64), torch.float32, CPU)
+    attention = CAttention(pool, table, 4, (None,), None, None, c_library())
+    idle, lens, before = torch.full((rows,), 4), torch.zeros(rows, dtype=torch.int64), torch.get_num_threads()
+    attention.bind(Seen(table.slots(idle, lens), Tree(idle, lens, line_bits(1, 1, CPU), 1)))
+    kv = torch.arange(float(rows)).view(rows, 1, 1, 1).expand(rows, 2, 4, 64).contiguous()
+    try:
+        torch.set_num_threads(threads)
+        for _ in range(300):
+            attention(0, torch.ones(rows, 4, 64), kv)
+            assert (pool.kv[0, 0] == rows - 1).all()
+    finally:
+        torch.set_num_threads(before)
+
+
 def in_c() -> Callable[..., CAttention]:
     return partial(CAttention, library=c_library())
 
