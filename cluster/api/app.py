@@ -30,7 +30,16 @@ from cluster.api.replica.drain import Drain, when_leaving
 from cluster.api.replica.engine_calls import HandleCalls
 from cluster.api.replica.feed import feed
 from cluster.api.replica.host import GangHost
-from cluster.api.replica.resilient_client import SIGN_SHARE, Item, ResilientClient, Sign
+from cluster.api.replica.resilient_client import (
+    RETRY_S,
+    SIGN_SHARE,
+    EngineCalls,
+    GoneError,
+    Item,
+    ResilientClient,
+    Sign,
+    folders_of,
+)
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.arch.generation import sampling_defaults
 from cluster.config import EngineConfig
@@ -144,8 +153,10 @@ class EngineReplica(GangOwner):
         await self._host.start()
         info = self._host.gang.infos[0]
         self._facts = _model_facts(settings, info, sampling)
-        config = self._host.config
-        self._sign = Sign(f"{config.model_path} ({info.dtype})", info.speculative_num_draft_tokens - 1)
+        self._made_of = _made_of(settings)
+        config, computes = self._host.config, f"{info.dtype}, {info.kernels}, KV cache in {info.kv_cache_dtype}"
+        nodes = info.speculative_num_draft_tokens - 1
+        self._sign = Sign(f"{config.model_path} ({computes})", nodes, folders_of(config))
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
         when_leaving(self._host.leave)
         settle()
@@ -162,9 +173,9 @@ class EngineReplica(GangOwner):
     def _leaving(self) -> str:
         return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
 
-    async def model_facts(self) -> dict[str, Any]:
-        """The fields of a `ModelInfo`, except `created`."""
-        return self._facts
+    async def model_facts(self) -> tuple[str, dict[str, Any]]:
+        """The settings that this replica was made of, and the fields of a `ModelInfo`, except `created`."""
+        return self._made_of, self._facts
 
     async def patience_s(self) -> float:
         """How long streams wait for a gang, or for another engine replica; see `Gang.patience_s`."""
@@ -209,8 +220,8 @@ class IngressReplica:
         config = resolve_engine_paths(settings.llm.engine_config())
         calls = HandleCalls(engine)
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, config, settings.parsers))
-        patience_s = await calls.call("patience_s")  # answered once an engine replica is up
-        facts = await calls.call("model_facts")
+        facts = await _facts_of(calls, _made_of(settings))
+        patience_s = await calls.call("patience_s")
         loaded = await rest
         self._make_app = loaded.make_app
         model = loaded.model_info(created=int(time.time()), **facts)
@@ -292,6 +303,30 @@ def _model_facts(settings: AppSettings, info: RankInfo, sampling: dict[str, floa
         "eos_token_ids": info.eos_token_ids,
         "sampling": sampling,
     }
+
+
+def _made_of(settings: AppSettings) -> str:
+    """The settings that the facts of a model follow from."""
+    return f"{settings.llm.model_loading_config.model_id} {settings.llm.engine_config().model_dump_json()}"
+
+
+async def _facts_of(calls: EngineCalls, made_of: str) -> dict[str, Any]:
+    """The facts that an engine replica of these settings tells, as soon as one is up. While a service is redeployed there
+    are others too, whose model may be another.
+    """
+    said = ""
+    while True:
+        try:
+            others, facts = await calls.call("model_facts")
+            if others == made_of:
+                return dict(facts)
+            why = "only engine replicas of other settings are up yet"
+        except GoneError as gone:
+            why = str(gone)
+        if why != said:
+            logger.info("no engine replica of these settings answers yet: %s", why)
+        said = why
+        await asyncio.sleep(RETRY_S)
 
 
 class Rest(NamedTuple):

@@ -15,7 +15,7 @@ from cluster.api.replica.resilient_client import GoneError, Item, Leaving, Refus
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, SamplingParams, SpeculationCounts
 
-SIGN = Sign("target (float64)", 3)
+SIGN = Sign("target (float64)", 3, "m, m")
 TOKENS = 24
 Fate = Callable[[Request, int], Item | None]  # (request, item number) -> what comes instead of the next output
 
@@ -184,10 +184,20 @@ def test_a_request_that_cannot_be_served() -> None:
 
 
 def test_tokens_of_two_models_are_never_mixed() -> None:
-    outputs, _, _ = run(dies_at(3), says(0, Sign("another", 0)))
+    """Nor are tokens of one read by another: a replica of another model does not begin a stream."""
+    another = says(0, Sign("another", 0, "another, m"))
+    outputs, _, _ = run(dies_at(3), another)
     assert tokens_of(outputs) == WHOLE[:4]
     assert outputs[-1].finish_reason == "abort" and "another is served now" in (outputs[-1].error or "")
-    outputs, _, _ = run(dies_at(1), says(0, Sign("another", 0)))  # nothing was sent yet: nothing to mix
+    for fates in ((another, another, well), (dies_at(1), another, well)):
+        outputs, engine, _ = run(*fates)
+        assert tokens_of(outputs) == WHOLE and len(engine.requests) == 3
+    outputs, _, _ = run(another)
+    assert not tokens_of(outputs) and outputs[-1].finish_reason == "abort"
+
+
+def test_a_stream_may_begin_where_the_same_model_computes_otherwise() -> None:
+    outputs, _, _ = run(dies_at(1), says(0, Sign("target (float32)", 0, "m, m")))  # nothing was sent yet: nothing to mix
     assert outputs[-1].finish_reason == "length"
 
 

@@ -30,11 +30,13 @@ RETRY_S = 0.2  # between two tries to submit a request
 class Sign:
     """An engine replica has taken the request. Sent first, and again as a keep-alive while there is no output.
 
-    `model` identifies the weights: a stream is resumed on the same model only. `nodes` counts drafted tokens per tree.
+    `model` identifies the weights and how they compute: a stream is resumed on the same model only. `nodes` counts
+    drafted tokens per tree. `folders` are those of the tokens' ids (`folders_of`).
     """
 
     model: str
     nodes: int
+    folders: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class Leaving:
 
 
 Item = Sign | Refused | Leaving | RequestOutput
+
+
+def folders_of(config: EngineConfig) -> str:
+    """Where the model and the tokenizer are that give token ids their meaning."""
+    return f"{config.model_path}, {config.tokenizer_path or config.model_path}"
 
 
 class GoneError(Exception):
@@ -104,6 +111,7 @@ class ResilientClient:
         self._calls = calls
         self._seeds = Seeds(f"{config.random_seed}/{rank}")
         self._silence_s = SILENCE_SHARE * config.watchdog_timeout_s
+        self._folders = folders_of(config)
         self._patience_s = patience_s
         self._on_resumed = on_resumed
         self._status = Shared(self._ask_status)
@@ -153,7 +161,9 @@ class ResilientClient:
                 attempt.close()
 
     async def _place(self, stream: Stream) -> tuple[Attempt, Sign | None]:
-        """Submit a stream until an engine replica takes it; the sign is None when none did within `patience_s`.
+        """Submit a stream until an engine replica takes it; the sign is None when none did within `patience_s`. While a
+        service is redeployed with another model there are replicas of both: only one that knows these tokens is asked
+        to begin.
 
         Raises:
             Overloaded: the queue is full, and the stream was never taken before.
@@ -168,12 +178,12 @@ class ResilientClient:
             tries += 1
             try:
                 item = await attempt.next(min(self._silence_s, max(0.0, until - time.monotonic())))
-                if isinstance(item, Sign):
+                if isinstance(item, Sign) and (stream.dealt or item.folders == self._folders):
                     taken = True
                     if again:
                         self._on_resumed()
                     return attempt, item
-                why = getattr(item, "message", type(item).__name__)
+                why = f"it serves {item.model}" if isinstance(item, Sign) else getattr(item, "message", "it is leaving")
                 if isinstance(item, Refused) and not again:
                     raise Overloaded(why, item.retry_after_s)
             except GoneError as gone:
