@@ -69,6 +69,7 @@ class Life:
         self.beats: list[Heartbeat | None] = [None] * spec.world
         self.alarm = asyncio.Event()  # set by every sign that this life is over
         self.last_item = 0.0  # when a step item last came from any rank; 0.0 before the first
+        self.fruitful = False  # whether it gave any request a token
         self._placement = placement
         self._deaths = [""] * spec.world
         self._failures: list[Failure | None] = [None] * spec.world
@@ -231,9 +232,10 @@ class Life:
             self._failures[rank] = Failure(rank, "failed", rank, *where, reason)
         self.alarm.set()
 
-    def mark_alive(self) -> None:
-        """A step item came: the ranks step together, so all of them were alive."""
+    def mark_alive(self, tokens: bool) -> None:
+        """A step item came, with tokens or without: the ranks step together, so all of them were alive."""
         self.last_item = time.monotonic()
+        self.fruitful = self.fruitful or tokens
 
     def forgive(self, seconds: float) -> None:
         """Do not count `seconds` as silence: this process itself stood still and could hear no rank."""

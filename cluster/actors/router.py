@@ -277,7 +277,7 @@ class Router:
         """Distribute a leader's step items to the streams until its shard ends."""
         async for ref in life.open_stream(rank):
             for item in await ref:
-                life.mark_alive()
+                life.mark_alive(any(output.token_ids for output in item.outputs))
                 self._deal(item)
 
     def _deal(self, item: StepItem) -> None:

@@ -311,8 +311,8 @@ def _made_of(settings: AppSettings) -> str:
 
 
 async def _facts_of(calls: EngineCalls, made_of: str) -> dict[str, Any]:
-    """The facts that an engine replica of these settings tells, as soon as one is up. While a service is redeployed there
-    are others too, whose model may be another.
+    """The facts that an engine replica of these settings tells, as soon as one is up. While a service is redeployed
+    there are others too, whose model may be another.
     """
     said = ""
     while True:

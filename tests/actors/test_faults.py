@@ -268,6 +268,21 @@ def test_a_gang_that_cannot_come_back_is_given_up_within_the_bound() -> None:
     assert left_behind("given-up") == []
 
 
+def test_a_gang_whose_lives_give_no_token_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That they begin requests does not count: on a broken machine each life's first step is its last."""
+    monkeypatch.setattr("cluster.actors.gang.FRUITLESS", 2)
+
+    async def body(gang: Gang, router: Router) -> None:
+        await read(router, ask("well", 1))
+        reading = [asyncio.create_task(read(router, ask(f"broken-{i}", CRASH, ON, 3))) for i in range(2)]
+        ends = await asyncio.wait_for(asyncio.gather(*reading), 60)
+        assert all(last.finish_reason == "abort" for _, last in ends)
+        assert "2 lives in a row gave no token" in router.lost and len(gang.losses) == 3
+
+    with_gang(spec("fruitless"), body)
+    assert left_behind("fruitless") == []
+
+
 def test_closing_while_the_gang_restarts_leaves_nothing() -> None:
     started: list[int] = []
 

@@ -197,7 +197,7 @@ def test_tokens_of_two_models_are_never_mixed() -> None:
 
 
 def test_a_stream_may_begin_where_the_same_model_computes_otherwise() -> None:
-    outputs, _, _ = run(dies_at(1), says(0, Sign("target (float32)", 0, "m, m")))  # nothing was sent yet: nothing to mix
+    outputs, _, _ = run(dies_at(1), says(0, Sign("target (float32)", 0, "m, m")))  # nothing was sent yet
     assert outputs[-1].finish_reason == "length"
 
 

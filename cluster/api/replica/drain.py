@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ REFUSED = GENERATION | {"/ready"}
 RETRY_AFTER_S = 5  # about what another server, or the next one at this address, takes to be ready
 END_MARGIN_S = 1.5  # streams end so long before Serve kills a replica, which leaves time for error events,
 END_SHARE = 0.5  # or this part of graceful_shutdown_timeout_s before it, where that is shorter
+LAPSE_S = 30.0  # who drains says so again and again; if it is heard no more, it was killed, and the server serves on
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -26,14 +28,19 @@ class Drain:
     """Whether one replica takes calls, and how many it has open; used only on the event loop that serves them."""
 
     def __init__(self) -> None:
-        self.refusing = False
         self.open = 0
+        self._until = 0.0
+
+    @property
+    def refusing(self) -> bool:
+        """Whether new calls are refused."""
+        return time.monotonic() < self._until
 
     def begin(self) -> int:
-        """Refuse new calls from now on; returns how many are open. May be called again."""
+        """Refuse new calls for `LAPSE_S` from now on; returns how many are open. Is called again until the end."""
         if not self.refusing:
             logger.info("draining: %d open calls go on, new ones are refused", self.open)
-        self.refusing = True
+        self._until = time.monotonic() + LAPSE_S
         return self.open
 
     @contextmanager

@@ -41,7 +41,7 @@ class Life:
             ref.set_result((item,))
             yield ref
 
-    def mark_alive(self) -> None:
+    def mark_alive(self, tokens: bool) -> None:
         return
 
     def mark_dead(self, rank: int, error: Exception) -> None:
