@@ -99,9 +99,12 @@ def words_of(draws: Sequence[Draw]) -> Tensor:
     return torch.cat(parts)
 
 
-def checksum(draws: Sequence[Draw]) -> Tensor:
-    """One number, `[1]`, that tells whether rows are drawn elsewhere as they are here."""
-    words = words_of(draws).view(-1)
+def checksum(draws: Sequence[Draw], real: Sequence[Tensor]) -> Tensor:
+    """One number, `[1]`, that tells whether rows are drawn elsewhere as they are here. `real` `[R]` says of each draw's
+    requests which are not idle: what idle ones draw is nobody's, and cells that they share may differ.
+    """
+    rows = torch.cat([draw.by_row(some) for draw, some in zip(draws, real, strict=True)])
+    words = words_of(draws).mul_(rows[:, None]).view(-1)
     weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
     return words.mul_(weights).sum(0, keepdim=True)
 

@@ -90,7 +90,10 @@ class Step:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
             rows = with_prompts(nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device))
             asked = logprobs(columns, rows, with_prompts(accepted.tokens.view(-1), first))
-        drawn = first[:0] if drawing.noise is None or columns.shards is None else checksum(draws)
+        drawn = first[:0]
+        if drawing.noise is not None and columns.shards is not None:
+            real = batch.rows != self._table.idle_row
+            drawn = checksum(draws, (real[:r], real[r:]))
         scored = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         moments.append(self._timer.now())
         output = StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))

@@ -230,20 +230,23 @@ def test_what_travels_of_a_row_does_not_grow_with_the_vocabulary(grid: Grid, voc
 
 
 def test_the_checksum_tells_how_rows_draw() -> None:
-    """Each number of each request, and in which order the requests are."""
+    """Each number of each real request, and in which order the requests are."""
     both = sampling(3, torch.float64, ALL, random.Random(2))
     keys = noise_keys(both.seeds, torch.arange(2).expand(3, -1))
     draw = Draw(2, both, Noise(keys, token_hashes(torch.arange(4)), torch.float64))
-    told_by = int(checksum([draw]))
+    real, idle = torch.tensor([True] * 3), torch.tensor([True, False, True])
+    told_by = int(checksum([draw], [real]))
     for name in ("inverse_temperature", "noise_scale", "top_k", "top_p", "min_p"):
         changed = getattr(both, name).clone()
         changed[1] += 1
-        assert int(checksum([replace(draw, sampling=replace(both, **{name: changed}))])) != told_by, name
+        other = replace(draw, sampling=replace(both, **{name: changed}))
+        assert int(checksum([other], [real])) != told_by, name
+        assert int(checksum([other], [idle])) == int(checksum([draw], [idle])), name
     turned = Noise(keys.flip(0), token_hashes(torch.arange(4)), torch.float64)
-    assert int(checksum([replace(draw, noise=turned)])) != told_by
-    assert int(checksum([draw])) == told_by
+    assert int(checksum([replace(draw, noise=turned)], [real])) != told_by
+    assert int(checksum([draw], [real])) == told_by != int(checksum([draw], [idle]))
     nobody = Draw(2, both.narrow(0, 0), Noise(keys[:0], token_hashes(torch.arange(4)), torch.float64))
-    assert int(checksum([nobody])) == 0 and int(checksum([draw, nobody])) == told_by
+    assert int(checksum([nobody], [real[:0]])) == 0 and int(checksum([draw, nobody], [real, real[:0]])) == told_by
 
 
 def test_what_filters_rule_out_stays_below_what_they_keep() -> None:
