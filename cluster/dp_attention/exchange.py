@@ -255,7 +255,9 @@ class Exchange:
         return OutOfStepError(f"rank {rank} {what} (step {self._step}, phase {phase})", rank, self._step, phase)
 
     def _run(self, axis: Axis, collective: Callable[..., T], *given: Any) -> T:
-        """Run one collective over `axis`, `collective(*given)`, and check that it was entered exactly once."""
+        """Run one collective over `axis`, and check that it was entered exactly once. Tensors are `given`, as a tape
+        lends the memory of those that a collective holds by itself to nobody else.
+        """
         if axis.size == 1:
             return collective(*given)
         result: T = opaque(self._entered, self._call, collective, *given)
@@ -295,12 +297,12 @@ class Exchange:
             return rows
         start, stop = self._mesh.attn.part.span(rows.shape[0])
         counts = self._counts(call)
-        return self._run(world, world.gather, rows[start:stop], counts)
+        return self._run(world, lambda own: world.gather(own, counts), rows[start:stop])
 
     def _every(self, numbers: Tensor) -> Tensor:
         """Numbers of the rows scored, `[T', k]` -> those of all shards, `[n, T', k]`."""
         axis, (count, width) = self._vocab, numbers.shape
-        every = self._run(axis, axis.gather, numbers, [count] * axis.size)
+        every = self._run(axis, lambda own: axis.gather(own, [count] * axis.size), numbers)
         return every.view(axis.size, count, width)
 
     def _collect(self, rows: Tensor, call: Call) -> Tensor:
@@ -310,13 +312,13 @@ class Exchange:
         if self._mesh.attn_dp == 1:
             return self._run(world, world.all_reduce, rows)
         counts = self._counts(call)
-        return self._join(self._run(world, world.reduce_scatter, rows, counts), call)
+        return self._join(self._run(world, lambda sums: world.reduce_scatter(sums, counts), rows), call)
 
     def _join(self, mine: Tensor, call: Call) -> Tensor:
         """This rank's share of its group's rows -> all rows of the group."""
         attn, planned = self._mesh.attn, self._own(call)
         counts = [planned * (i + 1) // attn.size - planned * i // attn.size for i in range(attn.size)]
-        return self._run(attn, attn.gather, mine, counts)
+        return self._run(attn, lambda own: attn.gather(own, counts), mine)
 
 
 def _words(call: Call) -> str:

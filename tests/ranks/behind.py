@@ -154,10 +154,10 @@ def put_behind(
     alone = [[number] for number in range(mesh.world.size)]
     mesh.world, mesh.attn = meshes._axes(mesh.rank, mesh.world.size, alone, "gloo", mesh.world.clock)
 
-    def entered(collective: Callable[[], Any], call: Call) -> Any:
+    def entered(call: Call, collective: Callable[..., Any], *given: Any) -> Any:
         before(exchange._step, call)
         device.advance()
-        result = collective()
+        result = collective(*given)
         device.advance()
         return result
 
