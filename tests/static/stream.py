@@ -100,7 +100,7 @@ class Stream(TorchDispatchMode):
     def poison(self) -> None:
         """Another program may have worked in the pool."""
         pool = list(self._pool)
-        self._queue.append(lambda: [spoilt(one) for one in pool])
+        self._queue.append(lambda: spoil(pool))
 
     # what is told: a recorder, and a mode
 
@@ -128,12 +128,9 @@ class Stream(TorchDispatchMode):
         if schema.is_mutable:
             self.queue(lambda: function(*args, **kwargs))
             return written(schema, args, kwargs)
-        meta = function(*(of_meta(one) for one in args), **told(schema, args, kwargs))
-        made = [one for one in tree_leaves(meta) if isinstance(one, Tensor)]
-        ours = {one.untyped_storage()._cdata for one in META if one is not None}
-        META.clear()
-        if any(one.untyped_storage()._cdata in ours for one in made):
-            return function(*args, **kwargs)  # a view, or the very tensor
+        meta = outcome(function, args, kwargs)
+        if meta is ALIAS:
+            return function(*args, **kwargs)
         real = tree_map(self._place, meta)
         outputs = [one for one in tree_leaves(real) if isinstance(one, Tensor)]
         if outputs and not schema.name.startswith(("aten::empty", "aten::new_empty")):
@@ -154,6 +151,31 @@ class Stream(TorchDispatchMode):
 
 META: list[Tensor] = []
 """Stand-ins of the arguments of the operator at hand."""
+ALIAS = object()
+"""The outcome of an operator that gives a view, or the very tensor."""
+OUTCOMES: dict[Any, Any] = {}
+"""What came of each operator before, by the `traits` of its arguments."""
+
+
+def outcome(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operator returns, without numbers; or ALIAS."""
+    key = function, traits(args), traits(list(kwargs.items()))
+    if key not in OUTCOMES:
+        meta = function(*(of_meta(one) for one in args), **told(function._schema, args, kwargs))
+        ours = {one.untyped_storage()._cdata for one in META}
+        META.clear()
+        made = [one for one in tree_leaves(meta) if isinstance(one, Tensor)]
+        OUTCOMES[key] = ALIAS if any(one.untyped_storage()._cdata in ours for one in made) else meta
+    return OUTCOMES[key]
+
+
+def traits(given: Any) -> Any:
+    """All of an argument that the outcome's form depends on."""
+    if isinstance(given, Tensor):
+        return given.shape, given.stride(), given.dtype
+    if isinstance(given, (list, tuple)):
+        return tuple(map(traits, given))
+    return type(given), given
 
 
 def of_meta(given: Any) -> Any:
@@ -190,8 +212,15 @@ def written(schema: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def spoilt(tensor: Tensor) -> Tensor:
     """The same with nothing useful in it."""
+    spoil([tensor])
+    return tensor
+
+
+def spoil(tensors: Sequence[Tensor]) -> None:
+    """Leave nothing useful in them."""
     with _disable_current_modes():
-        return tensor.fill_(math.nan if tensor.is_floating_point() else 1)
+        for one in tensors:
+            one.fill_(math.nan if one.is_floating_point() else 1)
 
 
 class StreamGraph(Graph[Any]):

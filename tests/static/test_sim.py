@@ -1,6 +1,7 @@
 """The step runs where nothing can be asked: every target family, draft, tier and sampling mode."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from itertools import product
 
 import pytest
@@ -16,8 +17,9 @@ from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
 from cluster.spec.step import Step
 from cluster.tree_shape import TreeShape, tiers
+from tests.families import FAMILIES
 from tests.parity.harness import config_of
-from tests.parity.pairs import Pair, algorithm_of, all_pairs, diagonal, draft_of
+from tests.parity.pairs import DRAFTS, Pair, algorithm_of, all_pairs, diagonal, draft_of
 from tests.static.sim import NAME, simulated
 
 MODES = (
@@ -46,17 +48,18 @@ def engine_of(pair: Pair, topk: int) -> Engine:
     return build_engine(config_of(pair.target, draft_of(pair.draft), topk, 3, **settings))
 
 
-def check(pair: Pair, turn: int, every: int = 1) -> int:
-    """Run the step of each tier and sampling mode, or of every so many of these. `turn` picks which, chain or tree, and
-    which of them have prompt rows beside: every other one.
-    """
-    engine, ran = engine_of(pair, (1, 3)[turn % 2]), 0
+WAYS = list(product(range(4), MODES, (False, True)))
+"""Of a step: its tier, its sampling mode, and whether prompt rows are beside."""
+
+
+def check(pair: Pair, topk: int, ways: Iterable[tuple[int, Mode, bool]]) -> None:
+    """Run a step in each of these ways, as a chain or a tree."""
+    engine = engine_of(pair, topk)
     programs, shapes = engine._p.lockstep.programs, tiers(engine._p.shape)
+    assert len(shapes) == 4
     with simulated(engine):
-        for number, (shape, mode) in enumerate(product(shapes, MODES)):
-            if (number + turn) % every:
-                continue
-            chunks = PROMPTS if (number + number // len(MODES) + turn // 2) % 2 else ()
+        for tier, mode, prompts in ways:
+            shape, chunks = shapes[tier], PROMPTS if prompts else ()
             adjustings = (ADJUSTING,) if Mode.ADJUSTED in mode else ()
             if Mode.PROMPT_LOGPROBS in mode:
                 chunks = tuple(chunk._replace(scored=chunk.stop - chunk.start - chunk.final) for chunk in chunks)
@@ -69,8 +72,6 @@ def check(pair: Pair, turn: int, every: int = 1) -> int:
             if output.scores is not None:
                 assert output.scores.ranks.shape == (sum(chunk.scored for chunk in chunks),)
             assert (output.trees is not None) == (Mode.TREES in mode)
-            ran += 1
-    return ran
 
 
 FEW = range(0, len(diagonal()), 3)
@@ -82,7 +83,7 @@ FEW = range(0, len(diagonal()), 3)
 )
 def test_a_pair(number: int) -> None:
     """Each draft once and each family at least once, tiers and modes by turns."""
-    assert check(diagonal()[number], number, every=6) >= 2
+    check(diagonal()[number], (1, 3)[number % 2], WAYS[number // 2 % 12 :: 12])
 
 
 @pytest.mark.parametrize(
@@ -109,11 +110,30 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
         programs._run(programs.assembler.send(Order(decodes=DECODES), 0), engine._p.shape)
 
 
+PARTS = 8
+
+
+def turn_of(pair: Pair) -> tuple[int, int]:
+    """The topk of a pair, and the part of `WAYS` that it goes."""
+    family, draft = list(FAMILIES).index(pair.family), DRAFTS.index(pair.draft)
+    return (1, 3)[(family + draft) % 2], (family // 2 + draft // 2) % PARTS
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(16))
-@pytest.mark.parametrize("quarter", range(4))
-def test_all_pairs_tiers_and_modes(quarter: int, part: int) -> None:
-    """Each quarter has all tiers and modes of each pair; the four have each as chain and tree, with prompts and not."""
-    for pair in all_pairs()[part::16]:
-        assert check(pair, pair.turn + quarter) == 4 * len(MODES), pair
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_pair(family: str) -> None:
+    """The ways are shared out, see below."""
+    for pair in all_pairs():
+        if pair.family == family:
+            topk, part = turn_of(pair)
+            check(pair, topk, WAYS[part::PARTS])
+
+
+def test_each_family_and_each_draft_goes_every_way_as_a_chain_and_as_a_tree() -> None:
+    families, drafts = (defaultdict[str, set[tuple[int, int]]](set) for _ in range(2))
+    for pair in all_pairs():
+        families[pair.family].add(turn_of(pair))
+        drafts[pair.draft].add(turn_of(pair))
+    assert (set(families), set(drafts)) == (set(FAMILIES), set(DRAFTS))
+    assert all(turns == set(product((1, 3), range(PARTS))) for turns in [*families.values(), *drafts.values()])
