@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cluster.spellings import ALIASES, SPECULATIVE_CONFIG, spelled
+from cluster.spellings import ALIASES, EXPERT_SWITCH, SPECULATIVE_CONFIG, spelled
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Cache = Literal["auto", "fp8_e4m3"]
@@ -128,7 +128,10 @@ class EngineConfig(Settings):
         description="part of a step's time that prompt rows may take while a request of any rank decodes",
     )
     max_queued_tokens: int = Field(
-        default=65536, ge=1, description="prompt tokens that may wait; a request beyond them is refused"
+        default=65536,
+        ge=1,
+        description="tokens that may wait, prompts and expected answers; a request beyond them is refused, unless "
+        "none waits",
     )
     max_queued_requests: int = Field(default=1024, ge=1, description="requests that may wait for their first token")
     max_queue_wait_s: float = Field(
@@ -210,13 +213,13 @@ class EngineConfig(Settings):
     )
     capture_sizes: tuple[int, ...] | None = Field(
         default=None,
-        description="[1, 2, 4, 8]: pad steps to these numbers of requests and prompt rows, for which programs are then "
-        "captured, those of decoding at start; unset: on a CPU exact sizes, captured when they recur",
+        description="[1, 2, 4, 8]: pad steps that are captured to these numbers of requests and prompt rows; programs "
+        "of decoding are then captured at start; unset: on a CPU exact sizes, captured when they recur",
     )
     debug_lockstep: bool = Field(
         default=False, description="compare the plans of all ranks before every step, and stop where they differ"
     )
-    random_seed: int = Field(default=0, ge=0, description="seed of requests that bring none")
+    random_seed: int = Field(default=0, ge=0, description="what the seeds of requests that bring none are drawn from")
     num_threads: int | None = Field(
         default=None,
         ge=1,
@@ -264,7 +267,7 @@ class EngineConfig(Settings):
             name = ALIASES.get(key, key)
             if name not in cls.model_fields:
                 raise ConfigError(f"unknown setting {key!r}{nearest(key, [*cls.model_fields, *ALIASES])}")
-            put(key, name, _parts(kwargs, value) if key == "enable_expert_parallel" else value)
+            put(key, name, _parts(kwargs, value) if key == EXPERT_SWITCH else value)
         try:
             return cls.model_validate(flat)
         except ValidationError as error:
@@ -317,8 +320,10 @@ class EngineConfig(Settings):
                     f"got {requests}: {steps}"
                 )
         if self.capture_sizes is not None:
-            if self.capture != "on":
-                raise ConfigError(f"capture_sizes needs capture: on, which is {self.capture}: nothing is captured")
+            if self.capture == "off":
+                raise ConfigError(
+                    "capture_sizes is for programs, and with capture off there are none; set capture to auto or on"
+                )
             if not self.capture_sizes or any(b <= a for a, b in pairwise((0, *self.capture_sizes))):
                 raise ConfigError(f"capture_sizes must be positive and ascend, got {list(self.capture_sizes)}")
         if self.chunked_prefill_size == 0:
@@ -336,5 +341,5 @@ class EngineConfig(Settings):
 def _parts(kwargs: Mapping[str, Any], switch: Any) -> Any:
     """vLLM's `enable_expert_parallel` as `ep_size`: whole experts, divided among all ranks; off is one part."""
     if not isinstance(switch, bool):
-        raise ConfigError(f"enable_expert_parallel must be true or false, got {switch!r}; ep_size takes a number")
+        raise ConfigError(f"{EXPERT_SWITCH} must be true or false, got {switch!r}; ep_size takes a number")
     return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if switch else 1

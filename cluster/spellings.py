@@ -2,12 +2,14 @@
 
 from typing import Any
 
+EXPERT_SWITCH = "enable_expert_parallel"
+"""The one name whose values mean something else too: true is as many parts as there are ranks, false is one."""
 ALIASES: dict[str, str] = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
     "tensor_parallel_size": "tp_size",
     "data_parallel_size": "attn_dp_size",
-    "enable_expert_parallel": "ep_size",
+    EXPERT_SWITCH: "ep_size",
     "dp_size": "attn_dp_size",
     "block_size": "page_size",
     "max_model_len": "context_length",

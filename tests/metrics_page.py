@@ -15,15 +15,17 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
 
 Every series of `/metrics`. All have `model_name`; those of ranks have `rank` too, and are sums over all gangs. A
-histogram has `_bucket`, `_sum` and `_count`. Only sums are exported, never ratios: divide after adding, as
-`deploy/grafana` does. [operations.md](operations.md#metrics-and-alerts) says what to watch and what the alerts ask for.
+histogram has `_bucket`, `_sum` and `_count`. Only sums are exported, no ratios but vLLM's KV usage: divide after
+adding, as `deploy/grafana` does. [operations.md](operations.md#metrics-and-alerts) says what to watch and what the
+alerts ask for.
 
 Written by `python -m tests.metrics_page` from the code that fills them.
 """
 VLLM = """
 ## vLLM's names
 
-The same series once more, under the names that tools for vLLM read; the text of each is that of ours.
+The same series once more, under the names that tools for vLLM read; the text of each is that of ours. Counters end in
+`_total` here too; `rank` is called `engine`, and `depth`, from 1, `position`, from 0.
 """
 COMMON = ("model_name", "rank", "process")
 

@@ -59,7 +59,8 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
     rows = AUTO_BYTES // row_bytes(models)
     if config.capture == "off" or models.kernels.library is None or not rows:
         return None
-    return Captures(partial(Tape, buffers=Buffers()), Buckets((), min(MOST_ROWS, rows), prompts=False))
+    sizes = buckets_of(config, device, mesh).sizes
+    return Captures(partial(Tape, buffers=Buffers()), Buckets(sizes, min(MOST_ROWS, rows), prompts=False))
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:

@@ -34,6 +34,18 @@ def test_steps_without_prompts_are_replayed() -> None:
     assert not none and count >= 3 and not with_prompts
 
 
+def test_sizes_without_another_word_are_those_of_decoding() -> None:
+    """Captured before the first request; three requests run as four, and steps with prompts are not padded."""
+    c_serves()
+    of = config(capture="auto", capture_sizes=(1, 2, 4), max_running_requests=4)
+    info = build_engine(of).info().captured
+    assert info is not None and info.sizes == (1, 2, 4) and info.programs == 9, "three sizes in three modes"
+    expected = run(build_engine(config(capture="off")), TEXTS[:3]).tokens
+    assert run(build_engine(of), TEXTS[:3]).tokens == expected
+    _, count, with_prompts = replayed(of)
+    assert count >= 3 and not with_prompts
+
+
 def test_not_by_torch_nor_where_programs_would_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not replayed(config(capture="auto", attention_backend="torch"))[1]
     monkeypatch.setattr("cluster.engine.captures.AUTO_BYTES", 1000)

@@ -95,9 +95,13 @@ def test_experts_are_in_parts_that_divide_the_ranks() -> None:
 
 
 def test_sizes_of_captured_programs_are_for_programs_and_ascend() -> None:
-    for capture in ("off", "auto"):
-        with pytest.raises(ConfigError, match=f"capture_sizes needs capture: on, which is {capture}"):
-            config(capture=capture, capture_sizes=[1])
+    assert (
+        config(cuda_graph_bs=[1, 4]).capture_sizes == config(capture="on", capture_sizes=[1, 4]).capture_sizes == (1, 4)
+    )
+    with pytest.raises(
+        ConfigError, match="capture_sizes is for programs, and with capture off there are none; set cap"
+    ):
+        config(capture="off", capture_sizes=[1])
     for sizes in ([], [0, 1], [2, 2], [4, 2]):
         with pytest.raises(ConfigError, match=r"capture_sizes must be positive and ascend, got \["):
             config(capture="on", capture_sizes=sizes)

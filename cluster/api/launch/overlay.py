@@ -9,7 +9,7 @@ import yaml
 
 from cluster.api.settings import DEPLOYMENT_OPTIONS, AppSettings, LLMConfig, read_yaml, resolve_path
 from cluster.config import ConfigError, EngineConfig, nearest
-from cluster.spellings import ALIASES, SPECULATIVE_CONFIG, spelled
+from cluster.spellings import ALIASES, EXPERT_SWITCH, SPECULATIVE_CONFIG, spelled
 
 Override = str | tuple[str, Any]  # `key=value`, the value read as YAML, or a key with its value
 
@@ -136,7 +136,7 @@ def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
     if name in SWITCHES and value is None:
         for other in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
             del engine[other]
-    engine[name] = value
+    engine[key if key == EXPERT_SWITCH else name] = value
 
 
 def _inner(data: dict[str, Any], name: str, shown: str = "") -> dict[str, Any]:
