@@ -252,7 +252,9 @@ class Engine(Rank):
         kept = run[: cut.kept]
         sequence.extend(kept)
         wanted = sequence.request.params.logprobs
-        logprobs = () if wanted is None else tuple(_logprobs(given.logprobs, row, kept, wanted))
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if wanted is not None and kept:  # a chunk that is not the last draws none, and its step may have had none made
+            logprobs = tuple(_logprobs(given.logprobs, row, kept, wanted))
         return RequestOutput(
             request_id=sequence.request.request_id,
             token_ids=tuple(kept),

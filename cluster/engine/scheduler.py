@@ -264,7 +264,7 @@ class Scheduler:
 
     def _window_of(self, sequence: Sequence) -> int:
         """The slots that a step may write for a request; those with a grammar may have forced nodes."""
-        return self._window + (0 if sequence.request.params.grammar is None else self._shape.forced)
+        return self._window if sequence.request.params.grammar is None else max(self._window, self._shape.window)
 
     def _retract(self, sequence: Sequence) -> None:
         self.release(sequence)

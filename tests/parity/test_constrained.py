@@ -28,7 +28,8 @@ from tests.parity.harness import (
     tiny_pair,
 )
 
-SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
+SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5), (8, 3)]
+"""The last drafts more nodes, of which it keeps some, than what it keeps and what grammars force take together."""
 WORDS = ((5,), (7, 3))
 BANS = Adjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
 
@@ -109,6 +110,22 @@ def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
     result = run(walked(build_engine(scanty)), asked("0.8"))
     assert result.retracted > 0
     assert result.ended == plain("0.8").ended
+
+
+@pytest.mark.parametrize("settings", [{"page_size": 1, "context_length": 60}, {"max_total_tokens": 60}])
+@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), *SHAPES])
+def test_a_text_may_be_as_long_as_there_is_room(topk: int, num_steps: int, settings: dict[str, int]) -> None:
+    """To the last token that the engine says it takes, be it the context or the KV cache that ends; others go on."""
+    engine, endless = walked(build_engine(config(topk, num_steps, **settings))), json.dumps([{"5": 0, "6": 0}])
+    prompt, room = prompts()[4], engine.info().max_request_tokens
+    longest = {"max_tokens": room - len(prompt), "ignore_eos": True}
+    bound = request("bound", prompt, SAMPLING["0.8"], seed=1, grammar=endless, **longest)
+    result = run(engine, [bound, request("free", prompt, SAMPLING["0.8"], seed=2, **longest)])
+    assert {name: len(tokens) for name, tokens in result.tokens.items()} == dict.fromkeys(
+        ("bound", "free"), room - len(prompt)
+    )
+    with pytest.raises(ValueError, match="lower max_tokens"):
+        engine.submit(replace(bound, params=replace(bound.params, max_tokens=room - len(prompt) + 1)))
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])

@@ -126,6 +126,16 @@ def test_only_pages_before_the_bad_token_are_kept(page_size: int) -> None:
         assert engine._p.cache.cached == sound // page_size
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_chunk_from_which_nothing_is_drawn_ends_one_that_asked_for_log_probabilities(beside: bool) -> None:
+    """In its step nobody asks for any, as none of its tokens come of that chunk."""
+    late = requests()[-1]
+    late = replace(late, params=replace(late.params, logprobs=2))
+    engine = build_engine(config_of(spoiled(target_folder(vocab_size=VOCAB), EMBEDDING), chunked_prefill_size=7))
+    got = check(engine, [*requests()[:1], late] if beside else [late], clean())
+    assert got.last["late"].error_code == "nonfinite_logits" and got.last["late"].logprobs == ()
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mistral", "mixtral"])
 def test_all_kinds_of_attention(family: str) -> None:
     """Windows, sinks and latents: nodes of the bad token are proposed all the time, and no text notices."""
