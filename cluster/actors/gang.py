@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0  # after the first sign of a loss: how long to wait for a sign that names the rank at fault
 FRUITLESS = 16
-"""So many lives in a row that ended early and gave no token: the gang is given up. Of 1,024 requests that all began in
+"""So many lives in a row that ended early and served nobody: the gang is given up. Of 1,024 requests that all began in
 the step that one of them ends, halving takes ten lives to find it, and it is tried three times alone.
 """
 RETRY_S = 0.5  # between two attempts to restart
@@ -184,7 +184,7 @@ class Gang:
                 old = time.monotonic() - served_from > self.patience_s
                 fruitless = 0 if life.fruitful or old else fruitless + 1
                 if fruitless >= FRUITLESS:
-                    self.lost = f"{loss} (given up: {fruitless} lives in a row gave no token)"
+                    self.lost = f"{loss} (given up: {fruitless} lives in a row served no request)"
                 else:
                     await self._restart(loss, noticed)
                 if self.lost:

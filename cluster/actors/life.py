@@ -69,7 +69,7 @@ class Life:
         self.beats: list[Heartbeat | None] = [None] * spec.world
         self.alarm = asyncio.Event()  # set by every sign that this life is over
         self.last_item = 0.0  # when a step item last came from any rank; 0.0 before the first
-        self.fruitful = False  # whether it gave any request a token
+        self.fruitful = False  # whether any request went on in it or ended well
         self._placement = placement
         self._deaths = [""] * spec.world
         self._failures: list[Failure | None] = [None] * spec.world
@@ -95,8 +95,10 @@ class Life:
             meeting = (await self._loaded([_named(0, self.shards[0].open_store.remote())], until, still_s))[0]
         loads = [_named(rank, shard.load.remote(self.spec.config, meeting)) for rank, shard in enumerate(self.shards)]
         self.infos = await self._loaded(loads, until, still_s)
-        self._unask()  # heartbeats still under way are about the loading
+        self._unask()  # heartbeats, under way or not, were about the loading
         self.beats = [None] * self.spec.world
+        self._deaths, self._failures = [""] * self.spec.world, [None] * self.spec.world
+        self.alarm.clear()
         self._answered = [time.monotonic()] * self.spec.world
         self._following = [asyncio.create_task(self._follow(rank)) for rank in range(self.spec.world)]
 
@@ -232,10 +234,9 @@ class Life:
             self._failures[rank] = Failure(rank, "failed", rank, *where, reason)
         self.alarm.set()
 
-    def mark_alive(self, tokens: bool) -> None:
-        """A step item came, with tokens or without: the ranks step together, so all of them were alive."""
+    def mark_alive(self) -> None:
+        """A step item came: the ranks step together, so all of them were alive."""
         self.last_item = time.monotonic()
-        self.fruitful = self.fruitful or tokens
 
     def forgive(self, seconds: float) -> None:
         """Do not count `seconds` as silence: this process itself stood still and could hear no rank."""

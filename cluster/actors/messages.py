@@ -31,8 +31,9 @@ class StepItem:
 class Commands:
     """What a replica sends one shard in one actor call: requests to submit and ids of requests to abort.
 
-    `doubted` are the ids of those submits that were lost with a gang before they had a token: each may be what killed
-    it. The step that admits one waits until the replica knows that it begins; `heard` says of which it does.
+    `doubted` are the ids of those submits that were lost with a gang before they went on from their prompt: each may be
+    what killed it. The step that admits one waits until the replica knows that it begins; `heard` says of which it
+    does.
     """
 
     submits: tuple[Request, ...] = ()

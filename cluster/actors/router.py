@@ -180,7 +180,8 @@ class Router:
         return await self._samples.get()
 
     def _admit(self, request: Request) -> Stream:
-        self._admission.check(request)
+        if not request.resumed_tokens:  # one that another replica had taken has been admitted
+            self._admission.check(request)
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
         stream = Stream(self._seeds.fill(request))
@@ -219,10 +220,17 @@ class Router:
             return  # the next life reads it anew
         name, reason = task.result()
         if reason:
-            stream.refuse(reason)
-            self._settle(stream)
+            self._refuse(stream, reason)
         else:
             self._send_on(stream, named(request, name))
+
+    def _refuse(self, stream: Stream, reason: str) -> None:
+        """The engine will not serve a stream: an error of the request, or the end of an answer that has begun."""
+        if stream.dealt:
+            stream.end(f"the engine would not resume it: {reason}")
+        else:
+            stream.refuse(reason)
+        self._settle(stream)
 
     def _send_on(self, stream: Stream, request: Request) -> None:
         """Have a stream's request submitted with the next call to its leader."""
@@ -247,7 +255,7 @@ class Router:
             self._settle(stream)
 
     def _settle(self, stream: Stream) -> None:
-        """A stream has a token of this life or is over: submit the streams that waited for that."""
+        """A stream goes on in this life or is over: submit the streams that waited for that."""
         if self._life is not None:
             for following in self._recovery.settled(stream.name):
                 self._submit(following)
@@ -277,10 +285,10 @@ class Router:
         """Distribute a leader's step items to the streams until its shard ends."""
         async for ref in life.open_stream(rank):
             for item in await ref:
-                life.mark_alive(any(output.token_ids for output in item.outputs))
-                self._deal(item)
+                life.mark_alive()
+                self._deal(life, item)
 
-    def _deal(self, item: StepItem) -> None:
+    def _deal(self, life: Life, item: StepItem) -> None:
         for request_id in item.begun:
             if stream := self._streams.get(request_id):
                 stream.begin()
@@ -290,17 +298,14 @@ class Router:
                     line.filled.set()
         for request_id, message in item.refused:
             if (stream := self._streams.get(request_id)) and not stream.ended:
-                if stream.dealt:
-                    stream.end(f"the engine would not resume it: {message}")
-                else:
-                    stream.refuse(message)
-                self._settle(stream)
+                self._refuse(stream, message)
         for output in item.outputs:
             if (stream := self._streams.get(output.request_id)) and not stream.ended:
                 self._take(stream, output)
+                life.fruitful = life.fruitful or stream.fruitful or output.finish_reason in ("stop", "length")
 
     def _take(self, stream: Stream, output: RequestOutput) -> None:
-        first = not stream.fruitful
+        first, before = not stream.answered, stream.fruitful
         if first:
             scored = stream.request.params.prompt_logprobs is not None  # its prefixes were there, and not taken
             self._balancer.started(stream.name, None if scored else output.cached_tokens)
@@ -309,7 +314,7 @@ class Router:
         stream.queue.put_nowait(stream.take(output))
         if stream.ended:
             self._admission.left(stream.name, stopped=output.finish_reason == "stop")
-        if first or stream.ended:
+        if (stream.fruitful and not before) or stream.ended:
             self._settle(stream)
 
     def _end_all(self, reason: str) -> None:

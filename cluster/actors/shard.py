@@ -126,6 +126,9 @@ class ShardActor:
             self._running.engine.read_grammar(grammar)
         except ValueError as error:
             return str(error)
+        except Exception as error:  # a fault of this machine, which ends one request and not the life of all
+            logger.exception("rank %d could not read a grammar", self._rank)
+            return f"{type(error).__name__}: {error}"
         return ""
 
     @ray.method(concurrency_group="outputs")

@@ -11,7 +11,7 @@ from typing import Literal
 from cluster.actors.messages import Loss
 from cluster.request import Request, RequestOutput, SpeculationCounts
 
-RESUMES = 3  # a stream that was resumed so often without a token in between may be what kills the gang
+RESUMES = 3  # a stream that was resumed so often and never went on may be what kills the gang
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,11 @@ class Stream:
     """One open request. `request` is as it arrived, with a seed; `dealt` are the tokens sent to the client since.
 
     `started`: it has had an output, so that it no longer counts as queued; `cached_tokens` of its prompt were found
-    cached then. `submitted`, `begun` and `fruitful` are about the gang's present life: whether the request was
-    submitted to it, whether a step has admitted the request, and whether it got tokens. `involved` is about the life
-    before: whether its last steps worked on the request without giving it a token.
+    cached then. `submitted`, `begun`, `answered` and `fruitful` are about the gang's present life: whether the request
+    was submitted to it, whether a step has admitted the request, whether its prompt got a token, and whether it went on
+    from there. A request whose every step after the prompt ends a life has a token of each life, so that one is no sign
+    of innocence. `involved` is about the life before: whether its last steps worked on the request, which did not go
+    on.
     """
 
     request: Request
@@ -39,11 +41,12 @@ class Stream:
     ended: bool = False
     submitted: bool = False
     begun: bool = False
+    answered: bool = False
     fruitful: bool = False
     involved: bool = False
     submissions: int = 0
     fruitless_resumes: int = 0  # lives in a row that resumed it and were lost while it was `involved`
-    unserved: int = 0  # lives in a row that it was submitted to and got no token from
+    unserved: int = 0  # lives in a row that it was submitted to and did not go on in
     cached_tokens: int = 0
     trees: list[int] = field(default_factory=list)  # tokens that each tree of this life committed
     earlier: SpeculationCounts | None = None  # the counts of the lives before
@@ -90,11 +93,12 @@ class Stream:
         """Note an output of the present life; returns the output for the client."""
         if not self.started:
             self.started, self.cached_tokens = True, output.cached_tokens
-        if self.fruitful and output.token_ids:  # the first output of a life ends its prompt; each later one is a tree
-            self.trees.append(len(output.token_ids))
         if output.token_ids:
+            if self.answered:  # the first output of a life ends its prompt; each later one is a tree
+                self.trees.append(len(output.token_ids))
+                self.fruitful, self.fruitless_resumes, self.unserved = True, 0, 0
+            self.answered = True
             self.dealt += output.token_ids
-            self.fruitful, self.fruitless_resumes, self.unserved = True, 0, 0
         self.ended = output.finish_reason is not None
         speculation = _added(self.earlier, output.speculation) if self.ended else output.speculation
         # of the client's prompt only: a resumed request also finds its generated tokens cached
@@ -114,7 +118,7 @@ class Stream:
             lived = SpeculationCounts(len(self.trees), nodes * len(self.trees), tuple(accepted))
             self.earlier = _added(self.earlier, lived)
         self.trees = []
-        self.submitted = self.begun = self.fruitful = False
+        self.submitted = self.begun = self.answered = self.fruitful = False
 
     def end(self, reason: str, finish_reason: Literal["abort", "error"] = "error") -> None:
         """End it with an output that says why: "error" if the request is at fault, "abort" if the server is."""
@@ -137,12 +141,12 @@ class Recovery:
     """Which streams a new life is given, and when: bisects the streams if one of them seems to kill the gang.
 
     After a first loss all are submitted at once, those that had tokens first, then by age; the loss may not recur.
-    Suspects are the streams that the fatal step worked on without giving them a token, not those that waited. If the
-    gang is lost again with suspects in the fatal step, the cause is most likely among those that were in both, and they
-    are bisected: in the next life streams that had tokens go first, then one half of the suspects, then half of the
-    rest and so on, and last all others; each turn begins when all streams of the turn before have a token or are over.
-    If the life is lost during such a turn, the suspects still held back are cleared, and go before the others in the
-    next life. A stream that was alone in the fatal step, and was resumed `RESUMES` times without a token, is ended.
+    Suspects are the streams that the fatal step worked on and that had not gone on, not those that waited. If the gang
+    is lost again with suspects in the fatal step, the cause is most likely among those that were in both, and they are
+    bisected: in the next life streams that had tokens go first, then one half of the suspects, then half of the rest
+    and so on, and last all others; each turn begins when all streams of the turn before went on or are over. If the
+    life is lost during such a turn, the suspects still held back are cleared, and go before the others in the next
+    life. A stream that was alone in the fatal step, and was resumed `RESUMES` times and never went on, is ended.
     Requests that arrive during the turns go last.
     """
 
@@ -165,7 +169,7 @@ class Recovery:
         if len(involved) == 1 and involved[0].fruitless_resumes >= RESUMES:
             self._suspects, self._repeated = [], False
             involved[0].end(
-                f"request {involved[0].name} was resumed {RESUMES} times without a new token, and the gang was lost "
+                f"request {involved[0].name} was resumed {RESUMES} times and never went on, as the gang was lost "
                 f"each time; it may be the cause ({loss})"
             )
 
@@ -189,7 +193,7 @@ class Recovery:
         return self._last is None
 
     def settled(self, name: str) -> list[Stream]:
-        """A stream has its first token of this life, or is over; returns the streams to submit now."""
+        """A stream goes on in this life, or is over; returns the streams to submit now."""
         self._pending.discard(name)
         if self._pending or self._last is None:
             return []

@@ -11,6 +11,7 @@ import importlib
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from cluster.actors.shared_answer import Shared
 from cluster.api.keys import Keys, check_reach
 from cluster.api.proxy import stands_before_serve
 from cluster.api.refusals import TellsProxy
+from cluster.api.replica.callers import Callers
 from cluster.api.replica.drain import Drain, when_leaving
 from cluster.api.replica.engine_calls import HandleCalls
 from cluster.api.replica.feed import feed
@@ -158,17 +160,19 @@ class EngineReplica(GangOwner):
         nodes = info.speculative_num_draft_tokens - 1
         self._sign = Sign(f"{config.model_path} ({computes})", nodes, folders_of(config))
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
+        self._callers = Callers()
         when_leaving(self._host.leave)
         settle()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Item, None]:
-        """The items of `feed` for a request; Serve closes this when the ingress cancels its call."""
-        items = feed(self._host.router, request, self._sign, self._period_s, self._leaving)
-        try:
-            async for item in items:
-                yield item
-        finally:
-            await items.aclose()
+    async def generate(self, request: Request, caller: str = "") -> AsyncGenerator[Item, None]:
+        """The items of `feed` for a request; Serve closes this when the ingress cancels its call. `caller` is the full
+        name of the ingress replica.
+        """
+        with self._callers.stream(caller) as gone:
+            items = feed(self._host.router, request, self._sign, self._period_s, self._leaving, gone)
+            async with aclosing(items):
+                async for item in items:
+                    yield item
 
     def _leaving(self) -> str:
         return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
@@ -218,7 +222,7 @@ class IngressReplica:
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
-        calls = HandleCalls(engine)
+        calls = HandleCalls(engine, context.replica_id.to_full_id_str())
         rest = asyncio.create_task(asyncio.to_thread(_load_rest, config, settings.parsers))
         facts = await _facts_of(calls, _made_of(settings))
         patience_s = await calls.call("patience_s")

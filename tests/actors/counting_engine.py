@@ -27,6 +27,7 @@ SLOW = 900_003  # each step takes 20 ms
 STUCK = 900_004  # each step takes 1.5 s, in one phase
 CRASH = 900_005  # the process dies in the step
 SUDDEN = 900_009  # the process dies as soon as it has said that the step admits the request
+LATE = 900_010  # the process dies in the step after the one that gave the request its first tokens of this life
 ASTRAY = 900_006  # the rank is found out of step
 CRAWL = 900_007  # each phase takes 0.4 s
 NOISY = 900_008  # no trouble: the tokens depend on the seed as well
@@ -125,7 +126,7 @@ class CountingEngine:
 
     def step(self) -> Result:
         self._take_in()
-        troubles = [_trouble(request, self.rank) for request, _, _ in self.requests.values()]
+        troubles = [_trouble(request, self.rank, trees) for request, _, trees in self.requests.values()]
         every = []
         for phase in PHASES:
             self.position = (self.steps, phase)
@@ -154,7 +155,7 @@ class CountingEngine:
             raise RuntimeError("poisoned")
         if ASTRAY in kinds:
             raise OutOfStepError(f"rank {self.rank} has another plan", self.rank, *self.position)
-        if CRASH in kinds:
+        if kinds & {CRASH, LATE}:
             os.kill(os.getpid(), signal.SIGKILL)
         if STUCK in kinds:
             time.sleep(1.5)
@@ -194,9 +195,10 @@ def token_at(request: Request, last: int, at: int) -> int:
     return (request.params.seed * 31 + last * 17 + at * at) % 800_000
 
 
-def _trouble(request: Request, rank: int) -> tuple[int, int]:
-    """(kind, the rank that has it)."""
+def _trouble(request: Request, rank: int, trees: int = 0) -> tuple[int, int]:
+    """(kind, the rank that has it) of a request that has had so many outputs."""
     kind, *rest = request.prompt_token_ids
+    kind = 0 if kind == LATE and not trees else kind
     return kind, rest[0] - ON if rest and rest[0] >= ON else rank
 
 

@@ -292,3 +292,20 @@ def test_a_feed_that_is_closed_while_it_waits_closes_the_engines_stream() -> Non
         assert engine.closed
 
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize("script", [(OUTPUT, 30.0, END), (OUTPUT, OUTPUT, END)], ids=["it waits", "it has more"])
+def test_a_feed_ends_where_its_reader_is_gone(script: Any) -> None:
+    engine = Scripted(*script)
+    gone: list[bool] = []
+
+    async def whole() -> list[Item]:
+        items = []
+        async for item in feed(engine, Request("r", (1,)), SIGN, 0.05, lambda: "", lambda: bool(gone)):
+            items.append(item)
+            if item == OUTPUT:
+                gone.append(True)
+        return items
+
+    assert asyncio.run(whole()) == [SIGN, OUTPUT]
+    assert engine.closed

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -66,6 +67,29 @@ def test_a_client_that_leaves_frees_its_slot_at_the_engine(url: str) -> None:
 
     asyncio.run(leave())
     assert eventually(lambda: running(url) == 0, 3)
+
+
+def test_the_streams_of_an_ingress_that_is_killed_end_at_the_engine(url: str) -> None:
+    """Left to itself each would run for 40 s."""
+
+    async def ask() -> None:
+        body = {"model": "counting", "prompt": [[SLOW, i] for i in range(STREAMS)], "max_tokens": 4000, "stream": True}
+        client = httpx.AsyncClient(timeout=60)
+        async with client, client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            async for _ in answer.aiter_lines():
+                pass
+
+    def stream() -> None:
+        with suppress(httpx.HTTPError):
+            asyncio.run(ask())
+
+    reading = threading.Thread(target=stream)
+    reading.start()
+    assert eventually(lambda: running(url) == STREAMS)
+    assert kill(INGRESS)
+    reading.join()
+    assert eventually(lambda: health(url) == 200, 20)
+    assert eventually(lambda: running(url) == 0, 12)
 
 
 def disturbed(url: str, *, word: str, number: int = signal.SIGKILL, tokens: int = 400) -> tuple[list, list, list[int]]:

@@ -18,13 +18,15 @@ STALL_S = 1.0  # a wait that times out so much too late: this process was stalle
 class HandleCalls:
     """Implements `EngineCalls` over the handle of the engine deployment. Serve chooses the replica of every call."""
 
-    def __init__(self, handle: "DeploymentHandle[Any]") -> None:
+    def __init__(self, handle: "DeploymentHandle[Any]", caller: str) -> None:
+        """`caller` is the full name of this replica, by which the engine's knows whether it still exists."""
+        self._caller = caller
         self._handle: Any = handle
         self._streaming: Any = handle.options(stream=True)
 
     def open(self, request: Request) -> "HandleAttempt":
         """Submit a request; see `EngineCalls.open`."""
-        return HandleAttempt(self._streaming.generate.remote(request))
+        return HandleAttempt(self._streaming.generate.remote(request, self._caller))
 
     async def call(self, method: str) -> Any:
         """What one engine replica answers; when the caller stops waiting, the call is cancelled.

@@ -11,14 +11,20 @@ from cluster.request import Request, RequestOutput
 
 
 async def feed(
-    engine: EngineClient, request: Request, sign: Sign, period_s: float, leaving: Callable[[], str]
+    engine: EngineClient,
+    request: Request,
+    sign: Sign,
+    period_s: float,
+    leaving: Callable[[], str],
+    gone: Callable[[], bool] = lambda: False,
 ) -> AsyncGenerator[Item, None]:
     """A sign, then the outputs of a request, with a sign again whenever there is no output for `period_s`.
 
     A full queue gives `Refused` without a sign, an invalid request `Refused` after one. `leaving()` says why the
     replica gives its streams up, or nothing. Where it does and the engine has ended the stream, the ingress gets
     `Leaving` and may resume it elsewhere. A replica that is already leaving sends `Leaving` instead of the sign, and
-    does not take the request. Closing this generator aborts the request.
+    does not take the request. Closing this generator aborts the request, and it ends by itself when `gone()`, asked
+    every `period_s` and before each output, says that the ingress is no more.
     """
     if reason := leaving():
         yield Leaving(reason)
@@ -35,7 +41,7 @@ async def feed(
                 yield Leaving(str(error))
                 return
             yield sign
-            while True:
+            while not gone():
                 done, _ = await asyncio.wait((coming,), timeout=period_s)
                 if not done:
                     yield sign

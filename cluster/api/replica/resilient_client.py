@@ -125,7 +125,7 @@ class ResilientClient:
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
         stream = Stream(self._seeds.fill(request))
-        model = ""
+        model, fruitless = "", 0
         while True:
             attempt, sign = await self._place(stream)
             if sign is None:
@@ -152,9 +152,10 @@ class ResilientClient:
                         raise GoneError(item.reason)
                 return
             except GoneError as gone:
+                fruitless = 0 if stream.answered else fruitless + (stream.submissions > 1)
                 stream.lose(sign.nodes)
                 logger.warning("request %s lost its engine after %d tokens: %s", stream.name, len(stream.dealt), gone)
-                if stream.fruitless_resumes >= RESUMES:
+                if fruitless >= RESUMES:
                     yield _ended(stream, "error", f"it was resumed {RESUMES} times without a new token: {gone}")
                     return
             finally:

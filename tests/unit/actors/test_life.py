@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,34 @@ async def refuses() -> None:
 
 def test_loads_that_end_give_what_they_gave() -> None:
     assert load(life(), soon, soon, time_s=30, still_s=30) == [7, 7]
+
+
+def test_what_was_said_of_a_rank_while_it_loaded_does_not_end_the_life_that_has_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A heartbeat may be lost on the way to a rank that lives."""
+
+    async def loaded(loads: Any, *_: Any) -> list[Any]:
+        for load in loads:
+            load.close()
+        made.mark_dead(1, RuntimeError("unavailable for a moment"))
+        made.mark_failed(0, "its heartbeat failed")
+        return [rank_info()] * 2
+
+    async def follow(rank: int) -> None:
+        await never()
+
+    async def whole() -> None:
+        await made.begin(30)
+        assert not made.alarm.is_set() and not any(sign.death or sign.failure for sign in made.signs())
+        made._unfollow()
+
+    made = life()
+    call = SimpleNamespace(remote=lambda *_: None)
+    shard = SimpleNamespace(open_store=call, load=call)
+    for name, instead in {"_create": lambda rank: shard, "_loaded": loaded, "_follow": follow}.items():
+        monkeypatch.setattr(made, name, instead)
+    asyncio.run(whole())
 
 
 def test_while_one_rank_does_something_the_others_may_take_their_time() -> None:

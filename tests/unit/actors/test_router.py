@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.actors.life import GangSpec
-from cluster.actors.messages import Commands, Loss, StepItem, Unavailable
+from cluster.actors.messages import Commands, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
@@ -26,6 +27,7 @@ class Life:
     def __init__(self, spec: GangSpec, taking: Callable[[Commands], None]) -> None:
         self.spec, self.taken, self.failed = spec, [], ""  # type: ignore[var-annotated]
         self.said: Said = asyncio.Queue()
+        self.fruitful = False
         self._taking = taking
         self.shards = [SimpleNamespace(put=SimpleNamespace(remote=self._put))]
 
@@ -41,7 +43,7 @@ class Life:
             ref.set_result((item,))
             yield ref
 
-    def mark_alive(self, tokens: bool) -> None:
+    def mark_alive(self) -> None:
         return
 
     def mark_dead(self, rank: int, error: Exception) -> None:
@@ -143,11 +145,14 @@ def test_what_a_shard_said_before_its_end_counts_and_only_what_it_had_begun_is_s
         tasks = [asyncio.create_task(read(router, ask(name))) for name in names]
         await until(lambda: len(first.taken) == 116)
         first.said.put_nowait(StepItem(0, 0, begun=tuple(names[:16])))
-        first.said.put_nowait(outputs(1, *names[:16]))
+        for _ in range(2):
+            assert not first.fruitful, "their prompts alone are no proof that steps work"
+            first.said.put_nowait(outputs(1, *names[:16]))
+            await until(first.said.empty)
         first.said.put_nowait(StepItem(0, 1, begun=("s20",)))  # the fatal step
         first.said.put_nowait(None)
         await router.on_down(LOSS)
-        assert [s.name for s in router._streams.values() if s.involved] == ["s20"]
+        assert [s.name for s in router._streams.values() if s.involved] == ["s20"] and first.fruitful
         second = gang.begin()
         router.on_up()
         late = asyncio.create_task(read(router, ask("late")))
@@ -155,6 +160,35 @@ def test_what_a_shard_said_before_its_end_counts_and_only_what_it_had_begun_is_s
         assert second.taken == [*names, "late"]  # those that had tokens are the first sixteen; one call for all
         for task in (*tasks, late):
             task.cancel()
+
+    with_router(body)
+
+
+def test_a_stream_that_another_replica_had_taken_has_been_admitted() -> None:
+    async def body(router: Router, gang: Gang) -> None:
+        router._admission._config = gang.spec.config.model_copy(update={"max_queued_requests": 1})
+        tasks = [asyncio.create_task(read(router, ask("first")))]
+        await until(lambda: gang.life.taken)
+        with pytest.raises(Overloaded):
+            await read(router, ask("new"))
+        tasks.append(asyncio.create_task(read(router, replace(ask("resumed"), resumed_tokens=3))))
+        await until(lambda: gang.life.taken == ["first", "resumed"])
+        for task in tasks:
+            task.cancel()
+
+    with_router(body)
+
+
+def test_a_stream_that_has_begun_and_is_refused_ends_with_an_error() -> None:
+    """Not with one of the request, which the client could have been told of before."""
+
+    async def body(router: Router, gang: Gang) -> None:
+        task = asyncio.create_task(read(router, ask("a")))
+        await until(lambda: gang.life.taken)
+        gang.life.said.put_nowait(outputs(1, "a"))
+        gang.life.said.put_nowait(StepItem(0, 1, refused=(("a", "no grammar"),)))
+        last = (await task)[-1]
+        assert (last.finish_reason, last.error) == ("error", "the engine would not resume it: no grammar")
 
     with_router(body)
 

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -38,3 +38,17 @@ def test_the_opening_of_the_store_is_seen_as_work(monkeypatch: pytest.MonkeyPatc
         over.set()
         opening.join()
     assert ages[-1] < 0.5
+
+
+@pytest.mark.parametrize("error", [ValueError("no such token"), OSError("tokenizer.json is gone")])
+def test_a_grammar_that_cannot_be_read_is_the_fault_of_its_request_alone(error: Exception) -> None:
+    def read_grammar(grammar: str) -> None:
+        raise error
+
+    shard = ShardActor(0, 1)
+    shard._loop = SimpleNamespace(engine=SimpleNamespace(read_grammar=read_grammar))  # type: ignore[assignment]
+    said: list[str] = []
+    reading = threading.Thread(target=lambda: said.append(shard.read_grammar("g", "{}")))  # it makes its thread nicer
+    reading.start()
+    reading.join()
+    assert str(error) in said[0]

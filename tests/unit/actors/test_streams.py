@@ -77,13 +77,17 @@ def test_cached_tokens_stay_those_of_the_prompt() -> None:
 
 
 class Gang:
-    """A gang that takes in `room` streams at a time and dies of the poisoned ones, told as a router is told."""
+    """A gang that takes in `room` streams at a time and dies of the poisoned ones, told as a router is told: when their
+    prompt runs, or where `late` in the step after.
+    """
 
-    def __init__(self, streams: list[Stream], poison: set[str], room: int, announced: bool = True) -> None:
-        self.streams, self.poison, self.room, self.announced = streams, poison, room, announced
+    def __init__(
+        self, streams: list[Stream], poison: set[str], room: int, announced: bool = True, late: bool = False
+    ) -> None:
+        self.streams, self.poison, self.room, self.announced, self.late = streams, poison, room, announced, late
         self.recovery = Recovery()
         self.given: list[list[str]] = []  # the streams of each life that were submitted at once, in order
-        self.losses = 0
+        self.losses, self.length = 0, 5
 
     def open(self) -> list[Stream]:
         return [s for s in self.streams if not s.ended]
@@ -100,14 +104,13 @@ class Gang:
             while queue and len(running) < self.room:
                 running.append(queue.pop(0))
                 running[-1].begun = self.announced
-            if any(s.name in self.poison for s in running):
+            if any(s.name in self.poison and s.answered >= self.late for s in running):
                 steps = 0
                 break
             for s in running:
-                first = not s.fruitful
-                s.started = True
-                s.take(output(1, finish_reason="length" if len(s.dealt) == 4 else None))
-                if first or s.ended:
+                before, s.started = s.fruitful, True
+                s.take(output(1, finish_reason="length" if len(s.dealt) == self.length - 1 else None))
+                if (s.fruitful and not before) or s.ended:
                     turn += self.recovery.settled(s.name)
             running = [s for s in running if not s.ended]
             steps = None if steps is None else steps - 1
@@ -157,7 +160,9 @@ def test_only_those_that_the_fatal_step_worked_on_are_suspects() -> None:
     for s in (waits, works, had):
         s.submission()
     works.begun = had.begun = True
-    had.take(output(1))
+    works.take(output(1))
+    for _ in range(2):
+        had.take(output(1))
     for s in (waits, works, had):
         s.lose(nodes=3)
     assert [s.involved for s in (waits, works, had)] == [False, True, False]
@@ -176,17 +181,20 @@ def test_a_poison_alone_in_the_fatal_steps_ends_after_three_resumptions_and_the_
     assert failed(gang) == {"poison"} and gang.losses == 1 + 4
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 16, 33])
 @pytest.mark.parametrize("place", [0, 0.5, 0.99])
-def test_suspects_are_halved_and_only_the_poison_ends(count: int, place: float) -> None:
+def test_suspects_are_halved_and_only_the_poison_ends(count: int, place: float, late: bool) -> None:
+    """A late one has a token of each life, and is no less at fault."""
     streams = many(count)
     poison = streams[int(count * place)].name
-    gang = Gang(streams, {poison}, room=64)
+    gang = Gang(streams, {poison}, room=64, late=late)
+    gang.length = 40 if late else 5
     gang.serve_all()
     assert failed(gang) == {poison}
     # the first, the same once more, one for each halving, and those after which the last is resumed
     assert gang.losses <= 2 + count.bit_length() + RESUMES
-    assert all(len(s.dealt) == 5 for s in streams if s.name != poison)
+    assert all(len(s.dealt) == gang.length for s in streams if s.name != poison)
 
 
 def test_two_poisons_end_and_nobody_else() -> None:
@@ -237,7 +245,7 @@ def test_suspects_come_after_those_that_had_tokens_have_some_again() -> None:
     assert gang.recovery.settled("worse") == [waits]
 
 
-def test_a_token_wipes_the_slate_clean() -> None:
+def test_a_step_beyond_the_prompt_wipes_the_slate_clean() -> None:
     s = stream()
     for _ in range(3):
         s.submission()
@@ -245,6 +253,8 @@ def test_a_token_wipes_the_slate_clean() -> None:
         s.lose(nodes=3)
     assert (s.fruitless_resumes, s.unserved) == (2, 3)
     s.submission()
+    s.take(output(1))
+    assert (s.fruitless_resumes, s.unserved) == (2, 3), "its prompt alone does not"
     s.take(output(1))
     s.lose(nodes=3)
     assert (s.fruitless_resumes, s.unserved, s.involved) == (0, 0, False)

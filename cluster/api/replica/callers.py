@@ -1,0 +1,74 @@
+"""Ingress replicas that are gone: an engine replica drops the streams that nobody reads any more.
+
+Closing a stream is the work of its ingress. If that is killed, nobody does it: Ray goes on with a call whose caller is
+dead, since a call through a Serve handle has no backpressure, and the request would run to its last token. So the
+engine replica asks Ray whether each ingress that it streams to exists. One that is only slow or busy does.
+"""
+
+import asyncio
+import contextvars
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.serve._private.constants import SERVE_NAMESPACE
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 2.0
+
+
+def exists(name: str) -> bool:
+    """Whether there is a Serve replica of this full name.
+
+    Raises:
+        Exception: Ray does not answer, so nobody knows.
+    """
+    try:
+        ray.get_actor(name, namespace=SERVE_NAMESPACE)
+    except ValueError:  # what Serve's own controller takes for the end of a replica
+        return False
+    return True
+
+
+class Callers:
+    """Those with open streams, by the full names of their replicas, and which of them are gone."""
+
+    def __init__(self, alive: Callable[[str], bool] = exists, period_s: float = PERIOD_S) -> None:
+        """Make it on the event loop of the streams, outside any request: Serve cancels what a request began."""
+        self._alive, self._period_s = alive, period_s
+        self._open, self._gone = Counter[str](), set[str]()
+        self._context = contextvars.copy_context()
+        self._watching: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[Callable[[], bool]]:
+        """While a stream of this caller is open; gives what says whether the caller is gone. An empty name never is."""
+        if not name:
+            yield lambda: False
+            return
+        self._open[name] += 1
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.get_running_loop().create_task(self._watch(), context=self._context)
+        try:
+            yield lambda: name in self._gone
+        finally:
+            self._open[name] -= 1
+            if not self._open[name]:
+                del self._open[name]
+                self._gone.discard(name)
+
+    async def _watch(self) -> None:
+        while self._open:
+            await asyncio.sleep(self._period_s)
+            for name in [*self._open]:
+                try:
+                    there = await asyncio.to_thread(self._alive, name)
+                except Exception as error:  # silence gives nobody up
+                    logger.warning("whether %s exists is not known: %s", name, error)
+                    continue
+                if not there and name in self._open and name not in self._gone:
+                    self._gone.add(name)
+                    logger.warning("%s is gone: its %d open streams end", name, self._open[name])
