@@ -78,7 +78,7 @@ def test_probes_ask_what_does_not_end_a_pod_that_restarts_its_gang() -> None:
     cluster = yaml.safe_load((FILE.parent / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
     for group in cluster["workerGroupSpecs"]:
         (worker,) = group["template"]["spec"]["containers"]
-        assert worker["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000}
+        assert worker["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": 8000}, "requests wait meanwhile"
         assert "livenessProbe" not in worker, "/health is 503 while a gang restarts"
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     assert "readinessProbe" not in head, "the head has no replica; KubeRay asks it itself"
