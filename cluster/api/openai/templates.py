@@ -82,19 +82,17 @@ class Template:
 
 
 def messages_for(messages: Sequence[ChatMessage], thought_field: str | None) -> list[dict[str, Any]]:
-    """The messages as a template takes them, with what was thought also under its own name for it."""
+    """The messages as a template takes them, with what was thought also under its own name for it.
+
+    That of gpt-oss has one place before a call for what was thought and what was said, and refuses both.
+    """
     made = conversation(messages)
     for message, given in zip(made, messages, strict=True):
         if thought_field and given.thought:
             message[thought_field] = given.thought
+        if thought_field == "thinking" and given.thought and given.tool_calls and message["content"]:
+            message |= {"thinking": f"{given.thought}\n\n{message['content']}", "content": ""}
     return made
-
-
-def with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with all texts of the system's in one, the first, as some templates want it."""
-    said = [each["content"] for each in messages if each["role"] == "system"]
-    others = [each for each in messages if each["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(said)}, *others] if said else others
 
 
 def _not_read(field: str, why: str, remedy: str) -> ApiError:

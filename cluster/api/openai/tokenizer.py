@@ -14,7 +14,8 @@ from cluster.api.openai.content import ChatMessage
 from cluster.api.openai.conversing import ConversingFields
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.offload import off_loop
-from cluster.api.openai.templates import Template, has_template, messages_for, model_type_of, with_one_system
+from cluster.api.openai.rendering import rendered
+from cluster.api.openai.templates import Template, has_template, messages_for, model_type_of
 from cluster.api.openai.token_floor import TokenFloor
 from cluster.chat.formats.choose import Chosen, choose
 from cluster.config import ConfigError
@@ -130,13 +131,9 @@ class ChatTokenizer:
             given: dict[str, Any] = self._reads.arguments(fields)
             made = self._reads.roles(messages_for(messages, thought_field))
             try:
-                try:
-                    found = template.apply_chat_template(made, tokenize=False, **given)
-                except TemplateError:
-                    if (other := with_one_system(made)) == made:
-                        raise
-                    found = template.apply_chat_template(other, tokenize=False, **given)
-                text = str(found)
+                text, warnings = rendered(
+                    lambda form: str(template.apply_chat_template(form, tokenize=False, **given)), made
+                )
                 text.encode()  # raises where an argument brought half of a surrogate pair
             except Exception as error:  # a template may raise anything on a client's arguments
                 reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
@@ -146,6 +143,6 @@ class ChatTokenizer:
                     code="invalid_value",
                 ) from None
             self._check_length(text, context_length, "messages")
-            return Encoded(self.text.encode(text, add_special_tokens), text, self._reads.unread(fields))
+            return Encoded(self.text.encode(text, add_special_tokens), text, [*self._reads.unread(fields), *warnings])
 
         return await off_loop(length, work)

@@ -10,34 +10,50 @@ from cluster.grammar.asked import GrammarError
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 LENGTHS = frozenset({"minLength", "maxLength"})
+NAME = "\0"
+"""Stands for a name in a mark."""
+ANY_NAME: Form = {"type": "regex", "pattern": r"[^<>\n]+"}
 
 
 def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mapping[str, Any]], Form]:
-    """The form of an object whose members are each put between what `mark` says of its name."""
+    """The form of an object whose members are each put between what `mark` says of its name.
+
+    Those that the schema does not name come last, and only where it says what they are, or names none at all.
+    """
+
+    def member(name: Form, marks: tuple[str, str], schema: Any, root: Mapping[str, Any]) -> Form:
+        (begin, _, rest), after = marks[0].partition(NAME), marks[1]
+        return one_after_another(text(begin), name, text(rest), _value(schema, root, after.strip()), text(after))
 
     def form(schema: Mapping[str, Any]) -> Form:
         properties = schema.get("properties") or {}
         required = schema.get("required") or []
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise GrammarError("properties must be an object, and required a list")
+        if not isinstance(properties, Mapping):
+            raise GrammarError("properties must be an object")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise GrammarError("required must be a list of names")
         if missing := [name for name in required if name not in properties]:
-            raise GrammarError(f"{str(missing[0])[:60]!r} is required and not among the properties")
+            raise GrammarError(f"{missing[0][:60]!r} is required and not among the properties")
         if unknown := schema.keys() - OF_OBJECT:
             raise GrammarError(f"{min(unknown)} is not enforced in this model's format of calls; leave it out")
         parts = []
         for name, inner in properties.items():
             if set(name) & set("<>\n"):
                 raise GrammarError(f"the property {name[:60]!r} cannot be written in this model's format of calls")
-            before, after = mark(name)
-            part = one_after_another(text(before), _value(inner, schema, after.strip()), text(after))
+            part = member(text(name), mark(NAME), inner, schema)
             parts.append(part if name in required else {"type": "optional", "content": part})
+        others = schema.get("additionalProperties", "properties" not in schema)
+        if others is not False:
+            parts.append({"type": "star", "content": member(ANY_NAME, mark(NAME), others, schema)})
         return one_after_another(text(""), *parts)
 
     return form
 
 
 def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
-    """A value: a string as it is, up to its `end`, anything else as JSON."""
+    """A value: a string as it is, up to its `end`, anything else as JSON; either where nothing is said of it."""
+    if schema is True or schema == {}:
+        return {"type": "any_text", "excludes": [end]}
     if isinstance(schema, Mapping):
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values and all(isinstance(value, str) for value in values):

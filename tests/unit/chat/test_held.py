@@ -27,7 +27,8 @@ WEATHER: dict[str, Any] = {
     "required": ["city", "days"],
 }
 NOW: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-SCHEMAS = {"weather": WEATHER, "now": NOW}
+NOTE: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 3}}
+SCHEMAS = {"weather": WEATHER, "now": NOW, "note": NOTE}
 STOP = 256
 NAMES = sorted({name for format in FORMATS.values() for name in format.special if not name.startswith("<think")})
 NAMES = [name for name in NAMES if name not in ("</think>", "<tool_call>", "</tool_call>") and "arg_" not in name]
@@ -113,15 +114,13 @@ def test_what_families_write_is_allowed(worker: Worker, name: str) -> None:
     if not calls or name in OTHERWISE_SPACED:
         return
     format = FORMATS[transcript.format]
-    anything = {"type": "object", "additionalProperties": True}
-    free = dict.fromkeys(("weather", "now"), anything if transcript.format not in ("glm45", "qwen3_coder") else CITY)
+    free = {tool: {"type": "object", "additionalProperties": True} for tool in ("weather", "now")}
     form = format.form("free", format.written(free, True), Prompted(transcript.prompt))
     matcher = matcher_of(worker, form)
     matcher.accept(ids_of(transcript.text.removesuffix("<|call|>")))
     assert matcher.finished
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 OTHERWISE_SPACED = {
     "hermes, marks inside of a string",
     "hermes, arguments as text",
@@ -135,6 +134,37 @@ OTHERWISE_SPACED = {
     "glm45",
     "glm45, an end inside of a value",
 }
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
+def test_members_that_a_schema_does_not_name_are_held_to_what_it_says_of_them(worker: Worker, name: str) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    counts = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+    def taken(schema: dict[str, Any], *members: tuple[str, str]) -> bool:
+        form = FORMATS[name].written({"f": schema}, False)
+        inside = {
+            "glm45": "".join(f"<arg_key>{a}</arg_key>\n<arg_value>{b}</arg_value>\n" for a, b in members),
+            "qwen3_coder": "".join(f"<parameter={a}>\n{b}\n</parameter>\n" for a, b in members),
+        }[name]
+        around = {
+            "glm45": f"<tool_call>f\n{inside}</tool_call>",
+            "qwen3_coder": f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>",
+        }[name]
+        matcher = matcher_of(worker, form)
+        try:
+            matcher.accept(ids_of(around))
+        except GrammarError:
+            return False
+        return matcher.finished
+
+    assert taken(city, ("city", "Oslo")) and not taken(city, ("city", "Oslo"), ("days", "3"))
+    assert taken({**city, "additionalProperties": True}, ("city", "Oslo"), ("days", "3"), ("a b", "{}"))
+    assert taken(counts) and taken(counts, ("a", "1"), ("b", "-2")) and not taken(counts, ("a", "x"))
+    assert taken({"type": "object"}, ("a", "x y")) and taken({"type": "object"})
+    assert taken({"type": "object", "properties": {}}) and not taken({"type": "object", "properties": {}}, ("a", "1"))
+    with pytest.raises(GrammarError, match="required must be a list of names"):
+        taken({**city, "required": [["city"]]})
 
 
 def test_thought_comes_before_what_is_held(worker: Worker) -> None:
