@@ -173,6 +173,13 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "allowed_token_ids below 0": (COMPLETE, {"allowed_token_ids": [-1]}, "allowed_token_ids", "must lie in [0, "),
     "bad_words with an empty one": (COMPLETE, {"bad_words": ["a", " "]}, "bad_words", "an empty word"),
     "bad_words that are too many": (COMPLETE, {"bad_words": ["a"] * 65}, "bad_words", "at most 64"),
+    "min_tokens beyond all": (COMPLETE, {"min_tokens": 2**31}, "min_tokens", "less than 2147483648"),
+    "white space of a JSON": (
+        CHAT,
+        {"guided_json": {}, "guided_whitespace_pattern": ""},
+        "guided_whitespace_pattern",
+        "use structured_outputs with disable_any_whitespace",
+    ),
     "min_tokens beyond max_tokens": (COMPLETE, {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most max_tokens"),
     "response_format of another kind": (
         CHAT,

@@ -179,3 +179,11 @@ def test_a_cut_call_in_a_stream_is_text(folder: Path) -> None:
     said = whole(client, **body)
     assert said == streamed(client, **body)
     assert said == {"content": CALL[:40], "tool_calls": [], "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize("form", [None, "x", []])
+def test_a_structural_tag_without_a_form_is_refused_where_a_call_may_come_too(folder: Path, form: Any) -> None:
+    client, _ = served(folder, "hermes")
+    asked = {"type": "structural_tag", "format": form}
+    refused = client.chat(messages=HI, tools=[WEATHER], response_format=asked)
+    assert refused.status_code == 400 and "format" in refused.json()["error"]["message"], refused.text

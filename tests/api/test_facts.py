@@ -2,12 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.actors.messages import GangHistory
 from cluster.api.openai.fields import HARMLESS, WARNING_HEADER
-from cluster.api.openai.protocol import ChatRequest
+from cluster.api.openai.protocol import ChatRequest, TokenizeRequest
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica import ingress
 from cluster.api.replica.ingress import make_app
@@ -106,6 +107,9 @@ def test_tokens_there_and_back(client: Client) -> None:
     assert client.post("/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "héllo"}
     chat = client.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
     assert chat["tokens"][0] == IM_START
+    hi: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    asked = [{"prompt": "x"}, hi, {**hi, "add_special_tokens": True}, {"prompt": "x", "add_special_tokens": False}]
+    assert [TokenizeRequest.model_validate(each).special for each in asked] == [True, False, True, False]
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, FailFast, Field
 from cluster.api.openai.content import Strict, Text
 from cluster.api.openai.errors import ApiError, shown
 from cluster.api.openai.service import Limits
-from cluster.request import Adjustments
+from cluster.request import MOST, Adjustments
 from cluster.text import TextTokenizer
 
 MOST_BIAS = 100
@@ -42,7 +42,7 @@ class AdjustingFields(Strict):
     )
     allowed_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, min_length=1)
     bad_words: Annotated[list[Text], FailFast()] = Field(default_factory=list)
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: int = Field(default=0, ge=0, lt=MOST)
 
     def check_adjustments(self, vocab_size: int, limits: Limits) -> None:
         """Check what the types of these fields cannot.

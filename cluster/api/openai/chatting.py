@@ -113,6 +113,8 @@ def _form_of(grammar: Grammar) -> Form:
             return {"type": "grammar", "grammar": grammar.text}
         case _:
             tag = loaded(grammar.text)
-            if not isinstance(tag, dict) or "format" not in tag:
-                raise GrammarError("beside tools, and where the model thinks, a structural tag must have a format")
+            if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
+                raise GrammarError(
+                    "beside tools, and where the model thinks, the format of a structural tag must be an object"
+                )
             return dict(tag["format"])

@@ -39,7 +39,6 @@ HARMLESS = frozenset(
         "spaces_between_special_tokens",
         "return_cached_tokens_details",
         "guided_decoding_backend",
-        "guided_whitespace_pattern",
     }
 )
 
@@ -78,6 +77,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "thinking": ({},),
     # Structure and tools.
     "grammar": _EMPTY,
+    "guided_whitespace_pattern": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -186,6 +186,7 @@ REMEDIES: dict[str, str] = {
     "prompt": "this endpoint takes messages; use /v1/completions",
     "messages": "this endpoint takes a prompt; use /v1/chat/completions",
     "top_logprobs": "this endpoint takes the number as logprobs",
+    "guided_whitespace_pattern": "use structured_outputs with disable_any_whitespace",
 }
 
 

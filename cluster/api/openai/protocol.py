@@ -330,7 +330,12 @@ class TokenizeRequest(ConversingFields):
     model: str | None = None
     prompt: Text | None = None
     messages: Messages = Field(default_factory=list)
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+
+    @property
+    def special(self) -> bool:
+        """Whether special tokens are added; by default to a prompt, as templates write their own."""
+        return not self.messages if self.add_special_tokens is None else self.add_special_tokens
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:

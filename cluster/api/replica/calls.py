@@ -234,10 +234,10 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
         ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
     """
     if fields.prompt is None:
-        return tuple((await _encoded(service, fields, length, special=False)).ids)
+        return tuple((await _encoded(service, fields, length, fields.special)).ids)
     if service.tokenizer is None:
         raise _needs_tokenizer("prompt")
-    return tuple(await service.tokenizer.encode(fields.prompt, fields.add_special_tokens, length))
+    return tuple(await service.tokenizer.encode(fields.prompt, fields.special, length))
 
 
 async def count_of(service: Service, asked: Asked, length: int) -> int:
