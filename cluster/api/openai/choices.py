@@ -1,13 +1,13 @@
 """The sequences of one call: each is a Request of its own; their outputs come back merged, step by step."""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from cluster.actors.messages import EngineClient, Overloaded, Unavailable
-from cluster.api.openai.errors import ApiError, internal, overloaded, unavailable
+from cluster.actors.messages import EngineClient
+from cluster.api.openai.errors import ApiError, internal, unavailable
+from cluster.api.openai.merging import merged
 from cluster.chat.events import Event, Said
 from cluster.chat.reading import Reader
 from cluster.metrics import Outcome, RequestTimer
@@ -166,10 +166,10 @@ async def run(engine: EngineClient, choices: Sequence[Choice]) -> AsyncGenerator
     """
     outcome: Outcome = "abort"
     try:
-        async with aclosing(_merged(engine, choices)) as outputs:
-            async for choice, output in outputs:
+        async with aclosing(merged(engine, [choice.request for choice in choices])) as outputs:
+            async for at, output in outputs:
                 if output.token_ids or output.finish_reason:
-                    yield choice.take(output)
+                    yield choices[at].take(output)
         if late := [choice.request.request_id for choice in choices if not choice.finished]:
             logger.error("the engine ended the stream of %s without a finish reason", late)
             raise internal(late[0])
@@ -184,59 +184,3 @@ async def run(engine: EngineClient, choices: Sequence[Choice]) -> AsyncGenerator
         for choice in choices:
             if choice.timer:
                 choice.timer.on_finish(outcome, choice.prompt_tokens)  # changes nothing for one that ended
-
-
-async def _merged(
-    engine: EngineClient, choices: Sequence[Choice]
-) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-    if len(choices) == 1:  # no task and no queue between the engine and the client
-        async with aclosing(_outputs(engine, choices[0].request)) as outputs:
-            async for output in outputs:
-                yield choices[0], output
-        return
-    queue: asyncio.Queue[tuple[Choice, RequestOutput | Exception | None]] = asyncio.Queue()
-
-    async def pump(choice: Choice) -> None:
-        try:
-            async with aclosing(_outputs(engine, choice.request)) as outputs:
-                async for output in outputs:
-                    queue.put_nowait((choice, output))
-            queue.put_nowait((choice, None))
-        except Exception as error:
-            queue.put_nowait((choice, error))
-
-    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
-    try:
-        running = len(tasks)
-        while running:
-            choice, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield choice, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[RequestOutput, None]:
-    """One request's outputs; the engine's iterator is always closed, which aborts what still runs."""
-    stream = engine.generate(request)
-    try:
-        async for output in stream:
-            yield output
-    except Overloaded as error:
-        raise overloaded(error) from None
-    except Unavailable as error:
-        raise unavailable(str(error), error.retry_after_s) from None
-    except ValueError as error:
-        name, colon, _ = str(error).partition(": ")  # a message that begins with a field's name blames that field
-        blamed = name if colon and name.isidentifier() else None
-        raise ApiError(str(error), param=blamed, code="invalid_value") from None
-    finally:
-        close = getattr(stream, "aclose", None)
-        if close is not None:
-            await close()
