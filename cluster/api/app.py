@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from cluster.api.replica.resilient_client import (
     GoneError,
     Item,
     ResilientClient,
+    Rooms,
     Sign,
     folders_of,
 )
@@ -158,7 +160,8 @@ class EngineReplica(GangOwner):
         self._made_of = _made_of(settings)
         config, computes = self._host.config, f"{info.dtype}, {info.kernels}, KV cache in {info.kv_cache_dtype}"
         nodes = info.speculative_num_draft_tokens - 1
-        self._sign = Sign(f"{config.model_path} ({computes})", nodes, folders_of(config))
+        made = f"{config.model_path} ({computes})"
+        self._sign = Sign(made, nodes, folders_of(config), info.max_request_tokens)
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
         self._callers = Callers()
         when_leaving(self._host.leave)
@@ -230,8 +233,9 @@ class IngressReplica:
         self._make_app = loaded.make_app
         model = loaded.model_info(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id)
-        self._client = ResilientClient(calls, config, context.rank.rank, self._metrics.on_resumed, patience_s)
-        self._engine = engine
+        rank, resumed = context.rank.rank, self._metrics.on_resumed
+        self._client = ResilientClient(calls, config, rank, resumed, patience_s, self._heard_of_room)
+        self._engine, self._rooms = engine, Rooms()
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
         self._service = ResilientService(self._client, model, loaded, self._metrics, peers)
         self._drain = Drain()
@@ -240,6 +244,10 @@ class IngressReplica:
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
         return self._make_app(self._service, drain=self._drain, **self._rest_options)
+
+    def _heard_of_room(self, room: int) -> None:
+        """What requests are told that they may have is what every engine replica has."""
+        self._service.model = replace(self._service.model, kv_room=self._rooms.heard(room))
 
     async def drain(self) -> int:
         """Refuse new calls from now on; returns how many are open."""

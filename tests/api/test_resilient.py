@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,11 +11,20 @@ import pytest
 from cluster.actors.messages import GangStatus, Overloaded, Unavailable
 from cluster.actors.streams import RESUMES
 from cluster.api.replica.feed import feed
-from cluster.api.replica.resilient_client import GoneError, Item, Leaving, Refused, ResilientClient, Sign
+from cluster.api.replica.resilient_client import (
+    ROOM_S,
+    GoneError,
+    Item,
+    Leaving,
+    Refused,
+    ResilientClient,
+    Rooms,
+    Sign,
+)
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, SamplingParams, SpeculationCounts
 
-SIGN = Sign("target (float64)", 3, "m, m")
+SIGN = Sign("target (float64)", 3, "m, m", 4096)
 TOKENS = 24
 Fate = Callable[[Request, int], Item | None]  # (request, item number) -> what comes instead of the next output
 
@@ -155,6 +164,24 @@ def test_progress_between_deaths_makes_every_resume_the_first() -> None:
     assert tokens_of(outputs) == WHOLE
 
 
+def test_a_replica_with_too_little_room_is_passed_over() -> None:
+    small = says(0, replace(SIGN, room=TOKENS))
+    outputs, engine, resumed = run(small, small, well)
+    assert tokens_of(outputs) == WHOLE and len(engine.requests) == 3 and not resumed
+    outputs, engine, resumed = run(dies_at(2), small, well)
+    assert tokens_of(outputs) == WHOLE and len(resumed) == 1
+    with pytest.raises(ValueError, match=f"max_tokens: {TOKENS + 2} tokens with the prompt, and .* room for {TOKENS} "):
+        run(small)
+
+
+def test_what_requests_may_count_on_is_the_least_room_that_was_heard_of_lately() -> None:
+    now = [0.0]
+    rooms = Rooms(lambda: now[0])
+    assert [rooms.heard(room) for room in (100, 90, 100)] == [100, 90, 90]
+    now[0] = ROOM_S
+    assert rooms.heard(100) == 100, "the smaller one is heard of no more"
+
+
 def test_nobody_comes_back_in_time() -> None:
     outputs, _, _ = run(dies_at(3), dies_at(0))
     assert tokens_of(outputs) == WHOLE[:4]
@@ -185,7 +212,7 @@ def test_a_request_that_cannot_be_served() -> None:
 
 def test_tokens_of_two_models_are_never_mixed() -> None:
     """Nor are tokens of one read by another: a replica of another model does not begin a stream."""
-    another = says(0, Sign("another", 0, "another, m"))
+    another = says(0, Sign("another", 0, "another, m", 4096))
     outputs, _, _ = run(dies_at(3), another)
     assert tokens_of(outputs) == WHOLE[:4]
     assert outputs[-1].finish_reason == "abort" and "another is served now" in (outputs[-1].error or "")
@@ -197,7 +224,7 @@ def test_tokens_of_two_models_are_never_mixed() -> None:
 
 
 def test_a_stream_may_begin_where_the_same_model_computes_otherwise() -> None:
-    outputs, _, _ = run(dies_at(1), says(0, Sign("target (float32)", 0, "m, m")))  # nothing was sent yet
+    outputs, _, _ = run(dies_at(1), says(0, Sign("target (float32)", 0, "m, m", 4096)))  # nothing was sent yet
     assert outputs[-1].finish_reason == "length"
 
 

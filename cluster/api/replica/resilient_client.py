@@ -24,6 +24,8 @@ CALL_TIMEOUT_S = 1.0  # of status and metrics
 SIGN_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica with no output sends a `Sign`
 SILENCE_SHARE = 2.0  # of watchdog_timeout_s: an engine replica that sends nothing for so long is gone
 RETRY_S = 0.2  # between two tries to submit a request
+TRIES = 3  # of replicas with too little room for a request, before it is refused
+ROOM_S = 600.0  # for how long the room of a replica that was heard of counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,14 @@ class Sign:
     """An engine replica has taken the request. Sent first, and again as a keep-alive while there is no output.
 
     `model` identifies the weights and how they compute: a stream is resumed on the same model only. `nodes` counts
-    drafted tokens per tree. `folders` are those of the tokens' ids (`folders_of`).
+    drafted tokens per tree. `folders` are those of the tokens' ids (`folders_of`). `room` is the most tokens of one
+    request: each replica measures its own memory, so they may differ.
     """
 
     model: str
     nodes: int
     folders: str
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,20 @@ Item = Sign | Refused | Leaving | RequestOutput
 def folders_of(config: EngineConfig) -> str:
     """Where the model and the tokenizer are that give token ids their meaning."""
     return f"{config.model_path}, {config.tokenizer_path or config.model_path}"
+
+
+class Rooms:
+    """The room that a request may count on: the least of all engine replicas that were heard of lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._heard = clock, dict[int, float]()
+
+    def heard(self, room: int) -> int:
+        """Note a replica's; returns the least."""
+        now = self._clock()
+        self._heard[room] = now
+        self._heard = {each: at for each, at in self._heard.items() if at > now - ROOM_S}
+        return min(self._heard)
 
 
 class GoneError(Exception):
@@ -102,12 +120,20 @@ class ResilientClient:
     """Implements `EngineClient` over engine replicas that may die, be replaced, or not be there at all."""
 
     def __init__(
-        self, calls: EngineCalls, config: EngineConfig, rank: int, on_resumed: Callable[[], None], patience_s: float
+        self,
+        calls: EngineCalls,
+        config: EngineConfig,
+        rank: int,
+        on_resumed: Callable[[], None],
+        patience_s: float,
+        on_room: Callable[[int], None] = lambda room: None,
     ) -> None:
         """`rank` is this replica's among the ingress replicas, for the seeds that it draws; see `Router`.
 
-        `on_resumed` is called per resumed stream. Streams wait up to `patience_s` for an engine replica.
+        `on_resumed` is called per resumed stream, `on_room` with the room of each engine replica that answers. Streams
+        wait up to `patience_s` for an engine replica.
         """
+        self._on_room = on_room
         self._calls = calls
         self._seeds = Seeds(f"{config.random_seed}/{rank}")
         self._silence_s = SILENCE_SHARE * config.watchdog_timeout_s
@@ -168,7 +194,10 @@ class ResilientClient:
 
         Raises:
             Overloaded: the queue is full, and the stream was never taken before.
+            ValueError: those that were asked have no room for it, and it was never taken before.
         """
+        asked = stream.request
+        need = len(asked.prompt_token_ids) - asked.resumed_tokens + asked.params.max_tokens
         until = time.monotonic() + self._patience_s
         request, why, tries = stream.submission(), "", 0
         again = stream.submissions > 1
@@ -179,12 +208,17 @@ class ResilientClient:
             tries += 1
             try:
                 item = await attempt.next(min(self._silence_s, max(0.0, until - time.monotonic())))
-                if isinstance(item, Sign) and (stream.dealt or item.folders == self._folders):
-                    taken = True
-                    if again:
-                        self._on_resumed()
-                    return attempt, item
                 why = f"it serves {item.model}" if isinstance(item, Sign) else getattr(item, "message", "it is leaving")
+                if isinstance(item, Sign) and (stream.dealt or item.folders == self._folders):
+                    self._on_room(item.room)
+                    taken = need <= item.room
+                    if taken and again:
+                        self._on_resumed()
+                    if taken:
+                        return attempt, item
+                    why = f"max_tokens: {need} tokens with the prompt, and an engine replica has room for {item.room}"
+                    if not again and tries >= TRIES:
+                        raise ValueError(f"{why} of one request; lower it, or shorten the prompt")
                 if isinstance(item, Refused) and not again:
                     raise Overloaded(why, item.retry_after_s)
             except GoneError as gone:
