@@ -167,12 +167,12 @@ class Engine(Rank):
         """Commit a step whose results were read; `outputs` come before its own."""
         schedule, ran = landed.flight.schedule, landed.flight.ran
         began = time.perf_counter()
-        committed, lens = self._commit(schedule, landed.given, ran.shape)
+        committed, trees = self._commit(schedule, landed.given, ran.shape)
         seconds = landed.flight.seconds | landed.given.seconds | {"commit": time.perf_counter() - began}
         took_us = 1e6 * (landed.took + seconds["commit"] - seconds["schedule"])
         self._p.scheduler.learn(schedule, max(ran.plan.decode_us), any(ran.plan.prompt_rows), took_us)
         outputs = outputs + committed
-        stats = self._stats(landed, lens, seconds, outputs)
+        stats = self._stats(landed, trees, seconds, outputs)
         self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats)
 
@@ -203,10 +203,13 @@ class Engine(Rank):
         """Assert that every page has exactly one owner."""
         self._p.cache.check()
 
-    def _commit(self, schedule: Schedule, given: Decided, shape: TreeShape) -> tuple[list[RequestOutput], list[int]]:
-        """Commit what the step gave; returns its outputs, and the accept length of each verified tree."""
+    def _commit(
+        self, schedule: Schedule, given: Decided, shape: TreeShape
+    ) -> tuple[list[RequestOutput], list[tuple[int, int]]]:
+        """Commit what the step gave; returns its outputs, and of each verified tree the accept length and its nodes."""
         width, nodes = shape.num_steps + 1, shape.num_draft_tokens - 1
-        outputs, lens = [], []
+        outputs: list[RequestOutput] = []
+        trees: list[tuple[int, int]] = []
         for i, (sequence, lease) in enumerate(schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
@@ -215,8 +218,9 @@ class Engine(Rank):
             sequence.accepted_run(count, shape)
             output = self._extend(sequence, given.tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
-                sequence.count(len(output.token_ids), nodes)
-                lens.append(len(output.token_ids))
+                verified = len(output.token_ids), nodes if given.nodes is None else given.nodes[i]
+                sequence.count(*verified)
+                trees.append(verified)
             if sequence.request.params.return_tree and output.token_ids:
                 assert given.trees is not None
                 tree = given.trees.read(i, given.tokens[i][:sound], shape.drafted.num_draft_tokens)
@@ -236,7 +240,7 @@ class Engine(Rank):
             if chunk.final or not whole:
                 output = self._extend(sequence, run, given, len(given.tokens) * width + first)
                 outputs += self._settled(sequence, output, self._fault(sequence, chunk.lease, whole))
-        return outputs, lens
+        return outputs, trees
 
     @staticmethod
     def _sound_chunks(schedule: Schedule, given: Decided) -> list[bool]:
@@ -293,8 +297,9 @@ class Engine(Rank):
         return [output, end] if output.token_ids else [end]
 
     def _stats(
-        self, landed: Landed, lens: list[int], seconds: dict[str, float], outputs: list[RequestOutput]
+        self, landed: Landed, trees: list[tuple[int, int]], seconds: dict[str, float], outputs: list[RequestOutput]
     ) -> StepStats:
+        lens = [accepted for accepted, _ in trees]
         self._trees += len(lens)
         self._tree_tokens += sum(lens)
         schedule, ran = landed.flight.schedule, landed.flight.ran
@@ -312,7 +317,7 @@ class Engine(Rank):
             accept_lens=lens,
             accepted_by_depth=[sum(n > d for n in lens) for d in range(1, shape.num_steps + 1)],
             drafts=len(lens),
-            verified_nodes=len(lens) * (shape.num_draft_tokens - 1),
+            verified_nodes=sum(nodes for _, nodes in trees),
             committed_tokens=sum(len(o.token_ids) for o in outputs),
             cached_tokens=sum(s.cached_tokens or 0 for s in fresh),
             prompt_tokens=sum(s.prompt_len for s in fresh),

@@ -147,7 +147,11 @@ class AdjustmentTable:
         marks = self.marks.index_select(0, rows)[:, None].expand(-1, path.shape[1], -1).clone()
         marks.scatter_add_(2, path.clamp(min=0), (there * ONCE).to(marks.dtype))
         banned = self._finished_words(rows, path, depth, marks) if words else None
-        if ids is not None:
+        if ids is None:  # of a draft, perhaps, whose tokens are the first of the target's
+            size = logits.shape[2]
+            bias, marks = bias[..., :size], marks[..., :size]
+            banned = None if banned is None else banned[..., :size]
+        else:
             bias, marks = bias.index_select(2, ids), marks.index_select(2, ids)
             banned = None if banned is None else banned.index_select(2, ids)
         numbers = self.numbers.index_select(0, rows)[:, None, :, None]

@@ -18,6 +18,7 @@ from cluster.forward.blocks import blocks
 from cluster.forward.draw import WORDS, Draw, draw_of, words_of
 from cluster.forward.filters import AT_ONCE, INTEGER, float_of, mass_of, ordered, thresholds
 from cluster.forward.least import Place, descend, histogram_
+from cluster.forward.noise import at_least_float32
 from cluster.models.exchange import Shards
 from cluster.models.vocab import Columns
 
@@ -143,11 +144,12 @@ def best_of_all(columns: Columns, shards: Shards, chosen: Tensor, score: Tensor)
 
 
 def whole(columns: Columns) -> Columns:
-    """All columns of own rows; where a rank has a shard of them, in float64."""
+    """All columns of own rows, in float32 at least where a rank has a shard of them."""
     if columns.shards is None:
         return columns
-    every = columns.shards.compare(columns.values.double())
-    return Columns(every.transpose(0, 1).flatten(1)[:, : columns.vocab], columns.vocab)
+    every = columns.shards.compare(columns.values.double())  # and back, which is exact: what travels is in float64
+    joined = every.transpose(0, 1).flatten(1)[:, : columns.vocab]
+    return Columns(joined.to(at_least_float32(columns.values.dtype)), columns.vocab)
 
 
 class Found(NamedTuple):

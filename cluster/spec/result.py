@@ -72,7 +72,8 @@ class Decided:
     hidden and, after a finished prompt, the score of `first` are finite. `logprobs` are those of T tokens, where asked,
     `scores` those of the tokens after the prompt rows that are scored.
     `drawn` is a checksum of how they were drawn, where ranks made one choice together and so cannot tell by its tokens.
-    `trees` are there where a request asked for its own.
+    `trees` are there where a request asked for its own. `nodes` says how many nodes but the root each tree had, where
+    some only filled the shape; else all had as many as the shape has.
     """
 
     tokens: list[list[int]]
@@ -85,11 +86,14 @@ class Decided:
     drawn: list[int] = field(default_factory=list)
     scores: Scores | None = None
     trees: Trees | None = None
+    nodes: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The same as tensors: `packed` int64 `[R (S + 3) + F + c]`, its first part `[R, S + 3]`; then `drawn`."""
+    """The same as tensors: `packed` int64 `[R (S + 3) + F + c]`, its first part `[R, S + 3]`; then `drawn`. With
+    `counted` that part has one number more of each request, `nodes`.
+    """
 
     packed: Tensor
     requests: int
@@ -100,9 +104,11 @@ class StepOutput:
     phases: Phases
     scores: Scores | None = None
     trees: Trees | None = None
+    counted: bool = False
 
     @staticmethod
     def of(
+        tree: DraftTree,
         accepted: Accepted,
         scores: Tensor,
         prompts: tuple[Tensor, Tensor],
@@ -113,10 +119,14 @@ class StepOutput:
         """`scores` `[R, S + 1]` are those of the accepted tokens; `prompts` are `first` `[F]` and `sound` `[c]`."""
         first, sound = prompts
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
-        rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite], 1)
+        nodes = []
+        if tree.padded:  # what fills the shape is its own parent, as the root is
+            own = torch.arange(tree.parents.shape[1], device=tree.parents.device)
+            nodes = [(tree.parents != own).sum(1, keepdim=True)]
+        rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite, *nodes], 1)
         packed = torch.cat([rows.view(-1), first, sound, drawn])
         sizes = rows.shape[0], accepted.tokens.shape[1], first.shape[0], sound.shape[0]
-        return StepOutput(packed, *sizes, logprobs, phases)
+        return StepOutput(packed, *sizes, logprobs, phases, counted=tree.padded)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
         """The same with another tensor in place of each, always in the same order."""
@@ -136,13 +146,15 @@ class StepOutput:
     def read(self) -> Decided:
         """What it says, if it lies in the host's memory."""
         numbers: list[int] = self.packed.tolist()
-        each, end = self.width + 2, self.requests * (self.width + 2)
+        each = self.width + 2 + self.counted
+        end = self.requests * each
         rows = [numbers[start : start + each] for start in range(0, end, each)]
         prompts, drawn = numbers[end : end + self.finals + self.rows], numbers[end + self.finals + self.rows :]
         return Decided(
             tokens=[row[: self.width] for row in rows],
-            accept_len=[row[-2] for row in rows],
-            finite=[row[-1] for row in rows],
+            accept_len=[row[self.width] for row in rows],
+            finite=[row[self.width + 1] for row in rows],
+            nodes=[row[-1] for row in rows] if self.counted else None,
             first=prompts[: self.finals],
             sound=[bool(whole) for whole in prompts[self.finals :]],
             logprobs=self.logprobs,

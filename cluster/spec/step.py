@@ -96,7 +96,7 @@ class Step:
             drawn = checksum(draws, (real[:r], real[r:]))
         scored = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         moments.append(self._timer.now())
-        output = StepOutput.of(accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
+        output = StepOutput.of(tree, accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
         shown = Trees.of(tree, accepted) if Mode.TREES in batch.mode else None
         return output if scored is None and shown is None else replace(output, scores=scored, trees=shown)
 

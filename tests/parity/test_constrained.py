@@ -112,6 +112,22 @@ def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
     assert result.ended == plain("0.8").ended
 
 
+@pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (3, 3)])
+def test_what_is_counted_as_drafted_is_what_was(topk: int, num_steps: int) -> None:
+    """Trees that a grammar may add to have room that nothing fills as a rule, those of free requests always."""
+    engine = walked(build_engine(config(topk, num_steps)))
+    drafted = engine._p.shape.num_draft_tokens - 1
+    verified: list[int] = []
+    requests = [replace(one, params=replace(one.params, return_tree=True)) for one in asked("0.8")]
+    result = run(engine, requests, lambda _, step: verified.append(step.stats.verified_nodes))
+    counted = {name: last.speculation for name, last in result.last.items() if last.speculation is not None}
+    for name, counts in counted.items():
+        shown = sum(len(output.tree.token_ids) - 1 for output in result.outputs[name] if output.tree is not None)
+        assert counts.drafted == shown, name
+        assert name not in ("2", "7") or counts.drafted == counts.steps * drafted, "these are free"
+    assert sum(verified) == sum(counts.drafted for counts in counted.values())
+
+
 @pytest.mark.parametrize("settings", [{"page_size": 1, "context_length": 60}, {"max_total_tokens": 60}])
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), *SHAPES])
 def test_a_text_may_be_as_long_as_there_is_room(topk: int, num_steps: int, settings: dict[str, int]) -> None:

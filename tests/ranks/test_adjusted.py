@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.harness import VOCAB, tiny_pair
 from tests.ranks.compare import Tally, check
-from tests.ranks.gang import Case
+from tests.ranks.gang import Case, Life
 from tests.ranks.test_parity import Gangs, config
 from tests.ranks.workload import ADJUSTED, CONSTRAINED, workload
 from tests.tiny import draft_folder
@@ -43,3 +43,15 @@ def test_adjusted_requests_on_all_meshes(
     tally = tally_of(ranks, mesh, shards, **shape)
     assert not tally.mismatches, tally.mismatches
     assert tally.compared > 12, tally
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0.0}, {}], ids=["greedy", "sampled too"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grammars_alone_run_to_their_end_in_other_dtypes(ranks: Gangs, dtype: str, more: dict[str, float]) -> None:
+    """Over shards of the draft's columns, with nothing that would bring the logits to another dtype."""
+    target, draft = tiny_pair()
+    actions = workload(3, 1, 12, vocab=VOCAB, horizon=10, besides=[one | more for one in CONSTRAINED[:4]])
+    case = Case(config(target, draft, tp_size=2, attn_dp_size=1, dtype=dtype, debug_lockstep=True), actions)
+    lives: list[Life] = ranks(2).lives(case)
+    assert {name for life in lives for name in life.ended} == {action.request["request_id"] for action in actions}
+    assert lives[0].world_log == lives[1].world_log

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
@@ -17,6 +18,7 @@ from cluster.engine import build_engine
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
+from cluster.request import Adjustments
 from tests.loading import context, load_draft, load_target
 from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, tiny_pair
 from tests.tiny import draft_folder, target_folder
@@ -110,6 +112,18 @@ def test_text_is_that_of_plain_decoding(sampling: str, topk: int, tmp_path: Path
     assert proposed <= set(ids)
     assert len(proposed) > 4
     assert max(result.accept_lens) > 1
+
+
+@pytest.mark.parametrize("ids", [list(range(VOCAB // 2)), list(range(1, VOCAB, 2))], ids=["the first", "every other"])
+def test_adjusted_requests_draft_from_the_map_too(ids: list[int], tmp_path: Path) -> None:
+    """Penalties, biases and bad words of those ids, be they the first of the target's or others."""
+    given = Adjustments(0.4, 0.3, 1.2, ((3, 1.0), (20, 2.0)), bad_words_token_ids=((5,), (7, 3)), min_tokens=6)
+    asked = [replace(one, params=replace(one.params, adjustments=given)) for one in grid_requests("0.8", 4)]
+    plain: dict[str, object] = {}
+    for one in asked:
+        plain |= run(build_engine(config_of(tiny_pair()[0], disable_radix_cache=True)), [one]).ended
+    result = run(build_engine(settings(tmp_path, 2, ids)), asked)
+    assert result.ended == plain and max(result.accept_lens) > 1
 
 
 BAD = {
