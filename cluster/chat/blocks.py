@@ -7,8 +7,11 @@ from typing import Any
 
 from cluster.chat.json_text import ValueEnd, items, loaded, members
 from cluster.chat.reading import Call, Read
+from cluster.chat.values import member
 
 MOST_HEADING = 512  # characters between a trigger and the JSON
+NO_CALL = Read(1)
+"""What begins with a trigger and is none: the text behind the trigger's first character is looked at anew."""
 Calls = Callable[[str, re.Match[str]], Sequence[Call]]
 """The calls in a JSON text and its heading; none if it is malformed."""
 
@@ -31,10 +34,10 @@ class JsonBlock:
         if self._end is None:
             brace = text.find("{", 0, MOST_HEADING)
             if brace < 0:
-                return None if len(text) < MOST_HEADING else Read(len(text))
+                return None if len(text) < MOST_HEADING else NO_CALL
             self._match = self._heading.fullmatch(text[:brace])
             if self._match is None:
-                return Read(brace)
+                return NO_CALL
             as_list = "list" in self._match.groupdict() and self._match["list"] is not None
             self._start = self._match.start("list") if as_list else brace
             self._end = ValueEnd(self._start)
@@ -72,33 +75,57 @@ def headed_call(text: str, heading: re.Match[str]) -> list[Call]:
 class TaggedBlock:
     """A call whose arguments stand each between marks of its own.
 
-    `whole` matches the call up to `end`, which may also stand inside a value; its groups are `name` and `arguments`.
-    `argument` matches one argument, with the groups `key` and `value`; `inner` are the marks around a value. What a
-    value is, the tool's schema says: the text itself where it is a string, else JSON.
+    `ends` says by its trigger what a block ends with, which may also stand inside a value; `whole` matches a block up
+    to there, and its groups are `name` and `arguments`. `argument` matches one argument, with the groups `key` and
+    `value`; `inner` are the marks around a value. What a value is, the tool's schema says (`cluster.chat.values`). A
+    block whose trigger is not the first of `ends` is one that the model left without it: only a tool's name makes it a
+    call, and what the first ends with may follow.
     """
 
     def __init__(
         self,
         whole: re.Pattern[str],
         argument: re.Pattern[str],
-        end: str,
+        ends: Mapping[str, str],
         inner: tuple[str, str],
         tools: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self._whole, self._argument, self._end, self._inner = whole, argument, end, inner
+        self._whole, self._argument, self._ends, self._inner = whole, argument, ends, inner
         self._tools = tools
         self._from = 0
 
     def read(self, text: str) -> Read | None:
         """See `Block`."""
-        while (at := text.find(self._end, max(0, self._from))) >= 0:
+        first, *others = self._ends
+        trigger = next((one for one in others if text.startswith(one)), first)
+        end = self._ends[trigger]
+        while (at := text.find(end, self._from)) >= 0:
             self._from = at + 1
             body = text[:at]
-            opened, closed = (body.count(mark) for mark in self._inner)
-            if opened <= closed:
-                return Read(at + len(self._end), self._calls(body))
-        self._from = max(self._from, len(text) - len(self._end) + 1)
+            if self._open(body):
+                continue
+            calls = self._calls(body)
+            if trigger != first and not (calls and calls[0].name in self._tools):
+                return NO_CALL
+            if not calls and self._begins_again(body):
+                return NO_CALL
+            return Read(at + len(end), calls, () if trigger == first else (self._ends[first],))
+        self._from = max(self._from, len(text) - len(end) + 1)
         return None
+
+    def _open(self, body: str) -> bool:
+        """Whether the body ends inside of a value; a value may hold marks of beginnings."""
+        begin, end = self._inner
+        at = 0
+        while (at := body.find(begin, at)) >= 0:
+            if (at := body.find(end, at)) < 0:
+                return True
+        return False
+
+    def _begins_again(self, body: str) -> bool:
+        """Whether the trigger came once more before any value: the first one was only spoken of."""
+        values = body.find(self._inner[0])
+        return any(body.find(trigger, 1, values if values >= 0 else None) >= 0 for trigger in self._ends)
 
     def _calls(self, body: str) -> list[Call]:
         found = self._whole.fullmatch(body)
@@ -107,28 +134,6 @@ class TaggedBlock:
         schema = self._tools.get(found["name"], {})
         given: dict[str, str] = {}
         for argument in self._argument.finditer(found["arguments"]):
-            given[argument["key"]] = _json_of(argument["value"], argument["key"], schema)
+            given[argument["key"]] = member(argument["value"], argument["key"], schema)
         inside = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given.items())
         return [Call(found["name"], "{" + inside + "}")]
-
-
-def _json_of(text: str, key: str, schema: Mapping[str, Any]) -> str:
-    """A value as JSON: itself where it is JSON and the schema wants no string there, else as a string."""
-    properties = schema.get("properties")
-    declared = properties.get(key) if isinstance(properties, Mapping) else None
-    if not _is_string(declared):
-        value = loaded(text)
-        if value is not None or text.strip() == "null":
-            return text.strip()
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _is_string(schema: Any) -> bool:
-    """Whether a schema allows nothing but strings, as far as it says so itself."""
-    if not isinstance(schema, Mapping):
-        return False
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and values and "type" not in schema:
-        return all(isinstance(value, str) for value in values)
-    kind = schema.get("type")
-    return kind == "string" or kind == ["string"]

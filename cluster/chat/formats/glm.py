@@ -24,7 +24,7 @@ def _mark(name: str) -> tuple[str, str]:
 GLM = MarkedFormat(
     "glm45",
     THINK,
-    Calling((BEGIN,), lambda tools: TaggedBlock(WHOLE, ARGUMENT, END, (VALUE, VALUE_END), tools)),
+    Calling((BEGIN,), lambda tools: TaggedBlock(WHOLE, ARGUMENT, {BEGIN: END}, (VALUE, VALUE_END), tools)),
     Written(
         before=lambda name: f"{BEGIN}{name}\n",
         after=END,

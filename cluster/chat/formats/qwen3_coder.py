@@ -1,4 +1,6 @@
-"""Qwen3-Coder: `<tool_call><function=name>`, then each argument as `<parameter=key>` and `</parameter>`."""
+"""Qwen3-Coder: `<tool_call><function=name>`, then each argument as `<parameter=key>` and `</parameter>`. The model
+sometimes leaves out `<tool_call>`, not what closes it.
+"""
 
 import re
 
@@ -8,9 +10,10 @@ from cluster.chat.formats.tagged import tagged_arguments
 from cluster.chat.reading import Calling
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
 WHOLE = re.compile(
-    r"<tool_call>\s*<function=(?P<name>[^>\s]+)>\s*"
-    r"(?P<arguments>(?:<parameter=[^>]*>(?:(?!</parameter>).)*</parameter>\s*)*)</function>\s*",
+    r"(?:<tool_call>\s*)?<function=(?P<name>[^>\s]+)>\s*"
+    r"(?P<arguments>(?:<parameter=[^>]*>(?:(?!</parameter>).)*</parameter>\s*)*)(?:</function>\s*)?",
     re.DOTALL,
 )
 ARGUMENT = re.compile(r"<parameter=(?P<key>[^>]*)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
@@ -23,7 +26,12 @@ def _mark(name: str) -> tuple[str, str]:
 QWEN3_CODER = MarkedFormat(
     "qwen3_coder",
     THINK,
-    Calling((BEGIN,), lambda tools: TaggedBlock(WHOLE, ARGUMENT, END, ("<parameter=", "</parameter>"), tools)),
+    Calling(
+        (BEGIN, FUNCTION),
+        lambda tools: TaggedBlock(
+            WHOLE, ARGUMENT, {BEGIN: END, FUNCTION: FUNCTION_END}, ("<parameter=", "</parameter>"), tools
+        ),
+    ),
     Written(
         before=lambda name: f"{BEGIN}\n<function={name}>\n",
         after=f"</function>\n{END}",

@@ -1,7 +1,7 @@
 """The form of arguments that stand between marks of their own, where a string is written as it is."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cluster.chat.formats.plan import Form, json_value, one_after_another, one_of, text
@@ -12,7 +12,9 @@ OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties", "
 LENGTHS = frozenset({"minLength", "maxLength"})
 NAME = "\0"
 """Stands for a name in a mark."""
-ANY_NAME: Form = {"type": "regex", "pattern": r"[^<>\n]+"}
+IN_NAMES = r"<>\n"
+"""What no name has."""
+INSIDE = ("#/$defs/", "#/definitions/")
 
 
 def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mapping[str, Any]], Form]:
@@ -44,7 +46,8 @@ def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mappin
             parts.append(part if name in required else {"type": "optional", "content": part})
         others = schema.get("additionalProperties", "properties" not in schema)
         if others is not False:
-            parts.append({"type": "star", "content": member(ANY_NAME, mark(NAME), others, schema)})
+            name = {"type": "regex", "pattern": _unlike(["", *properties])}
+            parts.append({"type": "star", "content": member(name, mark(NAME), others, schema)})
         return one_after_another(text(""), *parts)
 
     return form
@@ -61,6 +64,9 @@ def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
         if schema.get("type") in ("string", ["string"]):
             return _string(schema, end)
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        for reference in _references({**shared, **schema}):
+            if not reference.startswith(INSIDE):  # the value would be taken for the whole schema
+                raise GrammarError(f"$ref to {reference[:60]!r} is not enforced in this model's format of calls")
         return json_value({**shared, **schema})
     return json_value(schema)
 
@@ -71,5 +77,28 @@ def _string(schema: Mapping[str, Any], end: str) -> Form:
         raise GrammarError(f"{min(unknown)} of a string is not enforced in this model's format of calls; leave it out")
     if not LENGTHS & schema.keys():
         return {"type": "any_text", "excludes": [end]}
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return {"type": "regex", "pattern": f"[^{re.escape(end[0])}]{{{least},{most}}}"}
+    least, most, first = schema.get("minLength", 0), schema.get("maxLength"), re.escape(end[0])
+    if most is not None:
+        return {"type": "regex", "pattern": f"[^{first}]{{{least},{most}}}"}
+    begun = {"type": "regex", "pattern": f"(?:[^{first}]|{first}[^{re.escape(end[1])}]){{{least}}}"}
+    return one_after_another(begun, {"type": "any_text", "excludes": [end]})
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """All references in a schema."""
+    if isinstance(schema, Mapping):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        for inner in schema.values():
+            yield from _references(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            yield from _references(inner)
+
+
+def _unlike(taken: Sequence[str]) -> str:
+    """An expression for the rest of a name that is none of `taken`."""
+    firsts = sorted({name[0] for name in taken if name})
+    other = f"[^{IN_NAMES}{''.join(map(re.escape, firsts))}][^{IN_NAMES}]*"
+    rests = [re.escape(first) + _unlike([name[1:] for name in taken if name[:1] == first]) for first in firsts]
+    return f"(?:{'|'.join([other, *rests])}){'' if '' in taken else '?'}"

@@ -282,6 +282,10 @@ def merged(one: Schema, two: Schema, path: str) -> Schema | None:
             raise GrammarError(
                 f"{path}: {min(extra)} is not enforced beside properties that another part of the schema declares"
             )
+        if {"items", "unevaluatedItems"} & mine.keys() and len(other.get("prefixItems", ())) > len(
+            mine.get("prefixItems", ())
+        ):
+            raise GrammarError(f"{path}: items is not enforced beside longer prefixItems of another part of the schema")
     found = dict(one)
     for name, value in two.items():
         found[name] = _both(name, one[name], value, path) if name in one else value

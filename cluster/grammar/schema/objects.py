@@ -1,7 +1,7 @@
 """JSON objects as grammars: properties in the order in which the schema declares them, then what else may be there."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,17 +101,21 @@ def _keyed(rules: Rules, schema: Schema, declared: dict[str, Any], extra: Any) -
     if patterns:
         if extra not in (None, False) or names is not None:
             raise GrammarError("patternProperties is not enforced beside additionalProperties or propertyNames")
+        if taken := [name for pattern in patterns for name in declared if _matches(pattern, name)]:
+            raise GrammarError(
+                f"patternProperties is not enforced where a pattern matches the property {taken[0][:60]!r}"
+            )
         if len({spelled(inside) for inside in patterns.values()}) > 1:
             raise GrammarError("patternProperties is not enforced for several patterns with schemas of their own")
         key = quoted(rules, alt(*map(parse, patterns)))
         return key, next(iter(patterns.values())), "patternProperties"
+    if names is not None and declared:
+        raise GrammarError("propertyNames is not enforced beside properties; leave one of them out")
     if extra is False or (extra is None and is_closed(schema) and names is None):
         return None
     inside = True if extra is None else extra
     if names is None:
         return _other_key(rules, declared), inside, "additionalProperties"
-    if declared:
-        raise GrammarError("propertyNames is not enforced beside properties; leave one of them out")
     return _named_key(rules, names), inside, "additionalProperties"
 
 
@@ -123,12 +127,12 @@ def _named_key(rules: Rules, names: Any) -> Node:
     return string(rules, names) if values is None else alt(*map(literal, values))
 
 
-def _other_key(rules: Rules, declared: Iterable[str]) -> Node:
+def _other_key(rules: Rules, declared: Collection[str]) -> Node:
     """A key that is none of these. It has no escapes, so it cannot spell one of them in another way."""
-    taken = [name for name in declared if literal(name) == Literal(f'"{name}"')]
-    if not taken:
+    if not declared:
         return any_string(rules)
-    return quoted(rules, _unlike(taken))
+    taken = [name for name in declared if literal(name) == Literal(f'"{name}"')]
+    return quoted(rules, _unlike(taken) if taken else repeat(PLAIN))
 
 
 def _unlike(taken: list[str]) -> Node:

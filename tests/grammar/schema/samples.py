@@ -88,10 +88,6 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
         {"b": 1, "c": 2},
     ),
     "pattern of names": ({"type": "object", "patternProperties": {"^x-[a-z]{1,3}$": {"type": "integer"}}}, {"x-ab": 1}),
-    "pattern over a property": (
-        {"type": "object", "properties": {"n1": {"minimum": 3}}, "patternProperties": {"^n\\d$": {"type": "integer"}}},
-        {"n1": 4, "n2": 0},
-    ),
     "names by length": ({"type": "object", "propertyNames": {"maxLength": 2}}, {"ab": 1}),
     "names by enum": ({"propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "integer"}}, {"y": 1}),
     "at most two": (
@@ -258,6 +254,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "enum beside a bound": ({"enum": ["a", "bb"], "maxLength": 1}, "maxLength"),
     "free names at least twice": ({"type": "object", "minProperties": 2}, "minProperties"),
     "patterns and more": ({"patternProperties": {"a": {}}, "additionalProperties": True}, "patternProperties"),
+    "a pattern over a property": (
+        {"type": "object", "properties": {"n1": {"minimum": 3}}, "patternProperties": {"^n\\d$": {"type": "integer"}}},
+        "where a pattern matches the property 'n1'",
+    ),
+    "names beside properties that are all": (
+        {"properties": {"Foo": {}}, "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": False},
+        "propertyNames is not enforced beside properties",
+    ),
+    "items beside other items": (
+        {"type": "array", "allOf": [{"prefixItems": [{"const": "a"}]}, {"items": {"const": 1}}]},
+        "items is not enforced beside longer prefixItems",
+    ),
     "several patterns": ({"patternProperties": {"a": {"type": "null"}, "b": {"type": "integer"}}}, "several patterns"),
     "names beside properties": ({"properties": {"a": {}}, "propertyNames": {"maxLength": 1}}, "propertyNames"),
     "keywords of several types": ({"minimum": 3, "maxLength": 3}, "which type"),

@@ -138,6 +138,8 @@ def test_no_output_has_a_control_character_in_a_string() -> None:
 def test_a_key_cannot_be_spelled_in_another_way() -> None:
     schema = grammar({"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True})
     assert demo().accepts(schema, '{"a": null, "b": 1}')
+    escaped = grammar({"type": "object", "properties": {'a"b': {"type": "null"}}, "additionalProperties": True})
+    assert demo().accepts(escaped, '{"a\\"b": null, "c": 1}') and not demo().accepts(escaped, '{"a\\"b": 5}')
     for text in ('{"a": 1}', '{"\\u0061": 1}', '{"a": null, "a": 1}', '{"b": 1, "a": 1}'):
         assert not demo().accepts(schema, text)
 

@@ -14,7 +14,7 @@ from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import Matchers, TextMatcher
 from cluster.grammar.vocabulary import SPECIAL, Vocabulary
 from cluster.grammar.worker import Worker
-from tests.unit.chat.transcripts import OSLO, TRANSCRIPTS, merged
+from tests.unit.chat.transcripts import OSLO, TOOLS, TRANSCRIPTS, merged
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -114,15 +114,19 @@ def test_what_families_write_is_allowed(worker: Worker, name: str) -> None:
     if not calls or name in OTHERWISE_SPACED:
         return
     format = FORMATS[transcript.format]
-    free = {tool: {"type": "object", "additionalProperties": True} for tool in ("weather", "now")}
+    free = {tool: {"type": "object", "additionalProperties": True} for tool in TOOLS}
     form = format.form("free", format.written(free, True), Prompted(transcript.prompt))
     matcher = matcher_of(worker, form)
     matcher.accept(ids_of(transcript.text.removesuffix("<|call|>")))
     assert matcher.finished
 
 
-OTHERWISE_SPACED = {
+OTHERWISE_SPACED = {  # or written with marks as the form of an answer would not have them
     "hermes, marks inside of a string",
+    "hermes, a mark that is spoken of",
+    "hermes, a mark far from any call",
+    "qwen3_coder, without what opens it",
+    "qwen3_coder, a mark that is spoken of",
     "hermes, arguments as text",
     "hermes, a call after a broken one",
     "hermes, cut in the closing mark",
@@ -161,6 +165,13 @@ def test_members_that_a_schema_does_not_name_are_held_to_what_it_says_of_them(wo
     assert taken(city, ("city", "Oslo")) and not taken(city, ("city", "Oslo"), ("days", "3"))
     assert taken({**city, "additionalProperties": True}, ("city", "Oslo"), ("days", "3"), ("a b", "{}"))
     assert taken(counts) and taken(counts, ("a", "1"), ("b", "-2")) and not taken(counts, ("a", "x"))
+    named = {"type": "object", "properties": {"n": {"type": "integer"}, "no": {}}, "additionalProperties": True}
+    assert taken(named, ("n", "1"), ("m", "a"), ("nx", "b"), ("nob", "c"))
+    assert not taken(named, ("m", "a"), ("n", "hello")), "one that is declared is no other"
+    least = {"type": "object", "properties": {"text": {"type": "string", "minLength": 3}}, "required": ["text"]}
+    assert taken(least, ("text", "a<b && <i>c</i>")) and not taken(least, ("text", "ab"))
+    with pytest.raises(GrammarError, match="#"):
+        taken({"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}})
     assert taken({"type": "object"}, ("a", "x y")) and taken({"type": "object"})
     assert taken({"type": "object", "properties": {}}) and not taken({"type": "object", "properties": {}}, ("a", "1"))
     with pytest.raises(GrammarError, match="required must be a list of names"):

@@ -11,7 +11,23 @@ from cluster.chat.reading import Reader
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
-TOOLS: Mapping[str, Mapping[str, Any]] = {"weather": CITY, "now": EMPTY}
+KINDS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "code": {"type": ["string", "null"]},
+        "level": {"$ref": "#/$defs/Level"},
+        "deep": {"type": "boolean"},
+        "count": {"type": ["integer", "null"]},
+        "any": {},
+        "size": {"type": "number"},
+        "all": {"allOf": [{"$ref": "#/$defs/Level"}], "description": "x"},
+        "loop": {"$ref": "#/properties/loop"},
+    },
+    "additionalProperties": {"type": "string"},
+    "$defs": {"Level": {"enum": ["1", "2"]}},
+}
+TOOLS: Mapping[str, Mapping[str, Any]] = {"weather": CITY, "now": EMPTY, "kinds": KINDS}
 OSLO = '{"city": "Oslo", "days": 2}'
 Event3 = tuple[str, ...]
 
@@ -73,6 +89,16 @@ TRANSCRIPTS: dict[str, Transcript] = {
         '<tool_call>{"nome": 1}</tool_call>\n<tool_call>{"name": "now"}</tool_call>',
         [said('<tool_call>{"nome": 1}</tool_call>'), call("now", "{}")],
     ),
+    "hermes, a mark that is spoken of": Transcript(
+        "hermes",
+        'I use <tool_call> tags.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        [said("I use <tool_call> tags."), call("now", "{}")],
+    ),
+    "hermes, a mark far from any call": Transcript(
+        "hermes",
+        f'<tool_call>{"x" * 600}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>',
+        [said(f"<tool_call>{'x' * 600}"), call("now", "{}")],
+    ),
     "hermes, never closed": Transcript(
         "hermes",
         'so <tool_call>{"name": "weather", "arguments": {"city": "Os',
@@ -99,6 +125,52 @@ TRANSCRIPTS: dict[str, Transcript] = {
     ),
     "qwen3_coder, no arguments": Transcript(
         "qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", [call("now", "{}")]
+    ),
+    "qwen3_coder, without what opens it": Transcript(
+        "qwen3_coder",
+        "Reading.\n\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>\nDone.",
+        [said("Reading."), call("weather", '{"city": "Oslo"}'), said("Done.")],
+    ),
+    "qwen3_coder, a function that is no tool": Transcript(
+        "qwen3_coder", "so <function=other>\n</function> it is", [said("so <function=other>\n</function> it is")]
+    ),
+    "qwen3_coder, a mark that is spoken of": Transcript(
+        "qwen3_coder",
+        "I use <tool_call> tags:\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        [said("I use <tool_call> tags:"), call("now", "{}")],
+    ),
+    "qwen3_coder, a mark inside of a value": Transcript(
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nuse <parameter=x> here\n</parameter>\n</function>\n"
+        "</tool_call>",
+        [call("weather", '{"city": "use <parameter=x> here"}')],
+    ),
+    "qwen3_coder, values by their schema": Transcript(
+        "qwen3_coder",
+        "<tool_call>\n<function=kinds>\n"
+        + "".join(
+            f"<parameter={name}>\n{value}\n</parameter>\n"
+            for name, value in {
+                "zip": "02139",
+                "code": "12345",
+                "level": "1",
+                "deep": "True",
+                "count": "None",
+                "any": "3",
+                "size": "2",
+                "all": "2",
+                "loop": "[1]",
+                "more": "7",
+            }.items()
+        )
+        + "</function>\n</tool_call>",
+        [
+            call(
+                "kinds",
+                '{"zip": "02139", "code": "12345", "level": "1", "deep": true, "count": null, "any": 3, "size": 2, '
+                '"all": "2", "loop": [1], "more": "7"}',
+            )
+        ],
     ),
     "llama3": Transcript("llama3_json", f'{{"name": "weather", "parameters": {OSLO}}}', [call("weather", OSLO)]),
     "llama3, two with a tag": Transcript(
@@ -163,6 +235,11 @@ TRANSCRIPTS: dict[str, Transcript] = {
         "glm45",
         "<tool_call>weather<arg_key>city</arg_key><arg_value>a</tool_call>b</arg_value></tool_call>",
         [call("weather", '{"city": "a</tool_call>b"}')],
+    ),
+    "glm45, a mark inside of a value": Transcript(
+        "glm45",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>write <arg_value> here</arg_value>\n</tool_call>",
+        [call("weather", '{"city": "write <arg_value> here"}')],
     ),
     "glm45, malformed": Transcript(
         "glm45", "<tool_call>weather city=Oslo</tool_call>.", [said("<tool_call>weather city=Oslo</tool_call>.")]

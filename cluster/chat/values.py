@@ -1,0 +1,67 @@
+"""Values that a model writes as they are, between marks: what they are in JSON, by the tool's schema."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.chat.json_text import loaded
+
+DEEPEST = 16
+"""References and alternatives in one another, before a schema counts as one that allows anything."""
+TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
+    """The JSON of the member `name` of an object by this schema, which was written as `text`.
+
+    JSON where the schema allows a value of that type, and else a string, if it allows strings or nothing else is there.
+    True, False and None are taken for the values that Python calls so: chat templates write arguments in that way.
+    """
+    properties = schema.get("properties")
+    declared = properties.get(name) if isinstance(properties, Mapping) else None
+    kinds = _kinds(schema.get("additionalProperties") if declared is None else declared, schema, DEEPEST)
+    written = text.strip()
+    value = loaded(written)
+    kind = "null" if written == "null" else None if value is None else TYPES[type(value)]
+    if kinds is None:
+        return json.dumps(text, ensure_ascii=False) if kind is None else written
+    if kind in kinds - {"string"} or (kind == "integer" and "number" in kinds):
+        return written
+    if "boolean" in kinds and written.lower() in ("true", "false"):
+        return written.lower()
+    if "null" in kinds and written.lower() in ("null", "none"):
+        return "null"
+    if "string" in kinds or kind is None:
+        return json.dumps(text, ensure_ascii=False)
+    return written
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], deepest: int) -> set[str] | None:
+    """The types that a schema allows, as far as it says so; None: any."""
+    if not isinstance(schema, Mapping) or not deepest:
+        return None
+    if isinstance(reference := schema.get("$ref"), str):
+        return _kinds(_found(reference, root), root, deepest - 1)
+    kind, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {each for each in kind if isinstance(each, str)}
+    if isinstance(values, list) and values:
+        return {"null" if value is None else TYPES[type(value)] for value in values}
+    for name in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(name), list) and parts:
+            each = [_kinds(part, root, deepest - 1) for part in parts]
+            return None if None in each else {one for kinds in each for one in kinds or ()}
+    every = schema.get("allOf")
+    known = [_kinds(part, root, deepest - 1) for part in every] if isinstance(every, list) else []
+    return next((kinds for kinds in known if kinds is not None), None)
+
+
+def _found(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference into the schema itself leads to; nothing where it leads nowhere."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
