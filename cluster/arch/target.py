@@ -124,8 +124,14 @@ def _added_tokens(path: Path) -> list[Any]:
 
 
 def _longest(keys: Keys, layers: tuple[LayerGeometry, ...]) -> int:
-    """The longest text: of YaRN what it stretches to, which configs need not repeat as `max_position_embeddings`."""
+    """The longest text: of YaRN what it stretches to, which configs need not repeat as `max_position_embeddings`. With
+    dual chunk attention (Qwen2.5-1M) as far as that is plain attention: a chunk less what is local.
+    """
     stretched = [
         int(layer.rope.yarn.factor * layer.rope.yarn.length) for layer in layers if layer.rope.yarn is not None
     ]
-    return max([keys.integer("max_position_embeddings", 2048), *stretched])
+    longest = max([keys.integer("max_position_embeddings", 2048), *stretched])
+    chunks = keys.section("dual_chunk_attention_config")
+    if not chunks.data:
+        return longest
+    return min(longest, max(1, chunks.integer("chunk_size") - chunks.integer("local_size")))

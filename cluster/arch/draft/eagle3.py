@@ -55,9 +55,11 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
         raise ConfigError(f"draft {folder!r}: eagle_config.use_last_layernorm is false but 'norm.weight' is there")
     count = layer_count(folder, keys, shapes)
     each = windows_of(keys, geometry, count)
-    layers = [DraftLayer(each[0], pair=True, hidden_norm="hidden_norm" if use_aux else "none")]
+    normed = use_aux or "layers.0.hidden_norm.weight" in shapes  # ModelOpt's heads have it without aux states too
+    layers = [DraftLayer(each[0], pair=True, hidden_norm="hidden_norm" if normed else "none")]
     layers += [later_layer(each[i], shapes, f"layers.{i}", h) for i in range(1, count)]
     unused = [rf"^layers\.{i}\.input_layernorm\.weight$" for i, layer in enumerate(layers) if _sglang(layer)]
+    unused += [] if use_aux else [r"^fc\.weight$"]
     return DraftSpec(
         kind="eagle3",
         dialect=_dialect(outer, shapes, speculators, recurrent == "post" or per_aux),

@@ -44,7 +44,8 @@ def aux_boundaries(
     `target_layer_ids`, else EAGLE-3's own choice (2, L // 2, L - 3); `num_aux_hidden_states` must be their count.
     Numbering: a top-level list and speculators number boundaries. `eagle_config` and `target_layer_ids` number the
     layer whose *output* is read, which is boundary id + 1, unless they contain L, which is no layer's number (gpt-oss
-    v3: SGLang #32334), or equal EAGLE-3's default boundaries (Kimi: SGLang #25454).
+    v3: SGLang #32334), or equal EAGLE-3's default boundaries (Kimi: SGLang #25454). Ids that are these less one number
+    outputs wherever they stand: conversions to speculators copy them from SpecForge's `eagle_config`.
 
     Raises:
         ConfigError: ids and count disagree, or boundaries that do not ascend within the target.
@@ -67,6 +68,8 @@ def aux_boundaries(
         numbering, source = "boundaries", f"no layer has the number {target_layers}"
     elif numbering == "outputs" and ids == default:
         numbering, source = "boundaries", "the ids are EAGLE-3's default boundaries"
+    if numbering == "boundaries" and ids == [i - 1 for i in default]:
+        numbering, source = "outputs", "the ids are EAGLE-3's default boundaries less one"
     if facts.choose("aux_numbering", numbering, source) == "outputs":
         ids = [i + 1 for i in ids]
     count = data.get("num_aux_hidden_states")

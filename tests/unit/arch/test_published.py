@@ -55,6 +55,13 @@ def test_yarn_says_how_long_a_text_may_be(tmp_path: Path) -> None:
     assert read_target(folder).max_position == 128
 
 
+def test_chunked_attention_serves_as_long_a_text_as_it_is_plain_for(tmp_path: Path) -> None:
+    """Qwen2.5-1M: beyond a chunk the model attends otherwise."""
+    chunks = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 40}
+    given = {"max_position_embeddings": 64, "dual_chunk_attention_config": chunks}
+    assert read_target(copy_of(made("qwen2", "tied").folder, tmp_path / "long", **given)).max_position == 32
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_end_tokens_are_all_that_any_file_names(listed: bool, tmp_path: Path) -> None:
     assert end_tokens(str(tmp_path), {"eos_token_id": 5}) == (5,)

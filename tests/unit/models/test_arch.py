@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cluster.arch import DraftSpec, aux_boundaries, read_draft, read_target
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
 from cluster.models.checkpoint import Checkpoint
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
+from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
-from tests.unit.models.checkpoints import copy_of
+from tests.unit.models.checkpoints import Tensors, copy_of
 
 
 def spec_in(folder: str, target: str | None = None) -> DraftSpec:
@@ -106,6 +108,7 @@ def test_the_engine_refuses_it_too(tmp_path: Path) -> None:
         ({"num_aux_hidden_states": 3}, (2, 16, 29)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
         ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, (2, 16, 29)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}, (2, 16, 29)),
         ({"eagle_aux_hidden_state_layer_ids": [0, 32]}, (0, 32)),
         ({"num_aux_hidden_states": 1, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [31]}}, (32,)),
         (
@@ -118,8 +121,25 @@ def test_the_engine_refuses_it_too(tmp_path: Path) -> None:
     ],
 )
 def test_boundaries_are_resolved_once(keys: dict[str, object], expected: tuple[int, ...]) -> None:
-    """Ids in `eagle_config` number outputs, so boundary id + 1; at the top level they number boundaries."""
+    """Ids in `eagle_config` number outputs, so boundary id + 1; at the top level they number boundaries,
+    unless they are EAGLE-3's own outputs.
+    """
     assert aux_boundaries(keys, 32, "x") == expected
+
+
+def test_a_head_without_aux_states_may_have_the_norm_and_the_fc_of_one_with_them(tmp_path: Path) -> None:
+    """NVIDIA's heads for gpt-oss; the norm counts, the unused product does not."""
+    target = target_folder()
+    folder, more = draft_folder(target, use_aux=False), load_file(draft_folder(target) + "/model.safetensors")
+    plain = load_draft(folder, load_target(target, context()), context())
+
+    def change(held: Tensors) -> None:
+        added = {name: more[name] for name in more if name.endswith(("hidden_norm.weight", "fc.weight"))}
+        assert len(added) == 2 and not added.keys() & held.keys()
+        held |= added
+
+    other = load_draft(copy_of(folder, tmp_path / "normed", change), load_target(target, context()), context())
+    assert (plain.spec.layers[0].hidden_norm, other.spec.layers[0].hidden_norm) == ("none", "hidden_norm")
 
 
 @pytest.mark.parametrize(
