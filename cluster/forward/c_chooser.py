@@ -70,7 +70,8 @@ class CChooser:
         rows, size = values.shape
         if not 1 <= count <= min(size, MOST):
             raise ValueError(f"{count} of {size} columns; C takes 1 to {MOST} of at least as many")
-        if (noise := draws[0].noise) is not None and at_least_float32(noise.dtype) != at_least_float32(values.dtype):
+        noise = draws[0].noise if draws else None
+        if noise is not None and at_least_float32(noise.dtype) != at_least_float32(values.dtype):
             values = values.to(at_least_float32(noise.dtype))
         values, wide = values if values.stride(1) == 1 else values.contiguous(), at_least_float32(values.dtype)
         made = (

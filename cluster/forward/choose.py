@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.forward.blocks import blocks
-from cluster.forward.chooser import TORCH, Chooser, best_and_total, first_of_nan, joined
+from cluster.forward.chooser import TORCH, Chooser, first_of_nan, joined
 from cluster.forward.draw import Draw
 from cluster.forward.noise import at_least_float32
 from cluster.forward.sharded import Found, best_of_all, told, top_of_all, whole
@@ -79,13 +79,13 @@ class Scores:
     ranks: Tensor
 
 
-def logprobs(columns: Columns, rows: Tensor, tokens: Tensor) -> Logprobs:
+def logprobs(columns: Columns, rows: Tensor, tokens: Tensor, chooser: Chooser = TORCH) -> Logprobs:
     """Those of the unfiltered, untempered model: of `tokens` `[T]` after own `rows` `[T]`."""
     count, shards = min(TOP_LOGPROBS, columns.vocab), columns.shards
     asked = torch.stack([rows + columns.first, tokens])
     if shards is not None and shards.wide:
         asked = shards.spread(asked.t()).t()
-    values, columns_, total, own = joined(_asked(columns, asked, count))
+    values, columns_, total, own = joined(_asked(columns, asked, count, chooser))
     if shards is None:
         return Logprobs((own - total)[:, 0], values - total, columns_)
     merged = top_of_all(columns, shards, Found(values, columns_, total, own), count)
@@ -94,7 +94,7 @@ def logprobs(columns: Columns, rows: Tensor, tokens: Tensor) -> Logprobs:
     return Logprobs((made - merged.total)[:, 0].to(dtype), (merged.values - merged.total).to(dtype), merged.columns)
 
 
-def _asked(columns: Columns, asked: Tensor, count: int) -> list[tuple[Tensor, ...]]:
+def _asked(columns: Columns, asked: Tensor, count: int, chooser: Chooser) -> list[tuple[Tensor, ...]]:
     """What `Found` says of rows, and the logit of a token in each; `asked` `[2, T']` are both. Where another shard has
     the token, any.
     """
@@ -102,15 +102,15 @@ def _asked(columns: Columns, asked: Tensor, count: int) -> list[tuple[Tensor, ..
     rows, local = asked[0], (asked[1] - columns.start).clamp_(0, width - 1)
     parts: list[tuple[Tensor, ...]] = []
     for block in blocks(rows.shape[0], width, columns.values.device):
-        wide = columns.values.index_select(0, rows[block]).to(dtype)
-        parts.append((*best_and_total(wide, count), wide.gather(1, local[block, None])))
+        some = columns.values.index_select(0, rows[block])
+        parts.append((*chooser.found(some, (), None, count), some.gather(1, local[block, None]).to(dtype)))
     return parts
 
 
-def scores(columns: Columns, tokens: Tensor) -> Scores:
+def scores(columns: Columns, tokens: Tensor, chooser: Chooser = TORCH) -> Scores:
     """Those of `tokens` `[q]`, one after each own row, by the unfiltered, untempered model."""
     rows = torch.arange(tokens.shape[0], device=tokens.device)
-    return Scores(logprobs(columns, rows, tokens), ranks(columns, tokens))
+    return Scores(logprobs(columns, rows, tokens, chooser), ranks(columns, tokens))
 
 
 def ranks(columns: Columns, tokens: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ probability that matters to a draft. Among those ruled out the order by score re
 
 class Chooser(Protocol):
     """Takes the best of rows of logits `values` `[T, v]`, by scores in float32 at least. The rows draw as `draws` say,
-    of T rows together, in order; `least` `[T, 1]` are the least tempered logits that stay, where others have to tell.
+    of T rows together, in order, or are ranked as they are where there are no draws; `least` `[T, 1]` are the least
+    tempered logits that stay, where others have to tell.
     """
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
@@ -53,7 +54,8 @@ class Chooser(Protocol):
         self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The `count` best scores and their columns, `[T, count]` each, and the log of the sum over all columns,
-        `[T, 1]`: of a shard's columns, which say nothing of log-probabilities.
+        `[T, 1]`: of a shard's columns, which say nothing of log-probabilities. Without draws the lower column comes
+        first in a tie, and the bits of a row do not depend on how many there are.
         """
         ...
 
@@ -85,8 +87,8 @@ class TorchChooser:
         self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Chooser.found`."""
-        wide = at_least_float32(values.dtype)
-        top, columns, total = by_block(values, draws, least, lambda ranked: best_and_total(ranked.to(wide), count))
+        wide, taken = at_least_float32(values.dtype), best_and_total if draws else best_in_order
+        top, columns, total = by_block(values, draws, least, lambda ranked: taken(ranked.to(wide), count))
         return top, columns, total
 
 
@@ -117,7 +119,7 @@ def by_block(values: Tensor, draws: Sequence[Draw], least: Tensor | None, taken:
     than their block. Where nobody samples they are the logits.
     """
     width, device = values.shape[1], values.device
-    if draws[0].noise is None:
+    if not draws or draws[0].noise is None:
         return joined([taken(values[block]) for block in blocks(values.shape[0], width, device)])
     parts, start = [], 0
     for draw in [each for each in draws if each.requests] or draws[:1]:
@@ -137,6 +139,21 @@ def best_and_total(wide: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` best of rows `[.., v]` and their columns, or all if there are fewer, and the log of the sum."""
     top = wide.topk(min(count, wide.shape[1]), -1)
     return top.values, top.indices, wide.logsumexp(-1, keepdim=True)
+
+
+def best_in_order(wide: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of rows `[T, v]`, the lower column first in a tie, and of each row the same bits whatever T is."""
+    size, device = wide.shape[1], wide.device
+    twice = wide if wide.shape[0] > 1 else torch.cat([wide, wide])  # torch adds up a single row in parts, by thread
+    top, columns, total = best_and_total(twice, count)
+    top, columns, total = (each[: wide.shape[0]] for each in (top, columns, total))
+    at_cut, every = top == top[:, -1:], torch.arange(size, device=device)
+    lowest = torch.where(wide == top[:, -1:], size - every, 0).topk(top.shape[1], -1).values  # of those that tie there
+    place = (every[: top.shape[1]] - at_cut.logical_not().sum(1, keepdim=True)).clamp_(min=0)
+    columns = torch.where(at_cut, size - lowest.gather(1, place), columns)
+    columns, by_column = columns.sort(1)
+    top, by_value = top.gather(1, by_column).sort(dim=1, descending=True, stable=True)
+    return top, columns.gather(1, by_value), total
 
 
 def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

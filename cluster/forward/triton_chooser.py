@@ -58,7 +58,7 @@ class TritonChooser:
             raise ValueError(f"{count} of {size} columns")
         values, wide = values if values.stride(1) == 1 else values.contiguous(), at_least_float32(values.dtype)
         drawn: tuple[Tensor | None, ...] = (None,) * 5
-        noisy, filtered = draws[0].noise is not None, False
+        noisy, filtered = bool(draws) and draws[0].noise is not None, False
         if noisy:
             drawn = _drawn(values, draws, least)
             filtered = drawn[-1] is not None

@@ -89,7 +89,7 @@ class Step:
         if Mode.LOGPROBS in batch.mode:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
             rows = with_prompts(nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device))
-            asked = logprobs(columns, rows, with_prompts(accepted.tokens.view(-1), first))
+            asked = logprobs(columns, rows, with_prompts(accepted.tokens.view(-1), first), self._chooser)
         drawn = first[:0]
         if drawing.noise is not None and columns.shards is not None:
             real = batch.rows != self._table.idle_row
@@ -120,7 +120,7 @@ class Step:
     def _scores(self, prompt: PromptRows, scored: Tensor, hidden: Tensor) -> Scores:
         """Those of the tokens after the prompt rows `scored` `[q]`, of `hidden` `[c, H]`."""
         columns = self._target.logits(hidden.index_select(0, scored))
-        return scores(columns, prompt.next_ids.index_select(0, scored))
+        return scores(columns, prompt.next_ids.index_select(0, scored), self._chooser)
 
     def _next(self, drawing: Drawing, accepted: Accepted) -> Draw:
         """How the token after each bonus is drawn, for the proposals that requests carry to the next step."""
