@@ -247,7 +247,8 @@ class IngressReplica:
 
     def _heard_of_room(self, room: int) -> None:
         """What requests are told that they may have is what every engine replica has."""
-        self._service.model = replace(self._service.model, kv_room=self._rooms.heard(room))
+        if (least := self._rooms.heard(room)) != self._service.model.kv_room:
+            self._service.model = replace(self._service.model, kv_room=least)
 
     async def drain(self) -> int:
         """Refuse new calls from now on; returns how many are open."""

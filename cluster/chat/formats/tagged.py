@@ -63,11 +63,11 @@ def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
             return one_of([text(value) for value in values])
         if schema.get("type") in ("string", ["string"]):
             return _string(schema, end)
-        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        for reference in _references({**shared, **schema}):
+        whole = {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **schema}
+        for reference in _references(whole):
             if not reference.startswith(INSIDE):  # the value would be taken for the whole schema
                 raise GrammarError(f"$ref to {reference[:60]!r} is not enforced in this model's format of calls")
-        return json_value({**shared, **schema})
+        return json_value(whole)
     return json_value(schema)
 
 
