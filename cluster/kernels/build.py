@@ -24,8 +24,15 @@ X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "baseline": (),
 }
-PAIRS = {"avx512": (("codes", "product"), "-mavx512bf16")}
-"""Kernels of which a level's library has others for CPUs that multiply bfloat16 in pairs, and the flag for them."""
+VARIANTS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "avx512": {
+        "pairs": (("codes", "product"), ("-mavx512bf16",)),
+        "tiles": (("codes", "product"), ("-mavx512bf16", "-DTILES")),
+    }
+}
+"""Kernels of which a level's library has others in bfloat16, for CPUs that multiply it in pairs (AVX512-BF16) or in
+tiles (AMX), and the flags for them. A compiler or assembler that does not know them makes a library without.
+"""
 LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
 TIMEOUT_S = 300
 
@@ -41,7 +48,7 @@ def sources() -> list[Path]:
 
 def digest(level: str, extra: Sequence[str] = ()) -> str:
     """Of everything that the library of a level is made of."""
-    made = hashlib.sha256(f"{' '.join([*FLAGS, *LEVELS[level], *extra])} {OF_KERNEL} {PAIRS}".encode())
+    made = hashlib.sha256(f"{' '.join([*FLAGS, *LEVELS[level], *extra])} {OF_KERNEL} {VARIANTS}".encode())
     for path in sorted([*sources(), *HERE.glob("*/*.h")]):
         made.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return made.hexdigest()[:16]
@@ -72,21 +79,34 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
         raise BuildError("there is no C compiler; install gcc or clang, or set CC")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        jobs, objects = [], []
-        for path in sources():
-            kernel = path.parent.name
-            flags = [*FLAGS, *LEVELS[level], *extra, *OF_KERNEL.get(kernel, ())]
-            kinds = {name: [f"-DKIND={kind}"] for name, kind in KINDS.items()} if kernel != "c" else {"": ["-DKIND=0"]}
-            if level in PAIRS and kernel in PAIRS[level][0]:
-                kinds["bf16_pairs"] = [*kinds["bf16"], PAIRS[level][1]]
-            for name, own in kinds.items():
-                objects.append(f"{place}/{path.stem}{name}.o")
-                jobs.append([cc, *flags, *own, "-c", str(path), "-o", objects[-1]])
+        commands = _commands(cc, level, place, extra)
+        variants = [_commands(cc, level, place, extra, name) for name in VARIANTS.get(level, {})]
         with ThreadPoolExecutor(os.cpu_count()) as several:
-            list(several.map(_ran, jobs))
+            tries = [[several.submit(_ran, each) for each in variant] for variant in variants]
+            list(several.map(_ran, commands))
+        for variant, tried in zip(variants, tries, strict=True):
+            commands += [] if any(each.exception() for each in tried) else variant
+        objects = [command[-1] for command in commands]
         _ran([cc, "-shared", *extra, *objects, "-lm", "-o", f"{place}/made.so"])
         Path(f"{place}/made.so").replace(made)
     return made
+
+
+def _commands(cc: str, level: str, place: str, extra: Sequence[str], variant: str = "") -> list[list[str]]:
+    """What compiles the kernels for each kind of number, or those that a variant has of its own; objects come last."""
+    own, more = VARIANTS[level][variant] if variant else ((), ())
+    commands = []
+    for path in sources():
+        kernel = path.parent.name
+        if variant and kernel not in own:
+            continue
+        kinds = {"": 0} if kernel == "c" else {"bf16": KINDS["bf16"]} if variant else KINDS
+        flags = [*FLAGS, *LEVELS[level], *extra, *OF_KERNEL.get(kernel, ()), *more]
+        commands += [
+            [cc, *flags, f"-DKIND={kind}", "-c", str(path), "-o", f"{place}/{path.stem}{name}{variant}.o"]
+            for name, kind in kinds.items()
+        ]
+    return commands
 
 
 def _ran(command: list[str]) -> None:

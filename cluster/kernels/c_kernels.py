@@ -4,31 +4,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.kernels import c_quantised
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Stack, Weight
 from cluster.kernels.library import Function, Library
-from cluster.kernels.panels import columns_of, fitting_bias, fitting_ends
+from cluster.kernels.panels import fitting_bias, fitting_ends, fitting_rows, in_panels, in_tiles, out_of_panels
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.recording import native
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
-
-
-def in_panels(matrices: Tensor) -> Tensor:
-    """`[E, inputs, outputs]` -> `[E, ceil(outputs / c), inputs, c]`, with zeros after the last column."""
-    experts, inputs, outputs = matrices.shape
-    each = columns_of(matrices.dtype)
-    whole = F.pad(matrices, (0, -outputs % each)).view(experts, inputs, -1, each)
-    return whole.transpose(1, 2).contiguous()
-
-
-def out_of_panels(panels: Tensor, outputs: int) -> Tensor:
-    """The matrices `[E, inputs, outputs]` that `in_panels` laid out."""
-    return panels.transpose(1, 2).flatten(2)[..., :outputs].contiguous()
 
 
 def _fit(scale: Tensor, rows: Tensor) -> bool:
@@ -37,29 +23,19 @@ def _fit(scale: Tensor, rows: Tensor) -> bool:
     return known and scale.shape == rows.shape[-1:] and scale.is_contiguous()
 
 
-def fitting(rows: Tensor, panels: Tensor) -> Tensor:
-    """`rows`, row after row in memory.
-
-    Raises:
-        ValueError: `panels` are for rows of another width, dtype or device, which C would not notice.
-    """
-    if not rows.is_cpu or rows.dim() != 2 or rows.shape[1] != panels.shape[2] or rows.dtype != panels.dtype:
-        raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} do not fit {panels.shape[2]} of {panels.dtype}")
-    return rows.contiguous()
-
-
 @dataclass(frozen=True, slots=True)
 class Panels(Weight):
-    """A weight in panels of columns: `panels` `[1, ceil(outputs / c), inputs, c]`, one after the other in memory."""
+    """A weight `[inputs, outputs]` in panels of columns, one after the other in memory, as one expert's."""
 
     panels: Tensor
+    inputs: int
     outputs: int
     product: Function
 
     @property
     def shape(self) -> tuple[int, int]:
         """See `Weight`."""
-        return self.panels.shape[2], self.outputs
+        return self.inputs, self.outputs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +49,7 @@ class Panels(Weight):
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
-        rows = fitting(rows, self.panels)
+        rows = fitting_rows(rows, self.inputs, self.panels.dtype)
         bias = None if bias is None else fitting_bias(bias, rows, self.outputs)
         (count, inputs), added = rows.shape, None if bias is None else bias.data_ptr()
         out = rows.new_empty(count, self.outputs)
@@ -83,14 +59,15 @@ class Panels(Weight):
 
     def dense(self) -> Tensor:
         """See `Weight`."""
-        return out_of_panels(self.panels, self.outputs)[0]
+        return out_of_panels(self.panels, self.inputs, self.outputs)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class PanelStack(Stack):
-    """The weights of E experts in panels, `[E, ceil(outputs / c), inputs, c]`."""
+    """The weights of E experts `[inputs, outputs]` in panels, one expert after the other."""
 
     panels: Tensor
+    inputs: int
     outputs: int
     product: Function
 
@@ -101,7 +78,7 @@ class PanelStack(Stack):
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Stack`."""
-        rows, ends = fitting(rows, self.panels), fitting_ends(ends, self.panels.shape[0])
+        rows, ends = fitting_rows(rows, self.inputs, self.panels.dtype), fitting_ends(ends, self.panels.shape[0])
         count, inputs = rows.shape
         out = rows.new_empty(count, self.outputs)
         given = rows.data_ptr(), self.panels.data_ptr(), None, out.data_ptr(), count, inputs, self.outputs
@@ -110,7 +87,7 @@ class PanelStack(Stack):
 
     def dense(self) -> Tensor:
         """See `Stack`."""
-        return out_of_panels(self.panels, self.outputs)
+        return out_of_panels(self.panels, self.inputs, self.outputs)
 
 
 class CKernels(TorchKernels):
@@ -120,22 +97,23 @@ class CKernels(TorchKernels):
 
     def __init__(self, library: Library, dtype: torch.dtype = torch.float32) -> None:
         """`dtype` is that of the model, for what is said of these kernels."""
-        pairs = ", in pairs" * (library.pairs and dtype == torch.bfloat16)
-        super().__init__(f"C, compiled for {library.level}{pairs}")
-        self.digits = f"C with {'fused' if library.fused else 'rounded'} products{pairs}"
+        joined = f", in {library.variant}" if library.variant and dtype == torch.bfloat16 else ""
+        super().__init__(f"C, compiled for {library.level}{joined}")
+        self.digits = f"C with {'fused' if library.fused else 'rounded'} products{joined}"
         self.library, self._functions = library, library.functions
+        self._tiled = {torch.bfloat16} if library.variant == "tiles" else set()
 
     def weight(self, matrix: Tensor) -> Weight:
         """See `Kernels.weight`."""
         if (product := self._of("product", matrix)) is None:
             return super().weight(matrix)
-        return Panels(in_panels(matrix[None]), matrix.shape[1], product)
+        return Panels(self._laid_out(matrix[None]), matrix.shape[0], matrix.shape[1], product)
 
     def stack(self, matrices: Tensor) -> Stack:
         """See `Kernels.stack`."""
         if (product := self._of("product", matrices)) is None:
             return super().stack(matrices)
-        return PanelStack(in_panels(matrices), matrices.shape[2], product)
+        return PanelStack(self._laid_out(matrices), matrices.shape[1], matrices.shape[2], product)
 
     def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
         """See `Kernels.keeps`."""
@@ -199,6 +177,10 @@ class CKernels(TorchKernels):
         number = ACTIVATIONS.index(kind)
         native(run, both.data_ptr(), out.data_ptr(), count, size, number, alpha, limit, torch.get_num_threads())
         return out
+
+    def _laid_out(self, matrices: Tensor) -> Tensor:
+        """Panels of `[E, inputs, outputs]`, as the product of their dtype takes them."""
+        return in_tiles(matrices) if matrices.dtype in self._tiled else in_panels(matrices)
 
     def _of(self, name: str, given: Tensor) -> Function | None:
         """The function for `given`; None: there is none."""

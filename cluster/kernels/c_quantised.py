@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.library import Function
-from cluster.kernels.panels import columns_of, fitting_bias, fitting_ends
+from cluster.kernels.panels import columns_of, fitting_bias, fitting_ends, fitting_rows
 from cluster.kernels.quantised import Quantised
 from cluster.recording import native
 
@@ -96,9 +96,7 @@ def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None
     Raises:
         ValueError: rows of another width, dtype or device, which C would not notice.
     """
-    if not rows.is_cpu or rows.dim() != 2 or rows.shape[1] != codes.inputs or rows.dtype != codes.dtype:
-        raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} do not fit {codes.inputs} of {codes.dtype}")
-    rows, count = rows.contiguous(), rows.shape[0]
+    rows, count = fitting_rows(rows, codes.inputs, codes.dtype), rows.shape[0]
     bias = None if bias is None else fitting_bias(bias, rows, codes.outputs)
     ends = None if ends is None else fitting_ends(ends, codes.codes.shape[0])
     out = rows.new_empty(count, codes.outputs)

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
-from cluster.kernels.build import COMPILED, LEVELS, PAIRS, BuildError, compile_level, file_of
+from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, BuildError, compile_level, file_of
 
 logger = logging.getLogger(__name__)
 KIND_OF = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
+FLAGS_OF = {"tiles": {"amx_bf16", "amx_tile", "avx512_bf16"}, "pairs": {"avx512_bf16"}}
+"""What Linux says of CPUs that have a variant of a level's library, the best one first."""
 CODES = {"p": c_void_p, "i": c_int64, "d": c_double}
 SIGNATURES = {
     "product": "ppppiiipii",
@@ -37,19 +39,18 @@ Function = Callable[..., None]
 class Library:
     """The functions of one compiled library, by kernel and dtype. `level` are the vector instructions that it uses.
 
-    `pairs`: products in bfloat16 are those of AVX512-BF16, two at a time, with sums of their own.
+    `variant`: how products in bfloat16 are summed, which gives bits of its own: in "pairs" (AVX512-BF16), in "tiles"
+    (AMX), or one after the other.
     """
 
     level: str
     path: Path
     functions: dict[tuple[str, torch.dtype], Function]
-    pairs: bool = False
+    variant: str = ""
 
     @property
     def fused(self) -> bool:
-        """Whether products and sums are rounded once; all libraries that do so, and without `pairs`, give the same
-        bits.
-        """
+        """Whether products and sums are rounded once; all libraries that do so, of one variant, give the same bits."""
         return self.level != "baseline" or platform.machine() not in ("x86_64", "AMD64")
 
 
@@ -59,14 +60,13 @@ def level_of_cpu() -> str:
     return level if level in LEVELS else "baseline"
 
 
-def pairs_of_cpu() -> bool:
-    """Whether this CPU multiplies bfloat16 in pairs (AVX512-BF16)."""
-    if level_of_cpu() not in PAIRS:
-        return False
+def variants_of_cpu() -> list[str]:
+    """The variants that this CPU has, the best one first."""
     try:
-        return "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+        has = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
-        return False
+        return []
+    return [name for name, flags in FLAGS_OF.items() if flags <= has and name in VARIANTS.get(level_of_cpu(), {})]
 
 
 @cache
@@ -76,7 +76,7 @@ def library() -> Library | None:
     """
     level = level_of_cpu()
     try:
-        return opened(level, _found(level), pairs_of_cpu())
+        return opened(level, _found(level), *variants_of_cpu())
     except (BuildError, OSError) as error:
         logger.warning("no C kernels, torch serves in their place: %s", error)
         return None
@@ -92,18 +92,24 @@ def _found(level: str) -> Path:
     return compile_level(level, cache / "aerie" / "kernels")
 
 
-def opened(level: str, path: Path, pairs: bool = False) -> Library:
-    """The library at `path`; its products in bfloat16 are in `pairs` where the CPU can."""
+def opened(level: str, path: Path, *variants: str) -> Library:
+    """The library at `path`, in the first of `variants` that it has and the system lets this process use."""
     held = CDLL(str(path))
     _share_threads(held)
+    variant = next((name for name in variants if _has(held, name)), "")
     functions: dict[tuple[str, torch.dtype], Function] = {}
     for name, signature in SIGNATURES.items():
         for dtype, kind in KIND_OF.items():
-            own = pairs and kind == "bf16" and name in PAIRS[level][0]
-            function = getattr(held, f"aerie_{name}_{kind}{'_pairs' * own}")
+            own = variant and kind == "bf16" and name in VARIANTS[level][variant][0]
+            function = getattr(held, f"aerie_{name}_{kind}{f'_{variant}' if own else ''}")
             function.argtypes, function.restype = [CODES[code] for code in signature], None
             functions[name, dtype] = function
-    return Library(level, path, functions, pairs)
+    return Library(level, path, functions, variant)
+
+
+def _has(held: CDLL, variant: str) -> bool:
+    """Linux gives the registers of AMX to processes that ask for them, if it knows them."""
+    return hasattr(held, f"aerie_product_bf16_{variant}") and (variant != "tiles" or bool(held.aerie_ask_for_tiles()))
 
 
 def _share_threads(held: CDLL) -> None:

@@ -1,6 +1,6 @@
 """Calls of every C kernel on odd sizes, as bytes: run in this process, or in one with another library.
 
-`python -m tests.kernels.calls LEVEL LIBRARY [pairs]` prints their digests, one line each.
+`python -m tests.kernels.calls LEVEL LIBRARY [VARIANT]` prints their digests, one line each.
 """
 
 import sys
@@ -82,6 +82,8 @@ def digests(library: Library) -> dict[str, str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    level, path, *pairs = sys.argv[1:]
-    for name, digest in digests(opened(level, Path(path), bool(pairs))).items():
+    level, path, *variants = sys.argv[1:]
+    library = opened(level, Path(path), *variants)
+    assert [library.variant] == (variants or [""])
+    for name, digest in digests(library).items():
         print(f"{digest} {name}")

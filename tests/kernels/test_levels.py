@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.kernels.build import COMPILED, LEVELS, PAIRS, compile_level, compiler, file_of
-from cluster.kernels.library import level_of_cpu, opened, pairs_of_cpu
+from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, compile_level, compiler, file_of
+from cluster.kernels.library import level_of_cpu, opened, variants_of_cpu
 from tests.kernels.calls import results
 
 ORDER = ("baseline", "avx2", "avx512")
-IN_PAIRS = re.compile(r"(product|stack|codes .*) torch.bfloat16")
+OF_VARIANTS = re.compile(r"(product|stack|codes .*) torch.bfloat16")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
@@ -36,17 +36,19 @@ def library_of(level: str, folder: Path) -> Path:
 @pytest.mark.timeout(600)
 def test_levels_agree(tmp_path: Path) -> None:
     """To the bit where products are fused; the baseline, which has no fused products, and products of bfloat16 in pairs
-    as closely as numbers allow.
+    or tiles as closely as numbers allow.
     """
     levels = runnable()
     if len(levels) < 2:
         pytest.skip(f"this CPU runs {levels} alone")
     *others, here = (dict(results(opened(level, library_of(level, tmp_path)))) for level in levels)
-    if pairs_of_cpu():
-        paired = dict(results(opened(levels[-1], library_of(levels[-1], tmp_path), pairs=True)))
-        apart = {name for name, out in paired.items() if not torch.equal(bits(out), bits(here[name]))}
-        assert apart and all(IN_PAIRS.match(name) for name in apart)
-        assert {name for name in apart if not near(name, paired[name], here[name])} == set()
+    for variant in variants_of_cpu():
+        library = opened(levels[-1], library_of(levels[-1], tmp_path), variant)
+        assert library.variant == variant
+        own = dict(results(library))
+        apart = {name for name, out in own.items() if not torch.equal(bits(out), bits(here[name]))}
+        assert apart and all(OF_VARIANTS.match(name) for name in apart)
+        assert {name for name in apart if not near(name, own[name], here[name])} == set()
     for level, found in zip(levels, others, strict=False):
         assert list(found) == list(here) and len(found) > 1000
         if level == "baseline":
@@ -72,11 +74,12 @@ def bits(out: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("level", ORDER)
-def test_sanitizers_object_to_nothing(level: str, pairs: bool, tmp_path: Path) -> None:
-    if level not in runnable() or (pairs and not (level in PAIRS and pairs_of_cpu())):
-        pytest.skip("this CPU does not run it, or there is no such library")
+@pytest.mark.parametrize(
+    ("level", "variant"), [(level, variant) for level in ORDER for variant in ("", *VARIANTS.get(level, ()))]
+)
+def test_sanitizers_object_to_nothing(level: str, variant: str, tmp_path: Path) -> None:
+    if level not in runnable() or (variant and variant not in variants_of_cpu()):
+        pytest.skip("this CPU does not run it")
     library = compile_level(level, tmp_path, SANITIZERS)
     cc = compiler()
     assert cc is not None
@@ -85,7 +88,22 @@ def test_sanitizers_object_to_nothing(level: str, pairs: bool, tmp_path: Path) -
         for name in ("libasan.so", "libubsan.so")
     ]
     environment = os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-m", "tests.kernels.calls", level, str(library), *["pairs"] * pairs]
+    command = [sys.executable, "-m", "tests.kernels.calls", level, str(library), *[variant] * bool(variant)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) > 100
+
+
+@pytest.mark.skipif("avx512" not in LEVELS, reason="its variants are of x86-64")
+def test_a_compiler_that_does_not_know_a_variant_makes_a_library_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old assemblers know no AMX; everything else serves."""
+    old = tmp_path / "old"
+    refused = 'case "$*" in *-DTILES*) echo no such instruction >&2; exit 1;; esac'
+    old.write_text(f'#!/bin/sh\n{refused}\nexec {compiler()} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CC", str(old))
+    library = opened("avx512", compile_level("avx512", tmp_path / "made", ("-O0",)), "tiles", "pairs")
+    assert library.variant == "pairs"
+    assert library.functions["product", torch.bfloat16].__name__ == "aerie_product_bf16_pairs"

@@ -23,7 +23,9 @@ typedef int32_t whole;
 #else
 typedef float real;
 typedef int32_t whole;
-#if defined(__AVX512BF16__)
+#if defined(TILES)
+#define NAMED(name) name##_bf16_tiles
+#elif defined(__AVX512BF16__)
 #define NAMED(name) name##_bf16_pairs
 #else
 #define NAMED(name) name##_bf16

@@ -87,7 +87,7 @@ INLINE void strip_of(const struct job *j, const struct tile *t, int kind, int64_
         }
     }
     for (int64_t i = 0; i < rows * np; i++)
-        finish(j, t, (int)(i / np), i % np * LANES, *(const loose *)(totals + i * LANES));
+        out_of(j, t, (int)(i / np), i % np * LANES, *(const loose *)(totals + i * LANES));
 }
 
 #define STRIPS_OF(KIND_OF) case KIND_OF: strip_of(j, &t, KIND_OF, tall, each, np); break;

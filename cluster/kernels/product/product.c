@@ -1,21 +1,12 @@
 /* out[m][n] = sum over k of rows[m][k] * weight[k][n], + bias[n]: each a chain of turns, k ascending, whatever is
- * computed beside it. A weight lies in panels of LANES columns: panels[column / LANES][k][column % LANES].
+ * computed beside it. A weight lies in panels of LANES columns: panels[column / LANES][k][column % LANES]; for tiles
+ * (AMX) otherwise, as said there.
  */
+#include "../c/finish.h"
 #include "../c/scratch.h"
 #include "../c/threads.h"
-#include "../c/vector.h"
-#include "../c/turn.h"
 
-#if BYTES == 64
-#define MOST 12 /* rows of a tile: their sums fill the registers */
-#else
-#define MOST 6
-#endif
-#define DEEP (512 * TURN) /* of k at once where there are more rows: so that a panel stays in the nearest cache */
-#define TALL (MOST * 8 * TURN)
 #define BROAD 256 /* panels whose sums are unfinished at once, which bounds what memory they take */
-#define BAND 48 /* rows that are enough for a thread which takes all their columns */
-#define AHEAD 32 /* turns before its use that a panel is asked for by a tile that takes it alone */
 
 struct job {
     const stored *rows, *panels, *bias;
@@ -26,185 +17,11 @@ struct job {
     int64_t bands; /* of rows; the parts of a band have some of its columns each */
 };
 
-struct tile {
-    const entry *rows; /* [turns of k][mr] */
-    const stored *panels;
-    const factor *ready; /* the panels' factors, if several tiles share them */
-    int64_t k, panel; /* numbers from one panel to the next */
-    const real *from; /* sums so far, NULL: none */
-    real *to;         /* sums, NULL: they are complete and go out */
-    int64_t width;    /* of `from` and `to` */
-    const stored *bias;
-    stored *out;
-    int64_t n, columns;
-    int alone;          /* no other tile of rows takes these panels */
-    const stored *next; /* a panel to ask memory for, which all tiles take next; NULL: none */
-};
-
-INLINE void finish(const struct tile *t, int row, int64_t column, vec x)
-{
-    stored *out = t->out + row * t->n + column;
-    if (column + EACH <= t->columns) {
-        save(out, t->bias ? x + load(t->bias + column) : x);
-        return;
-    }
-    real apart[EACH]; /* a sum of which single numbers are taken would be kept in memory from turn to turn */
-    *(loose *)apart = x;
-    for (int i = 0; i < EACH && column + i < t->columns; i++)
-        put(out + i, t->bias ? apart[i] + get(t->bias + column + i) : apart[i]);
-}
-
-/* Asks memory for what one turn takes of a panel; it may lie behind the last one. */
-INLINE void ask(const stored *panel)
-{
-    for (size_t at = 0; at < TURN * LANES * sizeof *panel; at += 64) __builtin_prefetch((const char *)panel + at);
-}
-
-INLINE void tile_of(const struct tile *t, int mr, int np, int ready)
-{
-    vec sum[MOST][8 * FOLDS];
-    int64_t turns = TURNS(t->k);
-    for (int m = 0; m < mr; m++)
-        for (int j = 0; j < np * FOLDS; j++)
-            sum[m][j] = t->from ? (vec) * (const loose *)(t->from + m * t->width + j * EACH) : (vec){0};
-    const stored *panel[8];
-    const factor *held[8];
-    for (int p = 0; p < np; p++) panel[p] = t->panels + p * t->panel, held[p] = t->ready + p * turns * FOLDS;
-    const entry *rows = t->rows;
-    for (int64_t k = 0; k < turns; k++, rows += mr) {
-        factor weight[8 * FOLDS];
-        if (t->alone && mr > 1) {
-            int64_t at = k + AHEAD, past = at < turns ? 0 : (np - 1) * t->panel; /* the next tile's begin behind these */
-            for (int p = 0; p < np; p++) ask(panel[p] + past + at * TURN * LANES);
-        } else if (t->next) {
-            ask(t->next + k * TURN * LANES);
-        }
-        for (int p = 0; p < np; p++)
-            for (int f = 0; f < FOLDS; f++)
-                weight[p * FOLDS + f] = ready ? held[p][k * FOLDS + f]
-                                              : factor_of(panel[p] + k * TURN * LANES + f * EACH, t->k - k * TURN);
-        for (int m = 0; m < mr; m++)
-            for (int j = 0; j < np * FOLDS; j++) sum[m][j] = joined(sum[m][j], rows[m], weight[j]);
-    }
-    for (int m = 0; m < mr; m++)
-        for (int j = 0; j < np * FOLDS; j++) {
-            if (t->to)
-                *(loose *)(t->to + m * t->width + j * EACH) = sum[m][j];
-            else
-                finish(t, m, (int64_t)j * EACH, sum[m][j]);
-        }
-}
-
-#define CASE(M, P) case (M) * 16 + (P): tile_of(t, M, P, ready); break;
-INLINE void sized(const struct tile *t, int mr, int np, int ready)
-{
-    switch (mr * 16 + np) {
-        CASE(1, 1) CASE(1, 2) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(3, 1) CASE(3, 2)
-        CASE(4, 1) CASE(5, 1) CASE(6, 1)
-#if BYTES == 64
-        CASE(1, 8) CASE(2, 4) CASE(3, 4) CASE(4, 2) CASE(4, 4) CASE(5, 2) CASE(5, 4) CASE(6, 2) CASE(6, 4)
-        CASE(7, 1) CASE(7, 2) CASE(8, 1) CASE(8, 2) CASE(9, 1) CASE(9, 2) CASE(10, 1) CASE(10, 2)
-        CASE(11, 1) CASE(11, 2) CASE(12, 1) CASE(12, 2)
-#endif
-    }
-}
-
-static void tile(const struct tile *t, int mr, int np) { sized(t, mr, np, 0); }
-#if KIND == 16
-static void tile_ready(const struct tile *t, int mr, int np) { sized(t, mr, np, 1); }
-
-/* The factors of `deep` inputs of `np` panels, which lie together. */
-static const factor *readied(const stored *panels, int64_t panel, int np, int64_t deep)
-{
-    int64_t turns = TURNS(deep);
-    factor *all = aerie_scratch(2, sizeof(factor) * np * turns * FOLDS);
-    for (int p = 0; p < np; p++)
-        for (int64_t at = 0; at < turns * FOLDS; at++)
-            all[p * turns * FOLDS + at] = factor_of(panels + p * panel + at * TURN * EACH, deep - at / FOLDS * TURN);
-    return all;
-}
-#endif
-
-/* Panels of a tile of `mr` rows: few rows need several, as each sum waits for its last product. */
-INLINE int panels_of(int mr)
-{
-#if BYTES == 64
-    return mr == 1 ? 8 : mr <= 6 ? 4 : 2;
+#ifdef TILES
+#include "tiles.h"
 #else
-    return mr == 1 ? 4 : mr <= 3 ? 2 : 1;
+#include "registers.h"
 #endif
-}
-
-/* Rows of a tile, `stride` numbers from one to the next: the entries of one turn lie together, `[turns][mr]`. Four by four
- * where there are as many; the last four rows are some of those before if they have to.
- */
-INLINE void packed_tile(const stored *rows, int64_t stride, int64_t mr, int64_t deep, entry *to)
-{
-    int64_t turns = TURNS(deep), whole = mr < 4 ? 0 : deep / (4 * TURN) * 4;
-    for (int64_t i = 0; whole && i < mr; i += 4) {
-        if (i > mr - 4) i = mr - 4;
-        for (int64_t k = 0; k < whole; k += 4) {
-            four x[4];
-            for (int r = 0; r < 4; r++) x[r] = four_of(rows + (i + r) * stride + k * TURN);
-            transpose(x);
-            for (int t = 0; t < 4; t++) *(loose_four *)(to + (k + t) * mr + i) = x[t];
-        }
-    }
-    for (int64_t i = 0; i < mr; i++)
-        for (int64_t k = whole; k < turns; k++) to[k * mr + i] = entry_of(rows + i * stride + k * TURN, deep - k * TURN);
-}
-
-/* Rows `[m][k]` of a block, from column `begin` on, as tiles. */
-static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, entry *to)
-{
-    for (int64_t row = 0; row < m; row += each)
-        packed_tile(rows + row * j->k + begin, j->k, m - row < each ? m - row : each, deep, to + row * TURNS(deep));
-}
-
-/* Rows `m` of one matrix times its panels `first` to `last - 1`. */
-static void some(const struct job *j, const stored *rows, const stored *panels, const stored *bias, stored *out, int64_t m,
-                 int64_t first, int64_t last)
-{
-    int64_t width = (last - first) * LANES;
-    for (int64_t top = 0; top < m; top += TALL) {
-        int64_t tall = m - top < TALL ? m - top : TALL, tiles = (tall + MOST - 1) / MOST;
-        int64_t each = (tall + tiles - 1) / tiles, deepest = tiles == 1 ? j->k : DEEP;
-        entry *left = aerie_scratch(0, sizeof(entry) * tall * TURNS(deepest < j->k ? deepest : j->k) + 64);
-        real *sums = deepest < j->k ? aerie_scratch(1, sizeof(real) * tall * width) : NULL;
-        for (int64_t begin = 0; begin < j->k; begin += deepest) {
-            int64_t deep = j->k - begin < deepest ? j->k - begin : deepest;
-            packed(j, rows + top * j->k, tall, each, begin, deep, left);
-            int most = panels_of((int)each), np;
-            for (int64_t p = first; p < last; p += np) {
-                for (np = most; np > last - p;) np /= 2;
-                const stored *here = panels + (p * j->k + begin) * LANES;
-                const factor *ready = NULL;
-#if KIND == 16
-                if (tiles > 1) ready = readied(here, j->k * LANES, np, deep);
-#endif
-                for (int64_t row = 0; row < tall; row += each) {
-                    int64_t at = p * LANES, tile_number = row / each, next = p + np + tile_number;
-                    real *sum = sums ? sums + row * width + (p - first) * LANES : NULL;
-                    struct tile t = {
-                        .rows = left + row * TURNS(deep), .panels = here, .ready = ready, .k = deep,
-                        .panel = j->k * LANES, .from = begin ? sum : NULL, .to = begin + deep < j->k ? sum : NULL,
-                        .width = width, .bias = bias ? bias + at : NULL, .out = out + (top + row) * j->n + at, .n = j->n,
-                        .columns = j->n - at,
-                        .alone = tiles == 1,
-                        .next = tiles > 1 && tile_number < np && next < last ? panels + (next * j->k + begin) * LANES : NULL};
-                    int mr = (int)(tall - row < each ? tall - row : each);
-#if KIND == 16
-                    if (ready) {
-                        tile_ready(&t, mr, np);
-                        continue;
-                    }
-#endif
-                    tile(&t, mr, np);
-                }
-            }
-        }
-    }
-}
 
 static void part(const void *data, int64_t part, int64_t parts)
 {
@@ -215,7 +32,7 @@ static void part(const void *data, int64_t part, int64_t parts)
     for (int64_t e = 0; e < j->experts; e++) {
         int64_t end = j->ends ? j->ends[e] : j->m * (band + 1) / j->bands;
         for (int64_t from = first; end > start && from < last; from += BROAD)
-            some(j, j->rows + start * j->k, j->panels + e * panels * LANES * j->k, j->bias ? j->bias + e * j->n : NULL,
+            some(j, j->rows + start * j->k, j->panels + e * panels * LANES * INPUTS(j->k), j->bias ? j->bias + e * j->n : NULL,
                  j->out + start * j->n, end - start, from, from + BROAD < last ? from + BROAD : last);
         start = end;
     }

@@ -27,12 +27,12 @@ def test_c_serves_where_it_can() -> None:
     assert choose_kernels("torch", CPU, torch.float32).about == "torch"
 
 
-def test_what_multiplies_bfloat16_in_pairs_has_digits_of_its_own() -> None:
+def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
     """A gang whose ranks differ in that is refused in bfloat16, and in no other dtype."""
-    several = [replace(c_library(), pairs=pairs) for pairs in (False, True)]
+    several = [replace(c_library(), variant=variant) for variant in ("", "pairs", "tiles")]
     for dtype, differ in ((torch.float32, False), (torch.float64, False), (torch.bfloat16, True)):
-        one, other = (CKernels(library, dtype) for library in several)
-        assert (one.digits != other.digits) == differ and (one.about != other.about) == differ
+        kernels = [CKernels(library, dtype) for library in several]
+        assert len({each.digits for each in kernels}) == len({each.about for each in kernels}) == (3 if differ else 1)
 
 
 @pytest.mark.parametrize(

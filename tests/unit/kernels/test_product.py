@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.kernels.c_kernels import in_panels, out_of_panels
+from cluster.kernels.panels import in_panels, in_tiles, out_of_panels
 from cluster.kernels.torch_kernels import TorchKernels
 from tests.unit.kernels.library import c_kernels
 
@@ -79,7 +79,8 @@ def test_rows_need_not_lie_together_and_others_stay_apart() -> None:
 def test_panels_are_the_matrix(dtype: torch.dtype) -> None:
     for experts, inputs, outputs in product((1, 3), (1, 7), (1, 16, 37)):
         matrices = made(experts, inputs, outputs, dtype=dtype)
-        assert torch.equal(out_of_panels(in_panels(matrices), outputs), matrices)
+        assert torch.equal(out_of_panels(in_panels(matrices), inputs, outputs), matrices)
+        assert torch.equal(out_of_panels(in_tiles(matrices), inputs, outputs), matrices)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,113 @@
+/* Tiles of 16 rows and 16 columns (AMX): one instruction joins 32 inputs of each. It adds up the products of even inputs and
+ * those of odd ones, each a chain, and both to the sum so far; what is too small for a normal number counts as zero. A
+ * row's bits do not depend on how many rows its tile has, so that even one row is a tile.
+ *
+ * By hand, as assemblers have known these for longer than compilers.
+ */
+#pragma once
+#include "vector.h"
+#include <immintrin.h>
+
+#define SIDE 16 /* rows of a tile, and columns */
+#define STEP 32 /* inputs of a tile */
+#define BLOCK (SIDE * STEP)
+#define SUMS_HELD 4 /* in registers, as each waits for its last product: of two tiles of rows two panels, of one four */
+#define AHEAD 4     /* tiles before its use that a panel is asked for where one tile of rows takes it alone */
+
+typedef real sums[SIDE * SIDE];
+
+/* Registers 0 to 3 hold sums, 4 tiles of rows, 6 and 7 of panels, and 5 of either. */
+#define CLEAR(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+#define LOAD(tile, at) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(at), "r"((int64_t)64) : "memory")
+#define STORE(tile, at) __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(at), "r"((int64_t)64) : "memory")
+#define JOIN(sum, rows, panel) __asm__ volatile("tdpbf16ps %%tmm" #panel ", %%tmm" #rows ", %%tmm" #sum ::)
+
+/* Tiles of `each` rows; with one tile of rows at a time the fifth register is a panel's. */
+INLINE void configure(int64_t each, int high)
+{
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        shape.bytes[tile] = 64;
+        shape.rows[tile] = (uint8_t)(tile < 5 || (tile == 5 && high == 2) ? each : SIDE);
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
+}
+
+/* A thread that keeps tiles has more to save when it is interrupted. */
+INLINE void release(void) { __asm__ volatile("tilerelease" ::); }
+
+/* Some steps of one or two tiles of rows times up to four panels, or two. */
+struct group {
+    const stored *rows;   /* of each tile [steps][each][STEP] */
+    const stored *panels; /* of each panel [steps][STEP / 2][SIDE][2] */
+    int64_t each, steps, tile, panel; /* numbers from one tile of rows, or panel, to the next */
+    sums *at;                   /* [high][2], or [np] of one tile of rows */
+    int onward;                 /* sums begin with what is there */
+    int alone;                  /* no other tile of rows takes these panels */
+    const stored *next;         /* the panels that are taken next, to ask memory for; NULL: none, or another group does */
+};
+
+INLINE void ask(const stored *block, int far)
+{
+    for (int i = 0; i < BLOCK; i += 32) far ? __builtin_prefetch(block + i, 0, 2) : __builtin_prefetch(block + i);
+}
+
+/* `high` tiles of rows times `np` panels. */
+INLINE void group_of(const struct group *g, int high, int np)
+{
+    const int third = high == 2 || np > 2, fourth = np > 3 || (high == 2 && np == 2);
+    if (g->onward) {
+        LOAD(0, g->at[0]);
+        if (np > 1) LOAD(1, g->at[1]);
+        if (third) LOAD(2, g->at[2]);
+        if (fourth) LOAD(3, g->at[3]);
+    } else {
+        CLEAR(0);
+        CLEAR(1);
+        CLEAR(2);
+        CLEAR(3);
+    }
+    const stored *rows = g->rows, *panel = g->panels;
+    for (int64_t k = 0; k < g->steps; k++, rows += g->each * STEP, panel += BLOCK) {
+        int64_t past = k + AHEAD < g->steps ? 0 : (np - 1) * g->panel; /* the next group's begin behind these */
+        for (int p = 0; p < np; p++) {
+            if (g->alone)
+                ask(panel + p * g->panel + past + AHEAD * BLOCK, 0);
+            else if (g->next)
+                ask(g->next + p * g->panel + k * BLOCK, 1);
+        }
+        LOAD(4, rows);
+        LOAD(6, panel);
+        JOIN(0, 4, 6);
+        if (np > 1) {
+            LOAD(7, panel + g->panel);
+            JOIN(1, 4, 7);
+        }
+        if (high == 2) {
+            LOAD(5, rows + g->tile);
+            JOIN(2, 5, 6);
+            if (np > 1) JOIN(3, 5, 7);
+        } else if (np > 2) {
+            LOAD(5, panel + 2 * g->panel);
+            JOIN(2, 4, 5);
+            if (np > 3) {
+                LOAD(6, panel + 3 * g->panel);
+                JOIN(3, 4, 6);
+            }
+        }
+    }
+    STORE(0, g->at[0]);
+    if (np > 1) STORE(1, g->at[1]);
+    if (third) STORE(2, g->at[2]);
+    if (fourth) STORE(3, g->at[3]);
+}
+
+#define CASE(H, P) case (H) * 8 + (P): group_of(g, H, P); break;
+static void group(const struct group *g, int high, int np)
+{
+    switch (high * 8 + np) { CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(2, 1) CASE(2, 2) }
+}
