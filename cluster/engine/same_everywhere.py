@@ -7,6 +7,11 @@ from cluster.config import ConfigError
 from cluster.kernels.interface import Kernels
 from cluster.mesh import Mesh
 
+ALIKE = (
+    "give it machines of one kind, or set ATEN_CPU_CAPABILITY=avx2 in env_vars of runtime_env if their CPUs differ, and "
+    "attention_backend to torch if some have no kernels in C"
+)
+
 
 def same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> None:
     """Refuse a gang whose ranks have different settings or models, or kernels whose last digits differ, so that experts
@@ -23,7 +28,8 @@ def same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> N
         theirs = json.loads(text)
         for name in sorted(own.keys() | theirs.keys()):
             if own.get(name) != theirs.get(name):
+                remedy = f"; {ALIKE}" if name == "kernels" else ""
                 raise ConfigError(
                     f"{name} is {theirs.get(name)!r} on rank {rank} and {own.get(name)!r} on rank {mesh.rank}; "
-                    "all ranks of a gang need the same settings, models and kernels"
+                    f"all ranks of a gang need the same settings, models and kernels{remedy}"
                 )
