@@ -8,8 +8,8 @@ from cluster.kernels.interface import Kernels
 from cluster.mesh import Mesh
 
 ALIKE = (
-    "give it machines of one kind, or set ATEN_CPU_CAPABILITY=avx2 in env_vars of runtime_env if their CPUs differ, and "
-    "attention_backend to torch if some have no kernels in C"
+    "give it machines of one kind, or set ATEN_CPU_CAPABILITY=avx2 in env_vars of runtime_env if their CPUs differ, "
+    "and attention_backend to torch if some have no kernels in C"
 )
 
 
