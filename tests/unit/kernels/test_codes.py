@@ -22,6 +22,7 @@ SIZES = (
     (129, 33, 129),
     (700, 65, 128),
     (512, 130, 16),
+    (200, 33, 40),
     (1101, 20, 1101),
 )
 KINDS: tuple[tuple[Kind, bool], ...] = (
@@ -59,6 +60,17 @@ def test_rows_times_a_packed_weight(kind: Kind, zeros: bool, dtype: torch.dtype)
             close(weight(given), given.double() @ numbers, dtype)
             close(weight(given, bias), given.double() @ numbers + bias.double(), dtype)
             assert torch.equal(weight(given), alone[:rows]), "a row has the same bits alone and among others"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "zeros"), KINDS)
+def test_more_rows_than_are_laid_out_at_once(kind: Kind, zeros: bool, dtype: torch.dtype) -> None:
+    held = matrix(kind, 600, 70, 88, zeros)
+    weight, every = c_kernels().quantised(held, dtype), made(530, 600, dtype=dtype, seed=2)
+    out = weight(every)
+    close(out, every.double() @ held.numbers(torch.float64).t(), dtype)
+    for row in (0, 95, 96, 255, 256, 257, 511, 512, 529):
+        assert torch.equal(weight(every[row : row + 1]), out[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

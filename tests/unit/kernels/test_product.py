@@ -50,6 +50,18 @@ def test_a_row_has_the_same_bits_alone_and_among_others(size: tuple[int, int], d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_more_inputs_columns_and_rows_than_are_laid_out_at_once(dtype: torch.dtype) -> None:
+    """Sums that are unfinished where a stretch of inputs ends; some columns and rows are taken after others."""
+    for inputs, outputs in ((4500, 40), (2080, 4200)):
+        matrix, every = made(inputs, outputs, dtype=dtype), made(530, inputs, dtype=dtype, seed=2)
+        weight = c_kernels().weight(matrix)
+        out = weight(every)
+        close(out, every.double() @ matrix.double(), dtype)
+        for rows in (1, 16, 33):
+            assert torch.equal(weight(every[500 : 500 + rows]), out[500 : 500 + rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
     """Which share out the columns of few rows, the rows of many, and both between."""
     weight, bias = c_kernels().weight(made(300, 250, dtype=dtype)), made(250, dtype=dtype, seed=1)
