@@ -51,6 +51,13 @@ struct group {
     const stored *next;         /* the panels that are taken next, to ask memory for; NULL: none, or another group does */
 };
 
+/* What a tile takes of a row of which `left` inputs are still to come: zeros after these. */
+INLINE __m512i inputs_at(const stored *from, int64_t left)
+{
+    __mmask32 there = left >= STEP ? ~(__mmask32)0 : left > 0 ? ((__mmask32)1 << left) - 1 : 0;
+    return _mm512_maskz_loadu_epi16(there, from);
+}
+
 INLINE void ask(const stored *block, int far)
 {
     for (int i = 0; i < BLOCK; i += 32) far ? __builtin_prefetch(block + i, 0, 2) : __builtin_prefetch(block + i);

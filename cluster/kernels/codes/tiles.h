@@ -79,17 +79,24 @@ INLINE void strip_of(const struct job *j, const struct strip *t, int kind, int n
         }
 }
 
-/* Rows `[m][k]` as tiles of `each` rows, the last filled up with zeros. */
+/* INT4's order of inputs, four turns after the other of inputs 0 and 4, 1 and 5, and so on (see unpack.h). */
+static const uint16_t ORDER[STEP] = {0,  4,  1,  5,  2,  6,  3,  7,  8,  12, 9,  13, 10, 14, 11, 15,
+                                     16, 20, 17, 21, 18, 22, 19, 23, 24, 28, 25, 29, 26, 30, 27, 31};
+
+/* Rows `[m][k]` as tiles of `each` rows, the last filled up with zeros, and groups as whole tiles. */
 static void entries_of(const struct job *j, const stored *rows, const struct strip *t, entry *to)
 {
-    int64_t turns = (j->group + inputs_of(j->kind) - 1) / inputs_of(j->kind) * turns_of(j->kind), step = t->each * TURNS_OF_TILE;
+    int64_t step = t->each * TURNS_OF_TILE;
     for (int64_t row = 0; row < t->tiles * t->each; row++) {
+        const stored *from = rows + (row < t->tall ? row : 0) * j->k;
         entry *at = to + row / t->each * j->groups * t->steps * step + row % t->each * TURNS_OF_TILE;
-        for (int64_t tile = 0; tile < j->groups * t->steps; tile++, at += step) {
-            int64_t first = tile % t->steps * TURNS_OF_TILE;
-            for (int64_t i = 0; i < TURNS_OF_TILE; i++) {
-                int there = row < t->tall && first + i < turns;
-                at[i] = there ? entry_at(rows + row * j->k, j->kind, tile / t->steps * turns + first + i, j->k) : 0;
+        for (int64_t group = 0; group < j->k; group += j->group) {
+            int64_t end = group + j->group < j->k ? group + j->group : j->k;
+            for (int64_t tile = 0; tile < t->steps; tile++, at += step) {
+                int64_t k = group + tile * STEP;
+                __m512i inputs = inputs_at(from + k, row < t->tall ? end - k : 0);
+                if (j->kind == INT4) inputs = _mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER), inputs);
+                _mm512_storeu_si512(at, inputs);
             }
         }
     }

@@ -16,11 +16,8 @@ static void packed(const struct job *j, const stored *rows, int64_t m, int64_t e
     for (int64_t row = 0; row < filled; row++) {
         const stored *from = rows + (row < m ? row : 0) * j->k + begin;
         stored *at = to + (row / each * steps * each + row % each) * STEP;
-        for (int64_t k = 0; k < steps * STEP; k += STEP, at += each * STEP) {
-            int64_t left = row < m ? deep - k : 0;
-            __mmask32 there = left >= STEP ? ~(__mmask32)0 : ((__mmask32)1 << left) - 1;
-            _mm512_storeu_si512(at, _mm512_maskz_loadu_epi16(there, from + k));
-        }
+        for (int64_t k = 0; k < steps * STEP; k += STEP, at += each * STEP)
+            _mm512_storeu_si512(at, inputs_at(from + k, row < m ? deep - k : 0));
     }
 }
 
