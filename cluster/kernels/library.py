@@ -74,12 +74,20 @@ def library() -> Library | None:
     """That of this CPU: the one made at installation, else one compiled now and kept for the user. None: there is
     neither, which is logged, and the twins serve.
     """
-    level = level_of_cpu()
+    level, variants = level_of_cpu(), variants_of_cpu()
     try:
-        return opened(level, _found(level), *variants_of_cpu())
+        found = opened(level, _found(level), *variants)
     except (BuildError, OSError) as error:
         logger.warning("no C kernels, torch serves in their place: %s", error)
         return None
+    if variants and found.variant != variants[0]:
+        logger.warning(
+            "this CPU multiplies bfloat16 in %s, which the kernels in C do not: the compiler that made %s is too "
+            "old (install gcc 11 or newer, then aerie again), or the system refuses this process the registers",
+            variants[0],
+            found.path,
+        )
+    return found
 
 
 def _found(level: str) -> Path:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import cluster.kernels.library
 from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, compile_level, compiler, file_of
 from cluster.kernels.library import level_of_cpu, opened, variants_of_cpu
+from cluster.kernels.library import library as library_of_cpu
 from tests.kernels.calls import results
 
 ORDER = ("baseline", "avx2", "avx512")
@@ -107,3 +109,12 @@ def test_a_compiler_that_does_not_know_a_variant_makes_a_library_without(
     library = opened("avx512", compile_level("avx512", tmp_path / "made", ("-O0",)), "tiles", "pairs")
     assert library.variant == "pairs"
     assert library.functions["product", torch.bfloat16].__name__ == "aerie_product_bf16_pairs"
+
+
+def test_a_variant_that_the_cpu_has_and_the_library_lacks_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a rank would compute other digits than its like, and nobody knew why."""
+    monkeypatch.setattr(cluster.kernels.library, "variants_of_cpu", lambda: ["threes"])
+    assert library_of_cpu.__wrapped__() is not None
+    assert "this CPU multiplies bfloat16 in threes, which the kernels in C do not" in caplog.text
