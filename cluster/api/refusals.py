@@ -52,9 +52,15 @@ class Refusals:
         self._repeated: dict[str, int] = {}
 
     def standing(self, scope: Scope) -> Refusal | None:
-        """The refusal to answer with, counted as a repeat; None where a replica may have room."""
+        """The refusal to answer with, counted as a repeat; None where a replica may have room, and for pages in a
+        browser, which may read no answer without the headers that a replica gives it.
+        """
         path = scope["path"]
-        if scope["method"] != "POST" or path not in self._said:
+        if (
+            scope["method"] != "POST"
+            or path not in self._said
+            or any(name == b"origin" for name, _ in scope["headers"])
+        ):
             return None
         now = self._clock()
         said = self._said[path] = {replica: one for replica, one in self._said[path].items() if one.until > now}

@@ -72,7 +72,7 @@ def test_without_max_tokens_what_fits_the_kv_cache_is_asked_for(client: Client, 
     answer = client.complete(prompt="x" * 30, max_tokens=11)
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert "the KV cache of this server has room for 40 tokens" in error["message"]
+    assert "this model's maximum context length is 40 tokens here, for which the KV cache has room" in error["message"]
     assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
     assert "ask for at most 10" in error["message"]
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 40

@@ -1,6 +1,7 @@
 """What applications send that no specification asks for, and what they read of answers."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from cluster.api.openai import stream
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.fields import WARNING_HEADER
 from cluster.api.openai.stream import ALIVE, EventStream
+from cluster.api.openai.tools import Function
 from cluster.api.replica.ingress import make_app
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.api.test_tools import HI
@@ -94,6 +96,43 @@ def test_too_long_is_said_in_words_that_clients_look_for(service: ScriptedServic
     assert "input length and `max_tokens` exceed context limit: 10 + 32000 > 512" in message
     body = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "x" * 600}]}
     assert "prompt is too long:" in client.post("/v1/messages", body).json()["error"]["message"]
+
+
+def test_ends_of_lines_that_python_knows_and_events_do_not_are_escaped() -> None:
+    """httpx's lines, by which LiteLLM, Dify and others read events, end where `str.splitlines` sees an end."""
+    text = "a\u2028b\u2029c\x85d\x0be"
+    sent = stream.event({"text": text}).decode()
+    assert sent.splitlines() == [sent.removesuffix("\n\n"), ""]
+    assert json.loads(sent.removeprefix("data: ")) == {"text": text}
+
+
+def test_codex_may_offer_what_openai_runs(client: Client) -> None:
+    """It does so unasked, beside its functions: the model is not told of it, and the header says so."""
+    body = {"model": MODEL, "input": "hi", "tools": [{"type": "web_search", "external_web_access": False}]}
+    answer = client.post("/v1/responses", body)
+    assert answer.status_code == 200
+    assert answer.headers[WARNING_HEADER] == (
+        "tools.0: 'web_search' is not run by this server; the model is not told of it"
+    )
+    assert client.post("/v1/responses", {**body, "tool_choice": "required"}).status_code == 400
+
+
+def test_empty_system_texts_and_no_top_logprobs_ask_for_nothing(client: Client) -> None:
+    plain = client.post("/v1/messages/count_tokens", {"model": MODEL, "messages": HI}).json()
+    for system in ("", []):
+        body = {"model": MODEL, "messages": HI, "system": system}
+        assert client.post("/v1/messages/count_tokens", body).json() == plain
+    counts = "/v1/responses/input_tokens"
+    said = client.post(counts, {"model": MODEL, "input": "x"}).json()
+    assert client.post(counts, {"model": MODEL, "input": "x", "instructions": ""}).json() == said
+    assert client.chat(logprobs=False, top_logprobs=0).status_code == 200
+
+
+def test_a_name_of_a_tool_may_have_128_characters() -> None:
+    """Claude Code's names of the tools of plugins, and OpenAI's own of responses, have more than 64."""
+    assert Function(name="f" * 128).name == "f" * 128
+    with pytest.raises(ValueError, match="pattern"):
+        Function(name="f" * 129)
 
 
 def test_a_silent_stream_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def _block(value: Any, role: str, path: str) -> Block:
 def dialogue_of(messages: Sequence[Read], system: str | None) -> Dialogue:
     """The messages as those of a chat, after the system's."""
     made = Dialogue()
-    if system is not None:
+    if system:  # an empty one says nothing, and would take the place of a template's own
         made.say("system", system, "system", at="")
     for at, message in enumerate(messages):
         made.end_turn()

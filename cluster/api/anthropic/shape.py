@@ -14,6 +14,8 @@ from cluster.api.openai.usage import usage
 from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 
 Sent = tuple[str, dict[str, Any]]
+SIGNATURE = "unsigned"
+"""Of every thought, as clients drop those without one from what they send back. It is not looked at there."""
 
 
 class MessageShape:
@@ -55,10 +57,10 @@ class MessageShape:
     def _changed(self, delta: Delta) -> Iterator[Sent]:
         """The events about blocks that one delta makes."""
         for change in self._sections.take(delta.events):
-            yield _told(change)
+            yield from _told(change)
         if delta.finish_reason is not None:
             for change in self._sections.end():
-                yield _told(change)
+                yield from _told(change)
             self._end = self._ended(delta)
 
     def _ended(self, delta: Delta) -> dict[str, Any]:
@@ -88,13 +90,17 @@ class MessageShape:
         }
 
 
-def _told(change: Change) -> Sent:
+def _told(change: Change) -> Iterator[Sent]:
     section = change.section
+    at = {"index": section.index}
     if isinstance(change, Opened):
-        return "content_block_start", {"index": section.index, "content_block": _empty(section)}
-    if isinstance(change, Grown):
-        return "content_block_delta", {"index": section.index, "delta": _delta(section, change.text)}
-    return "content_block_stop", {"index": section.index}
+        yield "content_block_start", {**at, "content_block": _empty(section)}
+    elif isinstance(change, Grown):
+        yield "content_block_delta", {**at, "delta": _delta(section, change.text)}
+    else:
+        if section.kind == "thought":
+            yield "content_block_delta", {**at, "delta": {"type": "signature_delta", "signature": SIGNATURE}}
+        yield "content_block_stop", at
 
 
 def _empty(section: Section) -> dict[str, Any]:
@@ -116,7 +122,9 @@ def _delta(section: Section, text: str) -> dict[str, Any]:
 def _whole(section: Section) -> dict[str, Any]:
     if section.kind == "call":
         return {**_empty(section), "input": arguments_of(section.text)}
-    return {**_empty(section), "thinking" if section.kind == "thought" else "text": section.text}
+    if section.kind == "thought":
+        return {"type": "thinking", "thinking": section.text, "signature": SIGNATURE}
+    return {"type": "text", "text": section.text}
 
 
 def arguments_of(text: str) -> dict[str, Any]:

@@ -81,9 +81,11 @@ def _response_format(value: Any) -> list[Constraint]:
         raise _wrong(f"{name}.type", f"must be one of {', '.join(TYPES)}, got {shown(kind)}")
     if kind == "structural_tag":
         return [Constraint(name, Grammar("structural_tag", json.dumps(value)))]
-    _only(name, value, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    beside = {"json_schema": ("json_schema",), "json_object": ("schema",)}.get(kind, ())
+    _only(name, value, ("type", *beside))
     if kind == "json_object":
-        return [Constraint(name, Grammar("json_object"))]
+        schema = _read(f"{name}.schema", "json_schema", value.get("schema"))
+        return [Constraint(name, Grammar("json_object")) if schema is None else Constraint(f"{name}.schema", schema)]
     return [_named_schema(f"{name}.json_schema", value.get("json_schema"))] if kind == "json_schema" else []
 
 

@@ -193,6 +193,9 @@ def _plain(kind: str, complaint: Mapping[str, Any]) -> str:
         return "must not be empty" if least == 1 else f"must have at least {least} items"
     if kind == "too_long":
         return f"must have at most {context['max_length']} items"
+    if kind == "string_pattern_mismatch":  # those of names, which differ in their length alone
+        most = context["pattern"].removesuffix("}$").rpartition(",")[2]
+        return f"must be 1 to {most} letters, digits or any of . _ : -"
     if kind in PLAIN:
         return PLAIN[kind]
     return str(complaint["msg"]).replace("Input should", "must", 1)
@@ -210,7 +213,6 @@ PLAIN: Mapping[str, str] = {
     "model_attributes_type": "must be an object",
     "extra_forbidden": "unknown field",
     "finite_number": "must be a finite number",
-    "string_pattern_mismatch": "must be 1 to 64 letters, digits or any of . _ : -",
     "string_too_short": "must have 1 to 256 characters",
     "string_too_long": "must have 1 to 256 characters",
 }

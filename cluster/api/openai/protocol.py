@@ -54,7 +54,7 @@ def too_long(model: ModelInfo, prompt: int, wanted: int) -> str:
     """
     has = f"this model's maximum context length is {model.context_length} tokens"
     if model.room < model.context_length:
-        has = f"the KV cache of this server has room for {model.room} tokens of one request"
+        has = f"this model's maximum context length is {model.room} tokens here, for which the KV cache has room"
     if prompt >= model.room:
         return f"prompt is too long: {prompt} tokens > {model.room - 1} maximum, as {has}"
     return f"input length and `max_tokens` exceed context limit: {prompt} + {wanted} > {model.room}, as {has}"
@@ -319,7 +319,7 @@ class ChatRequest(ConversingFields, GenerationFields):
     def check(self, model: ModelInfo, limits: Limits) -> None:
         """Check the messages and the tools too."""
         super().check(model, limits)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
         self.check_conversation(self.messages, limits.messages, limits.tools)
 

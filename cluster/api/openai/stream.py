@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Of Unicode, which are no ends of lines in events, but to clients that split these as Python splits a string."""
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": alive\n\n"  # a comment, which readers of events pass over
 ALIVE_AFTER_S = 10.0
@@ -31,7 +33,8 @@ def json_bytes(data: Any) -> bytes:
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
     """One event of a stream; the APIs that name their events give a `name`."""
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + json_bytes(data) + b"\n\n"
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + text.encode() + b"\n\n"
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -10,7 +10,7 @@ from cluster.api.openai.errors import shown
 
 MODES = ("auto", "none", "required")
 NAMED = '{"type": "function", "function": {"name": ...}}'
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 class Function(Strict):

@@ -74,7 +74,7 @@ def asked_response(service: Served, limits: Limits, body: Mapping[str, Any]) -> 
         chat.check(service.model, limits)
     chat = chat.filled(service.model.sampling)
     shape = partial(ResponseShape, request, chat.temperature, chat.top_p)
-    return Asked(chat, warnings, "resp_", shape, origins)
+    return Asked(chat, [*warnings, *request.said_beside()], "resp_", shape, origins)
 
 
 def asked_message(

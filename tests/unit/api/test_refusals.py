@@ -92,6 +92,17 @@ def test_other_paths_and_methods_are_asked() -> None:
     assert proxy.ask()[0] == 503
 
 
+def test_a_page_in_a_browser_is_answered_by_a_replica() -> None:
+    """Whose headers say whether the page may read the answer; it could not tell a repeat from a broken network."""
+    replica = Replica()
+    proxy = Proxy(replica)
+    proxy.ask()
+    assert proxy.ask(headers=[(b"origin", b"https://chat.example")])[0] == 503
+    assert replica.asked == 2
+    assert proxy.ask()[0] == 503
+    assert replica.asked == 2
+
+
 def test_nobody_is_refused_while_one_replica_may_have_room() -> None:
     full, free = Replica("a", 2), Replica("b", 2)
     free.full = False

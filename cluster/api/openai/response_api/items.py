@@ -95,7 +95,7 @@ ITEMS: Mapping[str, type[Item]] = {
     "function_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
 }
-REFERENCE = "nothing is stored here: send the item itself"
+REFERENCE = "nothing is stored here: send the item itself (clients do so where they are told store: false)"
 NOT_TAKEN = f"items may be {', '.join(ITEMS)}"
 
 
@@ -131,7 +131,7 @@ def _item(value: Any, path: str) -> Item:
 def dialogue_of(items: list[Item], instructions: str | None) -> Dialogue:
     """The items as messages of a chat, after the instructions."""
     made = Dialogue()
-    if instructions is not None:
+    if instructions:  # an empty one says nothing, and would take the place of a template's own
         made.say("system", instructions, "instructions", at="")
     for at, item in enumerate(items):
         path = f"input.{at}"

@@ -1,7 +1,7 @@
 """The body of /v1/responses: what is honoured of it, and how it becomes a chat request."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
@@ -52,13 +52,13 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """`reasoning`. There are no summaries of it: `auto` is taken, since the reasoning itself is in its item."""
+    """`reasoning`. There are no summaries of it, of any length: the reasoning itself is in its item."""
 
     model_config = ConfigDict(extra="forbid")
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
 
@@ -101,16 +101,31 @@ CHOICES: Mapping[str, type[FunctionChoice] | type[AllowedTools]] = {
     "function": FunctionChoice,
     "allowed_tools": AllowedTools,
 }
+
+
+class OfferedTool(Strict):
+    """A tool that OpenAI's servers run, and clients such as Codex offer unasked. The model is not told of it."""
+
+    type: Literal["web_search", "web_search_preview", "image_generation"]
+
+
+OFFERED = frozenset(get_args(OfferedTool.model_fields["type"].annotation))
 FUNCTIONS_ONLY = "it is run by OpenAI's servers or needs its models; this server calls tools of type 'function'"
 
 
-def _tools(value: Any) -> list[FunctionTool]:
+def _tools(value: Any) -> list[FunctionTool | OfferedTool]:
     if not isinstance(value, list):
         raise ValueError(f"must be a list, got {shown(value)}")
     for at, tool in enumerate(value):
-        if isinstance(tool, dict) and tool.get("type", "function") != "function":
+        if isinstance(tool, dict) and tool.get("type", "function") not in ("function", *OFFERED):
             raise not_taken(f"tools.{at}.type", tool["type"], FUNCTIONS_ONLY)
-    return [read_at(FunctionTool, tool, f"tools.{at}") for at, tool in enumerate(value)]
+    return [_tool(tool, f"tools.{at}") for at, tool in enumerate(value)]
+
+
+def _tool(value: Any, path: str) -> FunctionTool | OfferedTool:
+    if isinstance(value, dict) and value.get("type") in OFFERED:
+        return OfferedTool(type=value["type"])
+    return read_at(FunctionTool, value, path)
 
 
 def _tool_choice(value: Any) -> ToolChoice:
@@ -139,9 +154,10 @@ class ResponseRequest(TranslatedBody):
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[FunctionTool], PlainValidator(_tools, json_schema_input_type=list[FunctionTool])] = Field(
-        default_factory=list
-    )
+    tools: Annotated[
+        list[FunctionTool | OfferedTool],
+        PlainValidator(_tools, json_schema_input_type=list[FunctionTool | OfferedTool]),
+    ] = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, PlainValidator(_tool_choice, json_schema_input_type=ToolChoice)] = "auto"
     parallel_tool_calls: bool = True
     include: Annotated[list[Included], FailFast()] = Field(default_factory=list)
@@ -164,7 +180,7 @@ class ResponseRequest(TranslatedBody):
         if self.top_logprobs and not self.wants_logprobs:
             message = f"top_logprobs: needs include: [{LOGPROBS!r}]"
             raise ApiError(message, param="top_logprobs", code="invalid_value")
-        spoken = dialogue_of(self.input, self.instructions)
+        spoken, functions = dialogue_of(self.input, self.instructions), self._functions()
         chat: dict[str, Any] = {
             **self.asked_beside(),
             "model": self.model,
@@ -175,12 +191,21 @@ class ResponseRequest(TranslatedBody):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
-            "tools": [_chat_tool(tool) for tool in self.tools] or None,
+            "tools": [_chat_tool(tool) for tool in functions.values()] or None,
             "tool_choice": _chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        names = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
+        names = {f"tools.{place}.function": f"tools.{at}" for place, at in enumerate(functions)}
         return translation(chat, Origins({**ORIGINS, **spoken.origins, **names}))
+
+    def _functions(self) -> dict[int, FunctionTool]:
+        """The functions among the tools, by their places."""
+        return {at: tool for at, tool in enumerate(self.tools) if isinstance(tool, FunctionTool)}
+
+    def said_beside(self) -> list[str]:
+        """Warnings about the tools that the model is not told of."""
+        offered = [(at, tool.type) for at, tool in enumerate(self.tools) if isinstance(tool, OfferedTool)]
+        return [f"tools.{at}: {kind!r} is not run by this server; the model is not told of it" for at, kind in offered]
 
 
 def _chat_choice(choice: ToolChoice) -> Any:

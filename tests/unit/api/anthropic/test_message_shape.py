@@ -53,6 +53,7 @@ def test_a_scripted_answer_is_streamed_so() -> None:
         {"type": "ping"},
         {"type": start, "index": 0, "content_block": {"type": "thinking", "thinking": "", "signature": ""}},
         {"type": grow, "index": 0, "delta": {"type": "thinking_delta", "thinking": "hm"}},
+        {"type": grow, "index": 0, "delta": {"type": "signature_delta", "signature": "unsigned"}},
         {"type": end, "index": 0},
         {"type": start, "index": 1, "content_block": {"type": "text", "text": ""}},
         {"type": grow, "index": 1, "delta": {"type": "text_delta", "text": "I "}},
@@ -86,7 +87,10 @@ def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish:
             texts.append("")
         elif kind == "content_block_delta":
             assert is_open and data["index"] == len(blocks) - 1
-            texts[-1] += data["delta"][TEXTS[data["delta"]["type"]]]
+            if data["delta"]["type"] == "signature_delta":
+                blocks[-1]["signature"] += data["delta"]["signature"]
+            else:
+                texts[-1] += data["delta"][TEXTS[data["delta"]["type"]]]
         elif kind == "content_block_stop":
             assert is_open and data["index"] == len(blocks) - 1
             is_open = False

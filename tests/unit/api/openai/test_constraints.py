@@ -27,6 +27,11 @@ ASKED: dict[str, tuple[dict[str, Any], str, Grammar]] = {
         Grammar("json_schema", TEXT),
     ),
     "structural tag": ({"response_format": TAG}, "response_format", Grammar("structural_tag", json.dumps(TAG))),
+    "together's": (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        "response_format.schema",
+        Grammar("json_schema", TEXT),
+    ),
     "vllm json": ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json", Grammar("json_schema", TEXT)),
     "vllm object": (
         {"structured_outputs": {"json_object": True}},
@@ -119,10 +124,16 @@ def test_nothing_is_asked(body: dict[str, Any]) -> None:
             "invalid_value",
         ),
         (
-            {"response_format": {"type": "json_object", "schema": {}}},
-            "response_format.schema",
+            {"response_format": {"type": "json_object", "json_schema": {}}},
+            "response_format.json_schema",
             "unknown field",
             "invalid_value",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": 3}},
+            "response_format.schema",
+            "an object",
+            "invalid_type",
         ),
         ({"structured_outputs": []}, "structured_outputs", "an object", "invalid_type"),
         ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "unknown field", "invalid_value"),
