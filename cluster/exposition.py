@@ -1,6 +1,8 @@
-"""Registries as JSON, and the sum of many as one Prometheus page.
+"""Registries as JSON, and many of them as one Prometheus page.
 
-A rank and a replica each serialise their registry; `merge` adds the samples of all of them. For tools that look for
+A rank and a replica each serialise their registry; `merge` puts the samples of all of them together. Those of different
+Serve replicas stay apart, by the label `replica`: the sum would fall when one of them is away for a scrape, which
+Prometheus takes for a restart of the counter. For tools that look for
 vLLM's series (`vllm:...`), `merge` exports ours a second time under those names.
 """
 
@@ -40,10 +42,11 @@ KV_USAGE = "vllm:kv_cache_usage_perc"
 
 
 def merge(samples: Iterable[bytes]) -> bytes:
-    """The Prometheus text page of the sum over serialised samples, with the second names that tools read.
+    """The Prometheus text page of serialised samples, with the second names that tools read.
 
-    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label. A rank knows only
-    the model's folder; where all replicas serve it under one name, that name replaces the folder in every series.
+    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label, and so do replicas. A
+    rank knows only the model's folder; where all replicas serve it under one name, that name replaces the folder in
+    every series.
 
     Raises:
         ValueError: a sample of another schema, or a family that two samples declare with different types.
@@ -60,9 +63,9 @@ def merge(samples: Iterable[bytes]) -> bytes:
             family = families.setdefault(name, Metric(name, text, kind))
             if family.type != kind:
                 raise ValueError(f"metric {name!r} is declared as {family.type} and as {kind}")
-            sums = totals.setdefault(name, {})
+            sums, of = totals.setdefault(name, {}), {"replica": page["replica"]} if page.get("replica") else {}
             for suffix, labels, value in series:
-                key = (suffix, tuple({**labels, **rename}.items()))
+                key = (suffix, tuple({**labels, **rename, **of}.items()))
                 known = sums.get(key, 0.0)
                 sums[key] = max(known, value) if name in LATEST else known + value
     for name, sums in totals.items():
@@ -124,7 +127,12 @@ class _Page(Collector):
         return self._families
 
 
-def serialize(registry: CollectorRegistry, served_as: str | None = None) -> bytes:
+def of_replica(sample: bytes, replica: str) -> bytes:
+    """The sample of a rank, which does not know whose it is, as one of this Serve replica's."""
+    return b'{"replica":' + json.dumps(replica).encode() + b"," + sample.removeprefix(b"{")
+
+
+def serialize(registry: CollectorRegistry, served_as: str | None = None, replica: str = "") -> bytes:
     """A registry as JSON, for `merge`: per family its name, type, help and series (suffix, labels, value).
 
     Creation times are left out.
@@ -137,7 +145,7 @@ def serialize(registry: CollectorRegistry, served_as: str | None = None) -> byte
             if not sample.name.endswith("_created")
         ]
         families.append((family.name, family.type, family.documentation, series))
-    page = {"schema": SCHEMA, "served_as": served_as, "families": families}
+    page = {"schema": SCHEMA, "served_as": served_as, "families": families} | ({"replica": replica} if replica else {})
     return json.dumps(page, separators=(",", ":")).encode()
 
 
@@ -160,7 +168,7 @@ def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
             key = tuple(labels.items())
             total[key] = total.get(key, 0.0) + sample.value
             used[key] = used.get(key, 0.0) + (sample.value if state == "used" else 0.0)
-        family = Metric(KV_USAGE, "Share of KV pages held by requests, from pages summed over replicas", "gauge")
+        family = Metric(KV_USAGE, "Share of KV pages held by requests", "gauge")
         for key, pages_in_all in total.items():
             family.add_sample(KV_USAGE, dict(key), used[key] / pages_in_all if pages_in_all else 0.0)
         made.append(family)

@@ -52,7 +52,7 @@ TTFT_BUCKETS = (*(_MS * t for t in (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750
 TTFT_BUCKETS += (120, 240, 480, 960)
 E2E_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 RESTART_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(5) for m in (1, 2, 5))
+TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # a tree has at most 16 levels, and the bonus is included
 
 
@@ -155,7 +155,7 @@ class EngineMetrics:
         states = {
             "running": ("aerie_running_requests", "Requests that hold slots"),
             "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
-            "queued_tokens": ("aerie_queued_tokens", "Tokens of the requests queued for slots"),
+            "queued_tokens": ("aerie_queued_tokens", "Prompt tokens not yet computed, of requests queued and running"),
         }
         self._sums = [(name, counter(*spec).labels(**own)) for name, spec in sums.items()]
         self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
@@ -205,9 +205,9 @@ class ServingMetrics:
     Each sample of a call is a request with its own `RequestTimer`.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str, replica: str = "") -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
-        self._served_as = model_name
+        self._served_as, self._replica = model_name, replica
         names = ("model_name",)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BulkHistogram:
@@ -289,8 +289,8 @@ class ServingMetrics:
         self.outcomes[outcome].inc(times)
 
     def serialize(self) -> bytes:
-        """All series of this replica as JSON, for `merge`, with the model's served name."""
-        return serialize(self.registry, self._served_as)
+        """All series of this replica as JSON, for `merge`, with the model's served name and the replica's id."""
+        return serialize(self.registry, self._served_as, self._replica)
 
 
 class RequestTimer:

@@ -14,10 +14,10 @@ from cluster.metrics import EngineMetrics, ServingMetrics
 FILE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-Every series of `/metrics`. All have `model_name`; those of ranks have `rank` too, and are sums over all gangs. A
-histogram has `_bucket`, `_sum` and `_count`. Only sums are exported, no ratios but vLLM's KV usage: divide after
-adding, as `deploy/grafana` does. [operations.md](operations.md#metrics-and-alerts) says what to watch and what the
-alerts ask for.
+Every series of `/metrics`. All have `model_name`, and `replica`, the id of the Serve replica that they are of; those of
+the ranks of its gang have `rank` too. A histogram has `_bucket`, `_sum` and `_count`. Only sums are exported, no ratios
+but vLLM's KV usage: divide after adding, as `deploy/grafana` does. [operations.md](operations.md#metrics-and-alerts)
+says what to watch and what the alerts ask for.
 
 Written by `python -m tests.metrics_page` from the code that fills them.
 """

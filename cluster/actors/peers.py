@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from cluster.actors.gang import NAMESPACE, Gang
+from cluster.exposition import of_replica
 
 ANSWER_TIMEOUT_S = 0.8
 
@@ -28,8 +29,8 @@ async def deployment_samples(gang: Gang) -> list[bytes]:
     left out.
     """
     others = await asyncio.to_thread(_other_shards, gang.spec.name)
-    own = [_samples(shard, own=True) for shard in gang.shards]
-    found = await asyncio.gather(*own, *(_samples(shard, own=False) for shard in others))
+    own = [_samples(shard, gang.spec.name, own=True) for shard in gang.shards]
+    found = await asyncio.gather(*own, *(_samples(shard, name, own=False) for name, shard in others))
     return [sample for samples in found for sample in samples]
 
 
@@ -46,21 +47,26 @@ async def publish(gang: Gang, sample: bytes) -> None:
         return  # the watch over the gang reports a dead shard
 
 
-def _other_shards(own: str) -> list[Any]:
-    """Handles of the shards of the same deployment's other gangs; those that end meanwhile are skipped."""
+def replica_of(gang: str) -> str:
+    """The id of the Serve replica that a gang belongs to, by the gang's name; see `gang_name`."""
+    return gang.rpartition("/")[2]
+
+
+def _other_shards(own: str) -> list[tuple[str, Any]]:
+    """The shards of the same deployment's other gangs, with the gangs' names; those that end meanwhile are skipped."""
     deployment, _, _ = own.rpartition("/")
     shards = []
     for entry in list_named_actors(all_namespaces=True):
         name = str(entry["name"])
         if entry["namespace"] == NAMESPACE and name.startswith(f"{deployment}/") and not name.startswith(f"{own}#"):
             try:
-                shards.append(ray.get_actor(name, namespace=NAMESPACE))
+                shards.append((name.rpartition("#")[0], ray.get_actor(name, namespace=NAMESPACE)))
             except ValueError:
                 continue
     return shards
 
 
-async def _samples(shard: Any, *, own: bool) -> list[bytes]:
+async def _samples(shard: Any, gang: str, *, own: bool) -> list[bytes]:
     async def answer() -> list[bytes]:
         samples: list[bytes] = await shard.metrics.remote()
         return samples
@@ -69,4 +75,5 @@ async def _samples(shard: Any, *, own: bool) -> list[bytes]:
         samples = await asyncio.wait_for(answer(), ANSWER_TIMEOUT_S)
     except (RayError, TimeoutError):
         return []
-    return samples[:1] if own else samples
+    of_rank, *of_serving = samples
+    return [of_replica(of_rank, replica_of(gang)), *([] if own else of_serving)]

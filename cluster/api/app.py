@@ -232,7 +232,7 @@ class IngressReplica:
         loaded = await rest
         self._make_app = loaded.make_app
         model = loaded.model_info(created=int(time.time()), **facts)
-        self._metrics = ServingMetrics(model_name=model.model_id)
+        self._metrics = ServingMetrics(model_name=model.model_id, replica=context.replica_id.unique_id)
         rank, resumed = context.rank.rank, self._metrics.on_resumed
         self._client = ResilientClient(calls, config, rank, resumed, patience_s, self._heard_of_room)
         self._engine, self._rooms = engine, Rooms()

@@ -7,7 +7,7 @@ import ray
 
 from cluster.actors.gang import Gang, GangSpec, GangStartError
 from cluster.actors.messages import Overloaded
-from cluster.actors.peers import deployment_samples, publish
+from cluster.actors.peers import deployment_samples, publish, replica_of
 from cluster.actors.placement import PlacementError
 from cluster.actors.room import Layout
 from cluster.actors.router import Router
@@ -31,7 +31,8 @@ def test_requests_stream_side_by_side_and_nothing_is_left():
         assert status.beats[0].status.running == 0 and status.beats[0].phase
         assert (status.history.epoch, status.history.restarts) == (0, ())
         page = merge(await router.metrics()).decode()
-        assert f'aerie_generated_tokens_total{{model_name="counting",rank="0"}} {sum(range(1, 21))}.0' in page
+        labels = 'model_name="counting",rank="0",replica="side-by-side"'
+        assert f"aerie_generated_tokens_total{{{labels}}} {sum(range(1, 21))}.0" in page
 
     with_gang(spec("side-by-side"), body)
     assert left_behind("side-by-side") == []
@@ -120,18 +121,23 @@ def test_no_room_says_what_is_missing():
     assert left_behind("no-room") == []
 
 
-def test_samples_are_summed_over_gangs_of_one_deployment_only():
+def test_samples_are_of_the_gangs_of_one_deployment_only():
     async def whole() -> None:
         first, second = Gang(spec("first")), Gang(spec("second"))
         stranger = Gang(GangSpec(first.spec.config, first.spec.layout, "other/third", first.spec.factory))
         gangs = (first, second, stranger)
         await asyncio.gather(*(gang.start() for gang in gangs))
         try:
-            serving = ServingMetrics(model_name="m")
-            serving.on_refused("invalid")
             for gang in gangs:
+                serving = ServingMetrics(model_name="m", replica=replica_of(gang.spec.name))
+                serving.on_refused("invalid")
                 await publish(gang, serving.serialize())
-            assert len(await deployment_samples(first)) == 3  # own rank, other rank, other replica
+            found = await deployment_samples(first)
+            assert len(found) == 3  # own rank, other rank, other replica
+            page = merge(found).decode()
+            assert 'aerie_steps_total{model_name="m",rank="0",replica="first"}' in page
+            assert 'aerie_steps_total{model_name="m",rank="0",replica="second"}' in page
+            assert 'aerie_requests_total{model_name="m",outcome="invalid",replica="second"} 1.0' in page
             assert len(await deployment_samples(stranger)) == 1
         finally:
             await asyncio.gather(*(gang.stop() for gang in gangs))

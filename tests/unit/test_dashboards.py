@@ -16,7 +16,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 ROWS = ["Overview", "Latency", "Speculation", "Ranks", "KV", "Requests and errors", "Faults", "Processes"]
 
-FUNCTIONS = {"sum", "rate", "increase", "max", "min", "avg", "count", "histogram_quantile", "clamp_min"}
+FUNCTIONS = {"sum", "rate", "increase", "max", "min", "avg", "count", "histogram_quantile", "clamp_min", "ceil"}
 WORDS = {"and", "or", "unless", "bool", "offset"}
 TOKEN = re.compile(
     r"""(?P<selector>\{[^}]*\})

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.actors.messages import LossKind
-from cluster.exposition import TOOL_NAMES
+from cluster.exposition import TOOL_NAMES, of_replica
 from cluster.metrics import (
     E2E_BUCKETS,
     LOSS_KINDS,
@@ -204,6 +204,17 @@ def test_merge_adds_replicas_and_keeps_ranks_apart() -> None:
     assert page["aerie_kv_pages", (("rank", "0"), ("state", "used"))] == 60
     assert page["aerie_open_requests", (("state", "streaming"),)] == 2
     assert page["aerie_ttft_seconds_count", ()] == 2
+
+
+def test_a_replica_that_is_away_takes_nothing_from_the_others() -> None:
+    """While its gang restarts its ranks answer nothing; a sum without them would look like counters that began anew."""
+    ranks = [of_replica(engine(0, STEP).serialize(), name) for name in ("a", "b")]
+    both, one = series(merge(ranks)), series(merge(ranks[:1]))
+    assert one.items() <= both.items()
+    name = "aerie_generated_tokens_total"
+    assert [both[name, (("rank", "0"), ("replica", replica))] for replica in "ab"] == [24, 24]
+    serving = ServingMetrics(model_name="m", replica="a").serialize()
+    assert ("aerie_ttft_seconds_count", (("replica", "a"),)) in series(merge([serving, *ranks]))
 
 
 def test_ranks_take_the_name_the_model_is_served_as() -> None:

@@ -37,10 +37,11 @@ class GangHost:
         if config.speculative_draft_model_path is not None:
             config = resolve_models(config).config
         self.config = config
-        self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id)
+        replica = context.replica_id.unique_id
+        self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id, replica=replica)
         self.metrics.expect_ranks(self.config.tp_size)
         self.leaving = False
-        name = gang_name(f"{context.app_name}/{context.deployment}", context.replica_id.unique_id)
+        name = gang_name(f"{context.app_name}/{context.deployment}", replica)
         decided, log = {"device_chosen_by": why}, settings.log(context.app_name)
         spec = GangSpec(self.config, llm.layout(device), name, factory, decided=decided, log=log)
         self.gang = Gang(spec, on_loss=self._note)
