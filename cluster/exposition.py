@@ -59,13 +59,14 @@ def merge(samples: Iterable[bytes]) -> bytes:
     for page in pages:
         if page.get("schema") != SCHEMA:
             raise ValueError(f"metrics sample has schema {page.get('schema')!r}, this process reads {SCHEMA}")
+        given = {**rename, "replica": page["replica"]} if page.get("replica") else rename
         for name, kind, text, series in page["families"]:
             family = families.setdefault(name, Metric(name, text, kind))
             if family.type != kind:
                 raise ValueError(f"metric {name!r} is declared as {family.type} and as {kind}")
-            sums, of = totals.setdefault(name, {}), {"replica": page["replica"]} if page.get("replica") else {}
+            sums = totals.setdefault(name, {})
             for suffix, labels, value in series:
-                key = (suffix, tuple({**labels, **rename, **of}.items()))
+                key = (suffix, tuple({**labels, **given}.items()))
                 known = sums.get(key, 0.0)
                 sums[key] = max(known, value) if name in LATEST else known + value
     for name, sums in totals.items():

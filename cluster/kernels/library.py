@@ -82,8 +82,8 @@ def library() -> Library | None:
         return None
     if variants and found.variant != variants[0]:
         logger.warning(
-            "this CPU multiplies bfloat16 in %s, which the kernels in C do not: the compiler that made %s is too "
-            "old (install gcc 11 or newer, then aerie again), or the system refuses this process the registers",
+            "this CPU multiplies bfloat16 in %s, which the kernels in C do not: the compiler that made %s is too old "
+            "(install gcc 11 or newer and remove that file), or the system refuses this process the registers",
             variants[0],
             found.path,
         )

@@ -28,12 +28,17 @@ balancers after 60; a long call, or thought that is not shown, takes longer.
 
 def json_bytes(data: Any) -> bytes:
     """JSON in UTF-8 without spaces."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return _json(data).encode()
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
     """One event of a stream; the APIs that name their events give a `name`."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
+    text = _json(data)
+    text = text if text.isascii() else text.translate(LINE_ENDS)
     return (f"event: {name}\n" if name else "").encode() + b"data: " + text.encode() + b"\n\n"
 
 

@@ -41,7 +41,8 @@ static void some(const struct job *j, const stored *rows, const stored *panels, 
                     int there = (int)(tiles - tile < high ? tiles - tile : high);
                     struct group g = {
                         .rows = left + tile * steps * each * STEP, .panels = panels + (p * INPUTS(j->k) + begin) * LANES,
-                        .each = each, .steps = steps, .tile = steps * each * STEP, .panel = INPUTS(j->k) * LANES, .onward = begin > 0, .alone = tiles == 1,
+                        .each = each, .steps = steps, .tile = steps * each * STEP, .panel = INPUTS(j->k) * LANES,
+                        .onward = begin > 0, .alone = tiles == 1,
                         .at = all + (kept ? ((p - first) / wide * heights + tile / high) * SUMS_HELD : 0)};
                     if (tile == 0 && more) g.next = g.panels + wide * g.panel;
                     group(&g, there, np);

@@ -81,6 +81,16 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
+Offered = Literal["web_search", "web_search_preview", "image_generation"]
+OFFERED: tuple[Offered, ...] = get_args(Offered)
+
+
+class OfferedTool(Strict):
+    """A tool that OpenAI's servers run, and clients such as Codex offer unasked. The model is not told of it."""
+
+    type: Offered
+
+
 class FunctionChoice(Strict):
     """`tool_choice`: this function has to be called."""
 
@@ -102,14 +112,6 @@ CHOICES: Mapping[str, type[FunctionChoice] | type[AllowedTools]] = {
     "allowed_tools": AllowedTools,
 }
 
-
-class OfferedTool(Strict):
-    """A tool that OpenAI's servers run, and clients such as Codex offer unasked. The model is not told of it."""
-
-    type: Literal["web_search", "web_search_preview", "image_generation"]
-
-
-OFFERED = frozenset(get_args(OfferedTool.model_fields["type"].annotation))
 FUNCTIONS_ONLY = "it is run by OpenAI's servers or needs its models; this server calls tools of type 'function'"
 
 
