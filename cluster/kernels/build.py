@@ -3,14 +3,16 @@
 Needs the standard library alone, as it runs at installation too (`setup.py`), where nothing else is there yet.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -66,7 +68,8 @@ def compiler() -> str | None:
 
 
 def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
-    """The library of `level` in `folder`, compiled unless it is there; `extra` are more flags.
+    """The library of `level` in `folder`, compiled unless it is there; `extra` are more flags. Of several processes
+    that need it at once, as the ranks of a host, one compiles it.
 
     Raises:
         BuildError: there is no compiler, or it fails.
@@ -78,7 +81,9 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
     if (cc := compiler()) is None:
         raise BuildError("there is no C compiler; install gcc or clang, or set CC")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with _alone_in(folder), tempfile.TemporaryDirectory(dir=folder) as place:
+        if made.exists():
+            return made
         commands = _commands(cc, level, place, extra)
         variants = [_commands(cc, level, place, extra, name) for name in VARIANTS.get(level, {})]
         with ThreadPoolExecutor(os.cpu_count()) as several:
@@ -90,6 +95,18 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
         _ran([cc, "-shared", *extra, *objects, "-lm", "-o", f"{place}/made.so"])
         Path(f"{place}/made.so").replace(made)
     return made
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While this lasts, other processes that ask for the same wait. Where files cannot be locked nobody waits."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _commands(cc: str, level: str, place: str, extra: Sequence[str], variant: str = "") -> list[list[str]]:

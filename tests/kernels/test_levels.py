@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,22 @@ def test_a_compiler_that_does_not_know_a_variant_makes_a_library_without(
     library = opened("avx512", compile_level("avx512", tmp_path / "made", ("-O0",)), "tiles", "pairs")
     assert library.variant == "pairs"
     assert library.functions["product", torch.bfloat16].__name__ == "aerie_product_bf16_pairs"
+
+
+def test_ranks_of_a_host_compile_a_library_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a compiler that makes nothing, and says how often it was asked."""
+    asked, compiling = tmp_path / "asked", tmp_path / "cc"
+    last = 'for last; do :; done\necho "$last" >> '
+    compiling.write_text(f'#!/bin/sh\n{last}{asked}\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.01\ntouch "$2"\n')
+    compiling.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiling))
+    with ThreadPoolExecutor(4) as ranks:
+        made = {
+            rank.result() for rank in [ranks.submit(compile_level, "baseline", tmp_path / "made") for _ in range(4)]
+        }
+    assert [path.exists() for path in made] == [True]
+    objects = [line for line in asked.read_text().splitlines() if line.endswith(".o")]
+    assert objects and len({Path(each).name for each in objects}) == len(objects)
 
 
 def test_a_variant_that_the_cpu_has_and_the_library_lacks_is_said(
