@@ -43,7 +43,7 @@ def test_an_operation_that_computes_is_no_freeze_however_long_it_takes(tmp_path:
         beat = loop.heartbeat()
         longest = max(longest, beat.unmarked_s)
         assert verdict(loop) is None
-        assert not longest > LIMIT_S or (beat.busy and not beat.waits and beat.phase == "target")
+        assert beat.unmarked_s <= LIMIT_S or (beat.busy and not beat.waits and beat.phase == "target")
     assert items[0].outputs[0].finish_reason == "length"
     assert time.monotonic() - began > BURN_S > 3 * LIMIT_S and longest > 3 * LIMIT_S
     assert loop.stop()
