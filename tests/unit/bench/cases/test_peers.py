@@ -1,6 +1,7 @@
 """What vLLM is asked for, with a stand-in of its package: both are given a made-up model under names that both know."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,20 @@ class LLM:
     def __init__(self, **settings):
         with open(settings["model"] + "/model.safetensors", "rb") as file:
             names = list(json.loads(file.read(struct.unpack("<Q", file.read(8))[0])))
-        with open(os.environ["SAID"], "w") as file:
-            json.dump(settings | {"names": names}, file)
+        drafts = settings.get("speculative_config")
+        if drafts:
+            with open(drafts["model"] + "/config.json") as file:
+                settings["draft"] = json.load(file)
+            assert os.path.exists(drafts["model"] + "/model.safetensors")
+        self.drafts = 0
+        bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "")
+        with open(os.environ["SAID"], "a") as file:
+            file.write(json.dumps(settings | {"names": names, "bound": bound}) + "\\n")
+
+    def get_metrics(self):
+        self.drafts += 10
+        counts = {"drafts": self.drafts, "accepted_tokens": 1.5 * self.drafts, "draft_tokens": 3 * self.drafts}
+        return [Plain(name="vllm:spec_decode_num_" + name, value=value) for name, value in counts.items()]
 
     def generate(self, prompts, params, use_tqdm):
         return [
@@ -49,7 +62,8 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_made_up_model_is_measured_plain(said: Path) -> None:
     result = measure(Pair(), SIZE, lambda text: None)
-    asked = json.loads(said.read_text(encoding="utf-8"))
+    asked, tuned = map(json.loads, said.read_text(encoding="utf-8").splitlines())
+    assert asked["bound"] == "" and set(tuned["bound"].split(",")) == {str(core) for core in os.sched_getaffinity(0)}
     assert asked["dtype"] == result["dtype"] == "float32" and asked["skip_tokenizer_init"]
     assert "speculative_config" not in asked and asked["max_num_seqs"] == 2
     assert {"model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight", "lm_head.weight"} < set(asked["names"])
@@ -57,8 +71,26 @@ def test_a_made_up_model_is_measured_plain(said: Path) -> None:
     assert [(line["setting"], line["temperature"], line["batch"]) for line in result["lines"]] == [
         ("plain", temperature, batch) for temperature in peers.TEMPERATURES for batch in (1, 2)
     ]
-    assert all(line["ratio"] > 0 for line in result["lines"])
-    assert show(result).startswith("tiny, float32: 3 new tokens after 5, medians of 1 repeats")
+    assert all(line["vllm_ratio"] > 0 and line["tuned_ratio"] > 0 for line in result["lines"])
+    assert "float32" in show(result) and "3 new tokens after 5, medians of 1 repeats" in show(result)
+
+
+def test_a_chain_is_drafted_alike(said: Path) -> None:
+    """The demo's draft reads what layers 2, 5 and 8 give, which vLLM counts as what is given to those after them."""
+    result = measure(Pair(), replace(QUICK, batches=(1,), new_tokens=3, prompt_tokens=5), lambda text: None)
+    *plain, chain, tuned = map(json.loads, said.read_text(encoding="utf-8").splitlines())
+    assert len(plain) == 2 and all("draft" not in each for each in plain)
+    assert chain["draft"]["eagle_aux_hidden_state_layer_ids"] == [3, 6, 9]
+    assert "draft_sample_method" not in chain["speculative_config"] and chain["draft"] == tuned["draft"]
+    assert tuned["speculative_config"]["draft_sample_method"] == "probabilistic"
+    greedy, sampled = (line for line in result["lines"] if line["setting"] == "chain of 3")
+    assert greedy["tuned_accept_length"] == 2.5 and greedy["same_texts"] == 0.0 and sampled["same_texts"] is None
+
+
+def test_a_run_that_is_cut_short_is_no_result(said: Path) -> None:
+    (said.parent / "vllm.py").write_text(STAND_IN.replace("* own.max_tokens", "* 2"), encoding="utf-8")
+    with pytest.raises(RuntimeError, match=r"made \[2\] tokens, not 3"):
+        measure(Pair(), replace(SIZE, batches=(1,)), lambda text: None)
 
 
 def test_without_vllm_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
