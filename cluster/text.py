@@ -65,7 +65,8 @@ class TextTokenizer:
         if not file.is_file():
             raise ConfigError(
                 f"no tokenizer at {file}: set tokenizer_path to a folder that holds tokenizer.json (transformers "
-                "writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder)), or send token ids"
+                "writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); of a tekken.json with "
+                'save_pretrained(folder, save_format="hf"))'
             )
         try:
             return cls(Tokenizer.from_file(str(file)))

@@ -23,6 +23,7 @@ import ray._private.ray_constants as ray_constants
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from cluster.actors.ray_folder import OwnedFolder, remove_orphans
+from cluster.config import ConfigError
 
 import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
 
@@ -182,14 +183,23 @@ def _unused_port() -> int:
 
 
 def ensure_token() -> None:
-    """Make the token file that Ray looks for, readable by its owner only, unless a token is set already."""
+    """Make the token file that Ray looks for, readable by its owner only, unless a token is set already.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return
     path = Path.home() / ".ray" / "auth_token"
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's token file {str(path)!r} cannot be written: {error.strerror}; set RAY_AUTH_TOKEN_PATH to a file "
+            "that can, and that holds a secret"
+        ) from None
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32))

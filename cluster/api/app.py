@@ -10,11 +10,11 @@ import asyncio
 import importlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray import serve
@@ -55,6 +55,9 @@ from cluster.status import RankInfo
 logger = logging.getLogger(__name__)
 
 PEERS_TIMEOUT_S = 0.8
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")  # the first alone is read
+One = TypeVar("One")
+Other = TypeVar("Other")
 
 
 class RestService:
@@ -113,12 +116,10 @@ class Replica(GangOwner):
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
         sampling = _sampling(settings, self._host.config)
-        rest = asyncio.create_task(asyncio.to_thread(_load_rest, self._host.config, settings.parsers))
+        rest = asyncio.to_thread(_load_rest, self._host.config, settings.parsers)
         try:
-            await self._host.start()
-            loaded = await rest
+            _, loaded = await _together(self._host.start(), rest)
         except BaseException:
-            rest.cancel()
             self._host.gang.kill()
             raise
         self._make_app = loaded.make_app
@@ -226,10 +227,9 @@ class IngressReplica:
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
         calls = HandleCalls(engine, context.replica_id.to_full_id_str())
-        rest = asyncio.create_task(asyncio.to_thread(_load_rest, config, settings.parsers))
-        facts = await _facts_of(calls, _made_of(settings))
+        rest = asyncio.to_thread(_load_rest, config, settings.parsers)
+        facts, loaded = await _together(_facts_of(calls, _made_of(settings)), rest)
         patience_s = await calls.call("patience_s")
-        loaded = await rest
         self._make_app = loaded.make_app
         model = loaded.model_info(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id, replica=context.replica_id.unique_id)
@@ -342,6 +342,18 @@ async def _facts_of(calls: EngineCalls, made_of: str) -> dict[str, Any]:
         await asyncio.sleep(RETRY_S)
 
 
+async def _together(one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Other]) -> tuple[One, Other]:
+    """What both give; where one fails, at once, without waiting for what the other may still take to load."""
+    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    try:
+        first, second = await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
+    return first, second
+
+
 class Rest(NamedTuple):
     """What the REST routes are made of: `make_app`, the tokenizer (None without one), `ModelInfo` and `Grammars`."""
 
@@ -357,7 +369,10 @@ def _load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> 
     service = importlib.import_module("cluster.api.openai.service")
     tokenizer = importlib.import_module("cluster.api.openai.tokenizer").ChatTokenizer
     folder = config.tokenizer_path or config.model_path
-    has_tokenizer = config.tokenizer_path is not None or (Path(folder) / "tokenizer.json").is_file()
+    there = (Path(folder) / name for name in TOKENIZERS)
+    has_tokenizer = config.tokenizer_path is not None or any(each.is_symlink() or each.is_file() for each in there)
+    if not has_tokenizer:
+        logger.warning("%s has no tokenizer: only token ids are served; set tokenizer_path to serve texts", folder)
     grammars = importlib.import_module("cluster.api.openai.grammars").Grammars
     return Rest(
         ingress.make_app, tokenizer.load(folder, parsers) if has_tokenizer else None, service.ModelInfo, grammars

@@ -14,20 +14,48 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
     """One JSON object of a checkpoint folder.
 
     Raises:
-        ConfigError: the folder or file is missing, or does not hold a JSON object.
+        ConfigError: the folder or file is missing or cannot be read, or does not hold a JSON object.
     """
     path = Path(folder) / name
-    if not Path(folder).is_dir():
-        raise ConfigError(f"model folder {folder!r} does not exist; give a local folder with config.json")
+    check_folder(folder)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{name} is missing in {folder!r}; give the folder of a checkpoint") from None
+        raise ConfigError(f"{name} is missing in {folder!r}; {_what_it_is(Path(folder))}") from None
+    except OSError as error:
+        raise ConfigError(f"{name} in {folder!r} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{name} in {folder!r} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{name} in {folder!r} must hold a JSON object")
     return data
+
+
+def check_folder(folder: str) -> None:
+    """Refuse what is no folder.
+
+    Raises:
+        ConfigError: saying what to give instead.
+    """
+    if Path(folder).is_file():
+        raise ConfigError(f"model folder {folder!r} is a file; give the folder that holds config.json and safetensors")
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"model folder {folder!r} does not exist; give a local folder with config.json: nothing is downloaded, "
+            "so get a model of the Hugging Face hub first: hf download ORGANISATION/NAME --local-dir DIR"
+        )
+
+
+def _what_it_is(folder: Path) -> str:
+    """What to give in place of a folder without a config."""
+    snapshots = sorted(str(each) for each in folder.glob("snapshots/*") if each.is_dir())
+    if snapshots:
+        return f"this is a cache of the Hugging Face hub: give the folder of a revision in it, as {snapshots[-1]!r}"
+    if (folder / "adapter_config.json").is_file():
+        return "this is an adapter (LoRA): merge it into its base model and give the folder of that"
+    if any(folder.glob("*.gguf")):
+        return "GGUF files are not read: give the folder of the model's safetensors"
+    return "give the folder of a checkpoint"
 
 
 class Keys:

@@ -60,6 +60,18 @@ STATEFUL = (
 )
 
 
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def _refuse_original(folder: str) -> None:
+    """Refuse Llama's own format, whose params.json is not Mistral's."""
+    if any(Path(folder).glob("consolidated.*.pth")):
+        raise ConfigError(
+            f"{folder!r} holds Llama's own format (consolidated.*.pth), which is not read; give the folder of the same "
+            "model with config.json and safetensors, which is often the one above"
+        )
+
+
 def is_native(folder: str) -> bool:
     """Whether to read Mistral's own format: the folder has params.json and no complete Hugging Face checkpoint."""
     root = Path(folder)
@@ -76,7 +88,13 @@ def read_target(folder: str) -> TargetArch:
         ConfigError: no config, or a family or feature that is not served, named.
     """
     if is_native(folder):
+        _refuse_original(folder)
         return mistral_native(Keys(read_json(folder, "params.json"), folder, "params.json"))
+    if all((Path(folder) / name).is_file() for name in ADAPTER):
+        raise ConfigError(
+            f"{folder!r} has an adapter (LoRA) beside the model, {' and '.join(ADAPTER)}, which is not applied; merge "
+            "it into the weights, or remove these files to serve the model without it"
+        )
     keys = Keys(read_json(folder, "config.json"), folder)
     name = _stateful(keys)
     if name is not None:

@@ -180,7 +180,10 @@ class SliceReader:
             self.nbytes += len(view)
         done = 0
         while done < len(view):
-            got = os.preadv(source, [view[done:]], start + done)
+            try:
+                got = os.preadv(source, [view[done:]], start + done)
+            except OSError as error:  # as where a network's file system fails
+                raise OSError(error.errno, error.strerror, str(path)) from None
             if not got:
                 raise ConfigError(f"{str(path)!r} ends at byte {start + done}, within a tensor; copy the file again")
             done += got

@@ -55,6 +55,59 @@ def only_a_pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
 
 
+def only_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"GGUF")
+
+
+def in_a_hub_cache(folder: Path) -> None:
+    """As the hub's cache holds it: the folder given is the one of all revisions."""
+    inner = folder.parent / "away"
+    folder.rename(inner)
+    (folder / "snapshots").mkdir(parents=True)
+    inner.rename(folder / "snapshots" / "5f0b02c7")
+
+
+def half_downloaded(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "model-00002-of-00002.safetensors")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+
+def no_index(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors")
+
+
+def an_adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+def an_adapter_beside(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    shutil.copy(folder / WEIGHTS, folder / "adapter_model.safetensors")
+
+
+def original(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / WEIGHTS).rename(folder / "consolidated.00.pth")
+    (folder / "params.json").write_text('{"dim": 32, "n_layers": 2}')
+
+
+def a_folder_for(name: str) -> Callable[[Path], None]:
+    """What cannot be read, also by a user who may read everything."""
+
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+
+    return make
+
+
+def an_index(content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / f"{WEIGHTS}.index.json").write_text(content) and None
+
+
 def the_target(folder: Path) -> None:
     """Put the target's files where the draft's are."""
     shutil.copytree(folder.parent / "target", folder, dirs_exist_ok=True)
@@ -63,6 +116,24 @@ def the_target(folder: Path) -> None:
 # name: (what happens to the target, what happens to the draft, words of the message)
 FILES: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None] | None, str]] = {
     "no target": (shutil.rmtree, None, "does not exist"),
+    "a file": (only_a_file, None, "is a file; give the folder that holds config.json"),
+    "a cache of the hub": (in_a_hub_cache, None, "snapshots/5f0b02c7'"),
+    "half a download": (half_downloaded, None, "model-00001-of-00002.safetensors is missing"),
+    "half a download, the other half": (half_downloaded, None, "there: the download was not finished"),
+    "parts without their index": (no_index, None, "as is model.safetensors.index.json: the download was not finished"),
+    "a pointer of git-lfs": (write(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"), None, "git lfs pull"),
+    "an adapter": (an_adapter, None, "merge it into its base model"),
+    "an adapter beside the model": (an_adapter_beside, None, "merge it into the weights, or remove"),
+    "Llama's own format": (original, None, "often the one above"),
+    "GGUF": (lambda folder: (folder / "config.json").rename(folder / "m.gguf") and None, None, "GGUF files are not"),
+    "config is a folder": (a_folder_for("config.json"), None, "cannot be read: Is a directory"),
+    "weights are a folder": (a_folder_for(WEIGHTS), None, "Is a directory"),
+    "an index of nothing": (an_index('{"weight_map": {}}'), None, "is not a weight index"),
+    "weights beside an index of others": (
+        an_index('{"weight_map": {"a": "b.safetensors"}}'),
+        None,
+        "names other files",
+    ),
     "no config": (remove("config.json"), None, "config.json is missing"),
     "config is cut off": (cut("config.json"), None, "is not valid JSON"),
     "config is a list": (write("config.json", b"[]"), None, "must hold a JSON object"),

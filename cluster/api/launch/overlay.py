@@ -107,6 +107,16 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
         raise ConfigError(f"unknown setting {key!r}{nearest(key, known)}")
 
 
+def _name_of(folder: Path) -> str:
+    """What a model is served as: its folder's name, or ORGANISATION/NAME of a revision in a cache of the hub, whose
+    folder is models--ORGANISATION--NAME/snapshots/REVISION.
+    """
+    cache = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and cache.startswith("models--"):
+        return cache.removeprefix("models--").replace("--", "/")
+    return folder.name
+
+
 def _set_model(llm: dict[str, Any], folder: Any) -> None:
     """Serve the target in `folder`, without the config's draft, tokenizer and name: they are the old model's."""
     loading = _inner(llm, "model_loading_config")
@@ -115,7 +125,7 @@ def _set_model(llm: dict[str, Any], folder: Any) -> None:
     if before is not None and resolve_path(str(before)) == resolve_path(str(folder)):
         return
     loading.pop("tokenizer_source", None)
-    loading["model_id"] = Path(resolve_path(str(folder))).resolve().name or str(folder)
+    loading["model_id"] = _name_of(Path(resolve_path(str(folder))).resolve()) or str(folder)
     engine = _inner(llm, "engine_kwargs")
     for name in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
         del engine[name]

@@ -104,15 +104,29 @@ def has_template(folder: Path) -> bool:
     """Whether the folder has a chat template, in the tokenizer's config or in a file beside it.
 
     Raises:
-        ConfigError: the tokenizer's config is no JSON object.
+        ConfigError: the tokenizer's config or such a file is no JSON object.
     """
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    config = folder / "tokenizer_config.json"
+    jinja = (folder / "chat_template.jinja").is_file()
+    return jinja or bool(_template_in(folder / "tokenizer_config.json")) or template_of_processor(folder) is not None
+
+
+def template_of_processor(folder: Path) -> str | None:
+    """The chat template of chat_template.json, which processors of images wrote before 2025; tokenizers do not read it.
+
+    Raises:
+        ConfigError: the file is no JSON object.
+    """
+    found = _template_in(folder / "chat_template.json")
+    return found if isinstance(found, str) and found else None
+
+
+def _template_in(file: Path) -> Any:
     try:
-        return bool(config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
+        return json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{config} is not a JSON object: {error}") from error
+        raise ConfigError(f"{file} is not a JSON object: {error}") from error
 
 
 def model_type_of(folder: Path) -> str:

@@ -3,6 +3,7 @@
 Local folders only, and no code from them: a template is Jinja in a sandbox, everything else is data.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -15,11 +16,13 @@ from cluster.api.openai.conversing import ConversingFields
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.offload import off_loop
 from cluster.api.openai.rendering import rendered
-from cluster.api.openai.templates import Template, has_template, messages_for, model_type_of
+from cluster.api.openai.templates import Template, has_template, messages_for, model_type_of, template_of_processor
 from cluster.api.openai.token_floor import TokenFloor
 from cluster.chat.formats.choose import Chosen, choose
 from cluster.config import ConfigError
 from cluster.text import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 Parsers = tuple[str | None, str | None]
 """The settings tool_call_parser and reasoning_parser, as `cluster.chat.formats.choose.named` has them."""
@@ -55,12 +58,14 @@ class ChatTokenizer:
         """
         text = TextTokenizer.load(path)
         if not has_template(Path(path)):
+            logger.warning("%s has no chat template: conversations are refused, prompts are served", path)
             return cls(text, None, Chosen(None))
         try:
             # Only the template is wanted: AutoTokenizer would import torch for it, seconds of start-up in each replica.
             template = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a broken folder
             raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error
+        template.chat_template = template.chat_template or template_of_processor(Path(path))
         source = Template.of(template.chat_template).text
         added = {token.content for token in text.library.get_added_tokens_decoder().values()}
         return cls(text, template, choose(source, added, model_type_of(Path(path)), parsers))

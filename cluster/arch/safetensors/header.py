@@ -28,6 +28,7 @@ SIZES = {
     "BOOL": 1,
 }
 """Bytes per element of every dtype that is read."""
+LFS = b"version https://git-lfs"  # what a file begins with that git cloned without its contents
 
 
 class Stored(NamedTuple):
@@ -47,20 +48,32 @@ def read_header(path: Path) -> dict[str, Stored]:
     """
     try:
         with path.open("rb") as file:
-            size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
+            size, begin = path.stat().st_size, file.read(8)
+            length = int.from_bytes(begin, "little")
+            if begin == LFS[:8] and begin + file.read(len(LFS) - 8) == LFS:
+                raise _broken(path, "it is a pointer of git-lfs, not the weights; run `git lfs pull` in its folder")
             if size < 10 or length > min(size - 8, LONGEST):
                 raise _broken(path, f"its header claims {length} bytes of a file of {size}")
             raw = file.read(length)
     except FileNotFoundError:
-        pickles = sorted(each.name for each in path.parent.glob("pytorch_model*.bin"))
-        remedy = f"; {pickles} are pickles: write them as safetensors first (docs/models.md)" if pickles else ""
-        raise ConfigError(
-            f"{path.name} is missing in {str(path.parent)!r}; only safetensors are read{remedy}"
-        ) from None
+        remedy = _remedy_without(path)
+        raise ConfigError(f"{path.name} is missing in {str(path.parent)!r}; {remedy}") from None
     except OSError as error:
         raise _broken(path, str(error)) from None
     return parse_header(raw, size, path)
+
+
+def _remedy_without(path: Path) -> str:
+    """What to do about a file of weights that is missing, by what lies beside it."""
+    if any(path.parent.glob("*.safetensors*")):
+        index = (
+            "" if (path.parent / "model.safetensors.index.json").is_file() else ", as is model.safetensors.index.json"
+        )
+        return f"other parts of it are there{index}: the download was not finished, begin it again (hf download)"
+    pickles = sorted(each.name for each in path.parent.glob("pytorch_model*.bin"))
+    if pickles:
+        return f"only safetensors are read; {pickles} are pickles: write them as safetensors first (docs/models.md)"
+    return "only safetensors are read"
 
 
 def parse_header(raw: bytes, size: int, path: Path) -> dict[str, Stored]:

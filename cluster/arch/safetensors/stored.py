@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from cluster.arch.keys import Shapes
+from cluster.arch.keys import Shapes, check_folder
 from cluster.arch.quantisation import read_quantisation, with_whole
 from cluster.arch.safetensors.header import Stored, read_header
 from cluster.config import ConfigError
@@ -33,15 +33,20 @@ def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
     one file of safetensors that there is, as AutoGPTQ names it after its settings.
 
     Raises:
-        ConfigError: the folder is missing, or its index is malformed.
+        ConfigError: the folder is missing, its index is malformed, or it holds two sets of weights.
     """
     root = Path(folder)
-    if not root.is_dir():
-        raise ConfigError(f"model folder {folder!r} does not exist; give a local folder of safetensors")
+    check_folder(folder)
     for name in FILES:
         index = root / f"{name}.index.json"
         if index.is_file():
-            return _indexed(index)
+            files, promised = _indexed(index)
+            if root / name not in files and (root / name).is_file():
+                raise ConfigError(
+                    f"{folder!r} has {name} and, beside it, {index.name}, which names other files; remove those that "
+                    "are not meant"
+                )
+            return files, promised
         if (root / name).is_file():
             return [root / name], {}
     files = sorted(root.glob("*.safetensors"))
@@ -53,6 +58,10 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         places = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        if not places:
+            raise ValueError("no tensor")
+    except OSError as error:
+        raise ConfigError(f"{index.name} in {folder!r} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{index.name} in {folder!r} is not a weight index; write it again") from None
     names = sorted(set(places.values()))

@@ -1,5 +1,6 @@
 """The end of a Ray of one's own: nothing of it stays, whatever its processes do meanwhile."""
 
+from pathlib import Path
 from typing import Any
 
 import psutil  # Ray's own copy, as in `cluster.actors.local`
@@ -8,6 +9,7 @@ import ray
 
 from cluster.actors import local
 from cluster.actors.local import LocalRay
+from cluster.config import ConfigError
 
 
 class Folder:
@@ -53,3 +55,19 @@ def test_the_folder_goes_whatever_happens(monkeypatch: pytest.MonkeyPatch, way: 
         with pytest.raises(OSError, match="no"):
             getattr(cluster, way)()
     assert folder.removed
+
+
+def test_a_home_that_cannot_be_written_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    local.ensure_token()
+    made = (tmp_path / ".ray" / "auth_token").read_text()
+    local.ensure_token()
+    assert len(made) == 64 and (tmp_path / ".ray" / "auth_token").read_text() == made
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"cannot be written: Not a directory; set RAY_AUTH_TOKEN_PATH"):
+        local.ensure_token()

@@ -1,5 +1,6 @@
 """Slices of tensors from files: numpy's own, no bytes but theirs, and through pinned buffers of a bounded size."""
 
+import errno
 import random
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,7 @@ def test_a_slice_is_numpys(
         found = reader.read(file, before, shape, dtype, index)
         want = given.view(dtype).view(shape)[index]
         assert found.shape == want.shape and found.dtype == dtype
-        assert torch.equal(
-            found.view(torch.uint8) if found.dim() else found,
-            want.contiguous().view(torch.uint8) if want.dim() else want,
-        )
+        assert torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (found, want)))  # NaN too
     reader.close()
     assert made == ([part] * slices.THREADS if pinned else [])
 
@@ -111,6 +109,18 @@ def test_a_file_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(300)
     with pytest.raises(ConfigError, match=r"model.safetensors' ends at byte 300, within a tensor; copy the file again"):
+        checkpoint.take("one")
+
+
+def test_a_disk_that_fails_says_at_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"one": torch.zeros(100)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(str(tmp_path))
+
+    def stale(*given: Any) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(slices.os, "preadv", stale)
+    with pytest.raises(OSError, match=r"Stale file handle: '.*/model.safetensors'"):
         checkpoint.take("one")
 
 

@@ -1,5 +1,7 @@
 """What `--set` lays over a config; most of it is in tests/actors/test_settings.py."""
 
+from pathlib import Path
+
 from cluster.api.launch.overlay import lay_over, llm_entry
 from cluster.config import EngineConfig
 
@@ -14,3 +16,15 @@ def test_a_switch_of_vllm_stays_one() -> None:
     assert parts("enable_expert_parallel=true") == 2
     assert parts("ep_size=2", "engine_kwargs.enable_expert_parallel=false") == 1
     assert parts("enable_expert_parallel=false", "ep_size=2") == 2
+
+
+def name_of(folder: Path) -> str:
+    folder.mkdir(parents=True)
+    return str(llm_entry(lay_over({}, [("model_source", str(folder))]))["model_loading_config"]["model_id"])
+
+
+def test_a_model_is_served_under_its_folders_name_or_that_of_the_hub(tmp_path: Path) -> None:
+    assert name_of(tmp_path / "Llama-3.2-1B") == "Llama-3.2-1B"
+    assert name_of(tmp_path / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "5f0b") == "meta-llama/Llama-3.2-1B"
+    assert name_of(tmp_path / "models--gpt2" / "snapshots" / "5f0b") == "gpt2"
+    assert name_of(tmp_path / "models" / "snapshots" / "5f0b") == "5f0b"
