@@ -79,6 +79,7 @@ def check(patch: pytest.MonkeyPatch, of: EngineConfig, turns: int = 2) -> Engine
     return engine
 
 
+@pytest.mark.slow
 def test_graphs_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = check(monkeypatch, config("chain", "grouped", num_steps=1), turns=1)
     programs = engine._p.lockstep.programs.captured

@@ -105,6 +105,7 @@ def test_stages_pass_with_what_a_gpu_machine_has(stages: tuple[str, ...], tmp_pa
     assert both or stages == QUICK, "of those some are captured and some are not"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_broken_stages_are_named_and_others_run(tmp_path: Path) -> None:
     harms = {"ceilings": "fail", "syncs": "die", "roofline_mla": "kill", "capture": "hang"}

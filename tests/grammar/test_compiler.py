@@ -93,6 +93,7 @@ def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None
     asyncio.run(killed())
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_at_work_takes_up_the_work_again() -> None:
     process = Process(demo().vocabulary, seconds=4.0)
     try:
@@ -133,6 +134,7 @@ def used(pid: int | None) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_memory_and_time_are_limited_and_nothing_has_to_start_anew() -> None:
     process = Process(demo().vocabulary, seconds=2.0)
     try:

@@ -97,6 +97,7 @@ def test_sanitizers_object_to_nothing(level: str, variant: str, tmp_path: Path) 
     assert len(done.stdout.splitlines()) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx512" not in LEVELS, reason="its variants are of x86-64")
 def test_a_compiler_that_does_not_know_a_variant_makes_a_library_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -140,7 +140,9 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize(
+    "kind", ["EAGLE3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in DRAFTS if kind != "EAGLE3")]
+)
 def test_a_draft_of_any_kind_is_recognised(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = generate(capsys, target_folder(), *IDS)
     given = generate(capsys, target_folder(), *IDS, "--draft", DRAFTS[kind]())

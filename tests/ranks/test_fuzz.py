@@ -25,7 +25,7 @@ def test_a_seed_makes_one_life() -> None:
     assert life(3, 2, 2).actions != life(4, 2, 2).actions and life(3, 2, 2) != life(3, 2, 1)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_ranks_stay_in_step(ranks: Gangs, dp: int) -> None:
     total = run(ranks, 2, dp, 200, first_seed=1)
     assert total.compared > 10 and total.aborted > 0

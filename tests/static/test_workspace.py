@@ -115,6 +115,7 @@ def test_nothing_runs_out_after_the_start_and_little_is_left_unused() -> None:
     assert kept > 0.2 * TOTAL
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 def test_a_cache_that_takes_all_there_is_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last check before serving, with a measurement that says nothing is needed."""
@@ -140,6 +141,7 @@ def test_what_leaves_no_memory_says_what_to_lower_and_to_what() -> None:
     assert serve(engine, memory, [Request("one", (3, 4), SamplingParams(max_tokens=3, seed=1))]) == 3
 
 
+@pytest.mark.slow
 def test_a_trial_is_given_back_before_what_serves_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its programs too, and so the memory that they have for themselves."""
     made, alive = list[weakref.ref[Programs]](), list[int]()
@@ -190,6 +192,7 @@ def test_a_refusal_names_the_largest_that_fits(each: int, row: int, said: str) -
         needs(50)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 def test_a_size_that_is_set_and_does_not_fit_says_which_does() -> None:
     """What is said of the other settings: tests/unit/kv/test_budget.py."""
