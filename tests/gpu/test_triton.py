@@ -45,8 +45,9 @@ def there(given: Any) -> Any:
 def on_the_device(case: Case) -> Tensor:
     table = PageTable(case.table.idle_row, case.table.length, case.page_size, CUDA)
     table.device_pages.copy_(case.table.device_pages)
-    pool = KVPool(2, case.pool.kv.shape[1], tuple(case.pool.kv.shape[2:]), case.dtype, CUDA)
-    pool.kv.copy_(case.pool.kv)
+    filled = case.filled()
+    pool = KVPool(2, filled.slots, filled.cell, case.dtype, CUDA, filled.coded)
+    pool.kv.copy_(filled.kv)
     attention = TritonAttention(pool, table, case.heads, (None, case.window), 0.3, case.values)
     attention.bind(there(case.seen()))
     out = attention(1, case.q.to(CUDA), case.kv.to(CUDA), there(case.sinks)).cpu()

@@ -52,9 +52,10 @@ def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
 
 @cache
 def plain(sampling: str) -> Run:
-    engine, whole = walked(build_engine(config(0, 0, disable_radix_cache=True))), Run()
+    """Each request alone in an engine of its own."""
+    whole = Run()
     for one in asked(sampling):
-        alone = run(engine, [one])
+        alone = run(walked(build_engine(config(0, 0))), [one])
         whole.tokens |= alone.tokens
         whole.last |= alone.last
     return whole

@@ -76,6 +76,9 @@ def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 
         tally.scored += bool(scores)
         if not same_scores(scores, one.scores.get(name, [])):
             tally.mismatches.append(f"{name}: scores {scores} instead of {one.scores.get(name)}")
+        drawn = [line for life in lives for line in life.drawn.get(name, [])]
+        if not same_scores(drawn, one.drawn.get(name, [])):
+            tally.mismatches.append(f"{name}: log-probabilities {drawn} instead of {one.drawn.get(name)}")
         if name in retracted or not same_trees:
             continue
         tally.counted += 1
@@ -92,8 +95,12 @@ def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 
 
 
 def same_scores(ours: list[list[Any]], theirs: list[list[Any]]) -> bool:
-    """Whether prompts have the same log-probabilities; their sums are added up in another order."""
-    if [(token, rank, len(top)) for token, _, rank, top in ours] != [(t, r, len(top)) for t, _, r, top in theirs]:
+    """Whether tokens have the same log-probabilities; their sums are added up in another order."""
+
+    def names(lines: list[list[Any]]) -> list[Any]:
+        return [(token, rank, [of for of, _ in top]) for token, _, rank, top in lines]
+
+    if names(ours) != names(theirs):
         return False
     numbers = ([x for _, own, _, top in lines for x in (own, *(p for _, p in top))] for lines in (ours, theirs))
     return all(abs(a - b) < 1e-9 for a, b in zip(*numbers, strict=True))

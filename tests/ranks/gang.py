@@ -66,7 +66,8 @@ class Life:
     `ended`: reason and accepted histogram by request; `trees`: a checksum of all its drafted trees; `shown`: those that
     it asked for; `rows`: its rows in the target phase of every step, padding not counted, `padded` the padding,
     `replayed` the steps that were replayed; `world_log`, `attn_log`: count and checksum of the collectives it entered.
-    `scores` are the log-probabilities of prompts: token, number, rank and the likeliest, of each token.
+    `scores` are the log-probabilities of prompts, `drawn` those of the tokens that came: token, number, rank and the
+    likeliest, of each token.
     """
 
     tokens: dict[str, list[int]]
@@ -83,6 +84,7 @@ class Life:
     seconds: float
     naps: list[Nap]
     scores: dict[str, list[list[Any]]] = field(default_factory=dict)
+    drawn: dict[str, list[list[Any]]] = field(default_factory=dict)
 
 
 @dataclass

@@ -7,7 +7,7 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from random import Random
 from typing import Any
@@ -19,7 +19,7 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, Rank, build_rank
 from cluster.engine.scheduler import Schedule
 from cluster.mesh import Axis, GangError, Rendezvous, Store
-from cluster.request import Adjustments, Request, SamplingParams
+from cluster.request import Adjustments, Request, SamplingParams, TokenLogprob
 from cluster.spec import tree
 from cluster.spec.tree import DraftTree
 from tests.backend import force
@@ -148,6 +148,10 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
     return life
 
 
+def _told(lines: Sequence[TokenLogprob]) -> list[list[Any]]:
+    return [[line.token_id, line.logprob, line.rank, line.top] for line in lines]
+
+
 def _step(engine: Rank, life: Life) -> None:
     result = engine.step()
     life.padded += result.stats.padded_rows
@@ -161,8 +165,8 @@ def _step(engine: Rank, life: Life) -> None:
         life.tokens.setdefault(output.request_id, []).extend(output.token_ids)
         if output.prompt_logprobs:
             assert output.request_id not in life.scores, "told twice"
-            lines = output.prompt_logprobs
-            life.scores[output.request_id] = [[line.token_id, line.logprob, line.rank, line.top] for line in lines]
+            life.scores[output.request_id] = _told(output.prompt_logprobs)
+        life.drawn.setdefault(output.request_id, []).extend(_told(output.logprobs))
         if output.finish_reason is not None:
             counts = output.speculation
             life.ended[output.request_id] = (output.finish_reason, None if counts is None else list(counts.accepted))

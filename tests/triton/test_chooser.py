@@ -30,7 +30,8 @@ def test_what_is_best(noisy: bool, vocab: int, dtype: torch.dtype) -> None:
     logits, draw = logits_of(6, vocab, dtype), draw_of(unfiltered(2, dtype), 3, vocab, dtype)
     draws = [draw if noisy else replace(draw, noise=None)]
     near, every = NEAR[dtype], TORCH.found(logits, draws, None, vocab)
-    columns, score = OWN.best(logits, draws, None)
+    column, score = OWN.best(logits, draws, None)
+    assert torch.equal(column, every[1][:, 0])
     assert torch.allclose(score, every[0][:, 0], rtol=near, atol=near)
     for count in {min(count, vocab) for count in (1, 5)}:
         scores, columns, total = OWN.found(logits, draws, None, count)

@@ -1,13 +1,15 @@
 """Trees grown and accepted by Triton are those of the twins."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from cluster.kernels.triton_kernels import TritonKernels
-from cluster.spec import verify
+from cluster.spec import triton_tree, verify
 from cluster.spec.backends import tree_backend_of
-from cluster.spec.tree import Candidates, Growth, TorchGrowth
+from cluster.spec.tree import Candidates, DraftTree, Growth, TorchGrowth, best_tree
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.unit.kernels.test_product import DTYPES
 from tests.unit.spec.test_tree import assert_valid, naive_tree
@@ -88,12 +90,19 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_more_candidates_than_a_program_holds_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, likely = proposals(3, 3, 3, torch.float64)
-    made = []
+    made, asked = [], []
+
+    def told(*given: Any) -> DraftTree:
+        asked.append(triton_tree.MOST)
+        return best_tree(*given)
+
+    monkeypatch.setattr(triton_tree, "best_tree", told)
     for most in (21, 20):
-        monkeypatch.setattr("cluster.spec.triton_tree.MOST", most)
+        monkeypatch.setattr(triton_tree, "MOST", most)
         own = TritonGrowth(tokens[0], likely[0], 3)
         grown(own, tokens, likely)
         made.append(own.tree(torch.arange(3), 9))
+    assert asked == [20]
     assert torch.equal(made[0].tokens, made[1].tokens) and torch.equal(made[0].ancestors, made[1].ancestors)
 
 

@@ -1,5 +1,7 @@
 """An order arrives at a follower as it left its leader."""
 
+from collections.abc import Iterator
+
 from cluster.batch import Adjusting, Constraint, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
 from cluster.dp_attention.orders import checksum, pack, unpack
 
@@ -17,6 +19,8 @@ FULL = Order(
     copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
     mode=Mode.NOISY | Mode.LOGPROBS,
 )
+PADDING = ("idle_finals", "chunk_places")
+"""What padding to a plan adds: every rank of a group makes it of the same plan, so it does not travel."""
 
 
 def test_orders_travel_whole() -> None:
@@ -24,6 +28,22 @@ def test_orders_travel_whole() -> None:
         assert unpack(pack(order)) == order
 
 
+def with_a_number_more(field: str) -> Iterator[Order]:
+    """`FULL` with each number of its entries of `field` in turn one more."""
+    entries = getattr(FULL, field)
+    for at, entry in enumerate(entries):
+        for key, number in enumerate(entry):
+            if type(number) in (int, float):
+                own = [*entry[:key], number + 1, *entry[key + 1 :]]
+                changed = entry._make(own) if hasattr(entry, "_make") else tuple(own)
+                yield FULL._replace(**{field: (*entries[:at], changed, *entries[at + 1 :])})
+
+
 def test_the_checksum_tells_every_part() -> None:
-    for field, value in Order()._asdict().items():
-        assert checksum(FULL._replace(**{field: value})) != checksum(FULL) or getattr(FULL, field) == value, field
+    for field, default in Order()._asdict().items():
+        if field not in PADDING:
+            assert getattr(FULL, field) != default, field
+            assert checksum(FULL._replace(**{field: default})) != checksum(FULL), field
+            numbers = [] if field == "mode" else [*with_a_number_more(field)]
+            assert field == "mode" or numbers, field
+            assert checksum(FULL) not in map(checksum, numbers), field
