@@ -233,6 +233,9 @@ class EngineConfig(Settings):
     watchdog_timeout_s: float = Field(
         default=3.0, gt=0, description="a rank that does not answer, or is busy without progress, for so long is frozen"
     )
+    start_timeout_s: float = Field(
+        default=3600.0, gt=0, description="how long the first start of a gang may take, its models' loading included"
+    )
     restart_timeout_s: float | None = Field(
         default=None,
         gt=0,

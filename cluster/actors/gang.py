@@ -112,7 +112,7 @@ class Gang:
         try:
             self._placement = await reserve(self.spec.layout, self.spec.name)
             began = time.monotonic()
-            await self._begin(self.spec.load_timeout_s)
+            await self._begin(self.spec.config.start_timeout_s)
         except BaseException:
             self.kill()
             raise

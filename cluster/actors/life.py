@@ -43,7 +43,6 @@ class GangSpec:
     layout: Layout
     name: str
     factory: str = FACTORY
-    load_timeout_s: float = 3600.0
     decided: Mapping[str, str] = field(default_factory=dict)  # facts settled before the start, for /server_info
     log: LogSettings | None = None
 
@@ -124,7 +123,8 @@ class Life:
             wait_s = min(LOOK_S, max(0.0, until - time.monotonic()))
             _, late = await asyncio.wait(late, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
             if late and time.monotonic() > until:
-                why = f"did not load within {time.monotonic() - began:.0f} s"
+                setting = "restart_timeout_s" if self.epoch else "start_timeout_s"
+                why = f"did not load within {time.monotonic() - began:.0f} s; raise {setting} if what it loads from is slow"
             elif late and (still := time.monotonic() - self._last_progress()) > still_s:
                 why = f"did not load: no rank has done anything for {still:.0f} s"
         errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]

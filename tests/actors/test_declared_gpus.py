@@ -8,7 +8,7 @@ import pytest
 
 from tests.actors.apart import found_by
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]  # a minute: it begins clusters of declared GPUs
 
 EIGHT = [str(gpu) for gpu in range(8)]
 

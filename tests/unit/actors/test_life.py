@@ -96,7 +96,7 @@ def test_where_no_rank_does_anything_the_load_is_given_up() -> None:
 
 
 def test_progress_does_not_lengthen_the_time_that_there_is() -> None:
-    with pytest.raises(GangStartError, match=r"rank 1 did not load within \d+ s"):
+    with pytest.raises(GangStartError, match=r"rank 1 did not load within \d+ s; raise start_timeout_s if"):
         load(life(), soon, never, time_s=2.0, still_s=0.5, progress=True)
 
 
