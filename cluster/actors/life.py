@@ -124,7 +124,7 @@ class Life:
             _, late = await asyncio.wait(late, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
             if late and time.monotonic() > until:
                 setting = "restart_timeout_s" if self.epoch else "start_timeout_s"
-                why = f"did not load within {time.monotonic() - began:.0f} s; raise {setting} if what it loads from is slow"
+                why = f"did not load within {time.monotonic() - began:.0f} s; raise {setting} if its disk is slow"
             elif late and (still := time.monotonic() - self._last_progress()) > still_s:
                 why = f"did not load: no rank has done anything for {still:.0f} s"
         errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]

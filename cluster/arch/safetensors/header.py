@@ -28,6 +28,7 @@ SIZES = {
     "BOOL": 1,
 }
 """Bytes per element of every dtype that is read."""
+INDEX = "model.safetensors.index.json"
 LFS = b"version https://git-lfs"  # what a file begins with that git cloned without its contents
 
 
@@ -65,12 +66,12 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 def _remedy_without(path: Path) -> str:
     """What to do about a file of weights that is missing, by what lies beside it."""
-    if any(path.parent.glob("*.safetensors*")):
-        index = (
-            "" if (path.parent / "model.safetensors.index.json").is_file() else ", as is model.safetensors.index.json"
-        )
-        return f"other parts of it are there{index}: the download was not finished, begin it again (hf download)"
-    pickles = sorted(each.name for each in path.parent.glob("pytorch_model*.bin"))
+    folder = path.parent
+    if (folder / INDEX).is_file():
+        return "the index of the weights names it: the download was not finished, begin it again (hf download)"
+    if any(folder.glob("*.safetensors")):
+        return f"there are parts of a model without {INDEX}, which lists them: begin the download again"
+    pickles = sorted(each.name for each in folder.glob("pytorch_model*.bin"))
     if pickles:
         return f"only safetensors are read; {pickles} are pickles: write them as safetensors first (docs/models.md)"
     return "only safetensors are read"
