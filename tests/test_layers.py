@@ -101,7 +101,7 @@ LATE_IMPORTS = {
     "cluster/actors/shard.py": "the replica names the engine's factory, so that tests can put in another",
     "cluster/tools/inspect.py": "torch is imported only where more than a summary is asked for",
     "cluster/tools/chat.py": "torch is imported only where the engine runs in this process",
-    "cluster/api/app.py": "a replica imports its REST side while its shards start",
+    "cluster/api/replica/rest.py": "a replica imports its REST side while its shards start",
     "cluster/api/launch/serve.py": "Ray starts while the application is imported",
 }
 DRAWERS = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})

@@ -10,11 +10,10 @@ import asyncio
 import importlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import ray
 from ray import serve
@@ -44,6 +43,7 @@ from cluster.api.replica.resilient_client import (
     Sign,
     folders_of,
 )
+from cluster.api.replica.rest import Rest, load_rest, together
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.arch.generation import sampling_defaults
 from cluster.config import EngineConfig
@@ -55,9 +55,6 @@ from cluster.status import RankInfo
 logger = logging.getLogger(__name__)
 
 PEERS_TIMEOUT_S = 0.8
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")  # the first alone is read
-One = TypeVar("One")
-Other = TypeVar("Other")
 
 
 class RestService:
@@ -116,9 +113,9 @@ class Replica(GangOwner):
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
         sampling = _sampling(settings, self._host.config)
-        rest = asyncio.to_thread(_load_rest, self._host.config, settings.parsers)
+        rest = asyncio.to_thread(load_rest, self._host.config, settings.parsers)
         try:
-            _, loaded = await _together(self._host.start(), rest)
+            _, loaded = await together(self._host.start(), rest)
         except BaseException:
             self._host.gang.kill()
             raise
@@ -227,8 +224,8 @@ class IngressReplica:
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
         calls = HandleCalls(engine, context.replica_id.to_full_id_str())
-        rest = asyncio.to_thread(_load_rest, config, settings.parsers)
-        facts, loaded = await _together(_facts_of(calls, _made_of(settings)), rest)
+        rest = asyncio.to_thread(load_rest, config, settings.parsers)
+        facts, loaded = await together(_facts_of(calls, _made_of(settings)), rest)
         patience_s = await calls.call("patience_s")
         self._make_app = loaded.make_app
         model = loaded.model_info(created=int(time.time()), **facts)
@@ -340,43 +337,6 @@ async def _facts_of(calls: EngineCalls, made_of: str) -> dict[str, Any]:
             logger.info("no engine replica of these settings answers yet: %s", why)
         said = why
         await asyncio.sleep(RETRY_S)
-
-
-async def _together(one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Other]) -> tuple[One, Other]:
-    """What both give; where one fails, at once, without waiting for what the other may still take to load."""
-    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
-    try:
-        first, second = await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
-    return first, second
-
-
-class Rest(NamedTuple):
-    """What the REST routes are made of: `make_app`, the tokenizer (None without one), `ModelInfo` and `Grammars`."""
-
-    make_app: Any
-    tokenizer: Any
-    model_info: Any
-    grammars: Any
-
-
-def _load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> Rest:
-    """What the REST routes are made of; in a thread, since the imports take seconds. `parsers` as in the settings."""
-    ingress = importlib.import_module("cluster.api.replica.ingress")
-    service = importlib.import_module("cluster.api.openai.service")
-    tokenizer = importlib.import_module("cluster.api.openai.tokenizer").ChatTokenizer
-    folder = config.tokenizer_path or config.model_path
-    there = (Path(folder) / name for name in TOKENIZERS)
-    has_tokenizer = config.tokenizer_path is not None or any(each.is_symlink() or each.is_file() for each in there)
-    if not has_tokenizer:
-        logger.warning("%s has no tokenizer: only token ids are served; set tokenizer_path to serve texts", folder)
-    grammars = importlib.import_module("cluster.api.openai.grammars").Grammars
-    return Rest(
-        ingress.make_app, tokenizer.load(folder, parsers) if has_tokenizer else None, service.ModelInfo, grammars
-    )
 
 
 def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:

@@ -31,12 +31,12 @@ def test_what_is_best(noisy: bool, vocab: int, dtype: torch.dtype) -> None:
     draws = [draw if noisy else replace(draw, noise=None)]
     near, every = NEAR[dtype], TORCH.found(logits, draws, None, vocab)
     column, score = OWN.best(logits, draws, None)
-    assert torch.equal(column, every[1][:, 0])
     assert torch.allclose(score, every[0][:, 0], rtol=near, atol=near)
+    by_column = torch.empty_like(every[0]).scatter_(1, every[1], every[0])
+    assert torch.allclose(by_column.gather(1, column[:, None])[:, 0], score, rtol=near, atol=near), "two may be as good"
     for count in {min(count, vocab) for count in (1, 5)}:
         scores, columns, total = OWN.found(logits, draws, None, count)
         assert torch.allclose(scores, every[0][:, :count], rtol=near, atol=near)
-        by_column = torch.empty_like(every[0]).scatter_(1, every[1], every[0])
         assert torch.allclose(by_column.gather(1, columns), scores, rtol=near, atol=near)
         assert all(len(set(row)) == count for row in columns.tolist())
         assert torch.allclose(total, every[2], rtol=near, atol=near)

@@ -1,8 +1,5 @@
-"""What a replica decides before it serves: whether everyone who reaches it may use it, and what it reads texts with."""
+"""What a replica decides before it starts anything: whether everyone who reaches the server may use it."""
 
-import asyncio
-import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +8,8 @@ import pytest
 
 from cluster.api import app
 from cluster.api.launch.keys import create
-from cluster.api.openai.protocol import ChatRequest
 from cluster.api.settings import AppSettings, parse
-from cluster.checkout import CHECKOUT, DEMO_TARGET
-from cluster.config import ConfigError, EngineConfig
+from cluster.config import ConfigError
 
 
 def settings(**more: Any) -> AppSettings:
@@ -88,56 +83,3 @@ def test_names_of_other_servers_for_formats() -> None:
 def test_origins() -> None:
     origins = ["*", "https://chat.example", "http://localhost:3000", "http://[::1]:3000", "chrome-extension://abcdef"]
     assert settings(allowed_origins=origins).allowed_origins == origins
-
-
-def test_of_two_things_that_load_the_first_failure_ends_the_start() -> None:
-    ended = []
-
-    async def endless() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("endless")
-
-    async def fails() -> None:
-        raise ConfigError("no tokenizer")
-
-    async def gives() -> int:
-        return 3
-
-    assert asyncio.run(app._together(gives(), gives())) == (3, 3)
-    for pair in ((endless(), fails()), (fails(), endless())):
-        with pytest.raises(ConfigError, match="no tokenizer"):
-            asyncio.run(asyncio.wait_for(app._together(*pair), 10))
-    assert ended.count("endless") >= 1
-
-
-def rest_of(folder: Path, **more: str) -> app.Rest:
-    return app._load_rest(EngineConfig.model_validate({"model_path": str(folder), **more}), (None, None))
-
-
-def test_a_folder_with_another_kind_of_tokenizer_is_refused_and_one_without_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert rest_of(tmp_path).tokenizer is None and "only token ids are served" in caplog.text
-    (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"set tokenizer_path to a folder .* of a tekken.json with .*save_format"):
-        rest_of(tmp_path)
-    (tmp_path / "tekken.json").unlink()
-    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "blobs" / "gone")
-    with pytest.raises(ConfigError, match="no tokenizer at"):
-        rest_of(tmp_path)
-
-
-def test_the_template_of_a_processor_counts(tmp_path: Path) -> None:
-    shutil.copy(CHECKOUT / DEMO_TARGET / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    assert not rest_of(tmp_path).tokenizer.has_template
-    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    tokenizer = rest_of(tmp_path).tokenizer
-    asked = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
-    assert asyncio.run(tokenizer.encode_chat(asked.messages, asked, 2)).text == "<hi>"
-    (tmp_path / "chat_template.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"chat_template\.json is not a JSON object"):
-        rest_of(tmp_path)
