@@ -205,6 +205,7 @@ def test_a_replica_that_stood_still_does_not_blame_its_ranks() -> None:
     with_gang(spec("stood-still", world=2, watchdog_timeout_s=0.8), body)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_not_killed() -> None:
     async def body(gang: Gang, router: Router) -> None:
         tokens, _ = await asyncio.wait_for(read(router, ask("slow", CRAWL, ON + 1, 5, max_tokens=12)), 30)

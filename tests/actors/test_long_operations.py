@@ -80,7 +80,7 @@ def two_ranks(folder: Path, trouble: str) -> Iterator[list[Connection]]:
             process.join()
 
 
-@pytest.mark.parametrize("trouble", [BURN, BLOCK])
+@pytest.mark.parametrize("trouble", [BURN, pytest.param(BLOCK, marks=pytest.mark.slow)])
 def test_of_two_ranks_the_one_that_waits_is_never_blamed(tmp_path: Path, trouble: str) -> None:
     ids = tuple(3 + i % 60 for i in range(ROWS + 50))
     request = Request("long", ids, SamplingParams(max_tokens=1, temperature=0.0, seed=1))

@@ -221,6 +221,7 @@ def test_a_second_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -
         assert all(answer.error for answer in streams.join())
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_it_is_ready_stops_it_too(tmp_path: Path) -> None:
     with aerie_serve(f"http_port={free_port()}", *tiny_pair(), log=tmp_path / "server.log") as process:
         time.sleep(4)

@@ -62,7 +62,8 @@ async def streams_of(router: Router, world: int) -> AsyncIterator[list[Reader]]:
     assert [(r.finish, len(r.tokens)) for r in readers] == [("length", TOKENS)] * len(readers)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_step_that_computes_for_many_limits_is_not_killed_nor_is_the_rank_that_waits_for_it(
     world: int, tmp_path: Path
 ) -> None:

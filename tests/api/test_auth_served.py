@@ -57,7 +57,8 @@ def test_nothing_but_health_is_answered_over_the_wire_without_a_key(tmp_path: Pa
         assert ask(url, root) == 200
 
 
-@pytest.mark.parametrize("ingress", ["direct", pytest.param("resilient", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ingress", ["direct", "resilient"])
 def test_keys_come_and_go_while_it_serves(tmp_path: Path, ingress: str) -> None:
     file = tmp_path / "keys"
     ann, root = create(file, "ann", "use"), create(file, "root", "admin")

@@ -51,6 +51,7 @@ def piped(text: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, cwd=CHECKOUT)
 
 
+@pytest.mark.slow
 def test_a_conversation_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     first = generated(turn("import os"), capsys)
     told = generated(f"{turn('import os')}{first['text']}<|im_end|>\n{turn('class Queue:')}", capsys)

@@ -92,7 +92,9 @@ def whole(client: Client, **body: Any) -> dict[str, Any]:
     return {"content": message["content"] or None, "tool_calls": calls, "finish_reason": choice["finish_reason"]}
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, {"seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, pytest.param({"seed": 5}, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("parser", FORMATS)
 def test_a_required_call(services: list[EngineService], folder: Path, parser: str, sampling: dict[str, Any]) -> None:
     body = {

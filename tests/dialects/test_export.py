@@ -10,6 +10,8 @@ from cluster.tools.export_draft import DIALECTS, export_draft
 from tests.dialects.demo import DRAFT, TARGET, accept_lens, right
 from tests.tiny import draft_folder, target_folder
 
+MORE = (("specforge", 2, 1), ("modelopt", 3, 1), ("deepspec", 2, 1))
+
 
 @pytest.mark.parametrize(
     ("dialect", "layers", "topk"),
@@ -18,10 +20,8 @@ from tests.tiny import draft_folder, target_folder
         ("modelopt", 1, 1),
         ("speculators", 1, 1),
         ("deepspec", 1, 1),
-        ("specforge", 2, 1),
-        ("modelopt", 3, 1),
         ("speculators", 2, 4),
-        ("deepspec", 2, 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE),
     ],
 )
 def test_accept_lengths_are_those_of_the_original(dialect: str, layers: int, topk: int, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """What a loader can get wrong, done on purpose to the trained demo draft: each costs acceptance, or is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,12 @@ def spoiled(to: Path, tensors: Callable[[Tensors], None] | None = None, **config
     return folder
 
 
-@pytest.mark.parametrize("name", MILD)
+def some(names: Iterable[str]) -> list[Any]:
+    """Every other one is among the slow ones."""
+    return [pytest.param(name, marks=pytest.mark.slow if at % 2 else ()) for at, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", some(MILD))
 def test_a_mild_mistake_costs_little_and_is_refused(name: str, tmp_path: Path) -> None:
     config, overrides = MILD[name]
     lens, texts = accept_lens(spoiled(tmp_path, **config), speculative_draft_overrides=overrides)
@@ -105,7 +111,7 @@ def test_the_demo_draft_is_worth_spoiling() -> None:
     assert mean(right()[0]) > 2
 
 
-@pytest.mark.parametrize("name", ON_DISK)
+@pytest.mark.parametrize("name", some(ON_DISK))
 def test_a_spoiled_checkpoint_costs_acceptance(name: str, tmp_path: Path) -> None:
     change, config = ON_DISK[name]
     lens, texts = accept_lens(spoiled(tmp_path, change, **config))

@@ -28,6 +28,7 @@ def unsampled(to: Path, **config: object) -> str:
     return folder
 
 
+@pytest.mark.slow
 def test_a_right_config_is_left_alone(tmp_path: Path) -> None:
     readings: list[Reading] = []
     assert probe_draft(unsampled(tmp_path), TARGET, "EAGLE3", readings.append) == {}

@@ -73,6 +73,7 @@ def test_a_slow_grammar_is_given_up_while_others_are_compiled(compile_in_two: Co
     asyncio.run(both())
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None:
     async def killed() -> None:
         await asyncio.gather(compile_in_two.compile(GOOD), compile_in_two.compile(Grammar("json_object")))

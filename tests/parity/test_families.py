@@ -21,7 +21,10 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize(("family", "case"), all_cases())
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [pytest.param(*each, marks=pytest.mark.slow if at % 2 else ()) for at, each in enumerate(all_cases())],
+)
 def test_greedy_texts_are_those_of_transformers(family: str, case: str) -> None:
     one = made(family, case)
     engine = build_engine(config_of(one.folder, chunked_prefill_size=16))

@@ -26,7 +26,11 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("tp", "dp"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(own, marks=pytest.mark.slow if name == "sized, padded" else ()) for name, own in SETTINGS.items()],
+    ids=SETTINGS,
+)
 def test_a_gang_that_replays_equals_one_rank(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any]) -> None:
     actions = workload(7 + tp + dp, dp, 40, vocab=VOCAB, horizon=60, aborts=0.1)
     tally = check(ranks(tp), Case(config(*tiny_pair(), tp_size=tp, attn_dp_size=dp, **settings), actions))

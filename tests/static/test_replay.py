@@ -133,7 +133,7 @@ def rounded(given: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("sampling", PARAMS)
-@pytest.mark.parametrize("topk", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("topk", [*(pytest.param(topk, marks=pytest.mark.slow) for topk in (0, 1)), 3])
 def test_a_replay_leaves_what_the_step_leaves(monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str) -> None:
     target, draft = tiny_pair()
     config = config_of(target, draft if topk else None, topk or 1, page_size=4, chunked_prefill_size=9)
@@ -142,7 +142,7 @@ def test_a_replay_leaves_what_the_step_leaves(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("sampling", PARAMS)
-@pytest.mark.parametrize("topk", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("topk", [*(pytest.param(topk, marks=pytest.mark.slow) for topk in (0, 1)), 3])
 def test_padded_steps_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str) -> None:
     """Steps with prompt rows are replayed as well, as few sizes are enough for all."""
     target, draft = tiny_pair()

@@ -123,7 +123,7 @@ def test_steps_with_prompts_are_captured_too_where_asked(monkeypatch: pytest.Mon
 
 
 FAMILY_PAIRS = diagonal()
-FEW = range(4, len(FAMILY_PAIRS), 12)
+FEW = range(4, len(FAMILY_PAIRS), 20)
 
 
 @pytest.mark.parametrize(

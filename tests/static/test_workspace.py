@@ -205,6 +205,7 @@ def test_a_size_that_is_set_and_does_not_fit_says_which_does() -> None:
         started(TOTAL, max_total_tokens=fits + 200)
 
 
+@pytest.mark.slow
 def test_captured_programs_leave_the_largest_steps_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program's memory is no other's, though nothing in it is in use between two replays."""
     memory = SimulatedMemory(400_000)

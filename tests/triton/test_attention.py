@@ -38,7 +38,14 @@ def test_triton_gives_what_the_definition_says(page_size: int, lies: str, shape:
 
 @pytest.mark.parametrize("dtype", [*ERROR, torch.float16])
 @pytest.mark.parametrize(
-    "size", [{"d": 20}, {"d": 96}, pytest.param({"d": 192, "latent": True, "kv_heads": 1}, marks=pytest.mark.slow)]
+    "size",
+    [
+        {"d": 20},
+        *(
+            pytest.param(size, marks=pytest.mark.slow)
+            for size in ({"d": 96}, {"d": 192, "latent": True, "kv_heads": 1})
+        ),
+    ],
 )
 @pytest.mark.parametrize("shape", LONG)
 def test_sizes_lengths_and_dtypes(shape: str, size: dict[str, Any], dtype: torch.dtype) -> None:
