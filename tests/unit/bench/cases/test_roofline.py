@@ -33,6 +33,7 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "ceilings", lambda **_: Ceilings(1e9, 1e10))
 
 
+@pytest.mark.slow
 def test_every_phase_as_it_is_and_captured() -> None:
     result = roofline.measure(Pair(num_threads=1), SIZE, quiet)
     assert not result["skipped"] and result["layers"] == [4, 4]
@@ -55,6 +56,7 @@ def test_every_phase_as_it_is_and_captured() -> None:
     assert "topk 2, 2 levels, 4 nodes, captured" in text and "tiny, 4 of 4 layers, float32, on cpu" in text
 
 
+@pytest.mark.slow
 def test_held_contexts_are_not_computed_and_change_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two contexts, both found in the cache; every figure is noted as soon as it is there."""
     prompts: list[int] = []
