@@ -5,7 +5,7 @@ it starts any process, also checks that they can be split over the ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.arch.draft import DraftSpec, read_draft
 from cluster.arch.draft.sample import Sample, read_sample
@@ -13,7 +13,7 @@ from cluster.arch.layer import LayerGeometry, Moe, experts_of
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_shapes
 from cluster.arch.safetensors.tensors import check_tensors
-from cluster.arch.target import TargetArch, end_of_tokenizer
+from cluster.arch.target import TargetArch
 from cluster.config import ConfigError, EngineConfig
 from cluster.tree_shape import DEFAULT_NUM_STEPS, TreeShape, tree_shape
 
@@ -57,9 +57,6 @@ def resolve_models(config: EngineConfig) -> ResolvedModels:
             draft cannot fill, a `speculative_algorithm` that is not the draft's, or a malformed sample.
     """
     target, folder = read_target(config.model_path), config.speculative_draft_model_path
-    if config.tokenizer_path is not None:  # it may be the only one that names what chats end with
-        ends = dict.fromkeys([*target.eos_token_ids, *end_of_tokenizer(config.tokenizer_path)])
-        target = replace(target, eos_token_ids=tuple(ends))
     if folder is None:
         return ResolvedModels(config, target, None, None, tree_shape(config))
     overrides, token_map = config.speculative_draft_overrides, config.speculative_token_map

@@ -88,14 +88,14 @@ def end_tokens(folder: str, config: Mapping[str, Any]) -> tuple[int, ...]:
         if any(type(i) is not int or i < 0 for i in ids):
             raise ConfigError(f"config of {folder!r}: eos_token_id must be token ids, got {ids!r}")
         found |= dict.fromkeys(ids)
-    return tuple(found | dict.fromkeys(end_of_tokenizer(folder)))
+    return tuple(found | dict.fromkeys(_end_of_tokenizer(folder)))
 
 
 def _beside(folder: str, name: str) -> dict[str, Any]:
     return read_json(folder, name) if (Path(folder) / name).is_file() else {}
 
 
-def end_of_tokenizer(folder: str) -> list[int]:
+def _end_of_tokenizer(folder: str) -> list[int]:
     """The id of tokenizer_config.json's `eos_token`, which it or tokenizer.json lists among the tokens added."""
     given = _beside(folder, "tokenizer_config.json")
     end = given.get("eos_token")

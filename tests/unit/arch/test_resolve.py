@@ -98,10 +98,3 @@ def test_a_header_that_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
         stored_shapes(str(tmp_path))
-
-
-def test_a_tokenizer_elsewhere_may_be_the_only_one_that_names_the_end(tmp_path: Path) -> None:
-    config = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    plain = check_models(settings()).target.eos_token_ids
-    assert check_models(settings(tokenizer_path=str(tmp_path))).target.eos_token_ids == (*plain, 9)
