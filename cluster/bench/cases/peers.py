@@ -195,9 +195,10 @@ def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> 
             peers = dict[str, Peer]()
             for name, setup in setups(python).items():
                 say(f"peers: starting {name}, {shape}")
-                if shape.num_steps:
-                    settings["speculative_config"] |= setup.drafts
-                peers[name] = stack.enter_context(Peer(python, settings, setup.environment))
+                drafts = (
+                    {"speculative_config": settings["speculative_config"] | setup.drafts} if shape.num_steps else {}
+                )
+                peers[name] = stack.enter_context(Peer(python, settings | drafts, setup.environment))
             for repeat in range(-1, size.repeats):  # the first turn warms up
                 say(f"peers: {shape}, repeat {repeat + 1} of {size.repeats}")
                 for line in own:
