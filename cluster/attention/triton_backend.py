@@ -4,7 +4,7 @@ It must equal `TorchAttention`. Nothing that it starts depends on a length, so a
 """
 
 from collections.abc import Sequence
-from math import prod
+from math import e, log2, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from cluster.kv.codes import largest
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
+LOG2E = log2(e)
 MOST_SPLITS = 16
 INTERPRETED_PROCESSORS = 4  # few requests are split in the interpreter too
 MOST_LINES = 64
@@ -67,7 +68,6 @@ class TritonAttention:
             "SCALES": (parts - 1) * kv_heads,
             "CODED": 0 if pool.coded is None else len(pool.coded.groups),
             "PAGE": table.page_size,
-            "TILE": tile_of(pool, self._value_dim),
             "FRONT": max(16, front),
             "BACK": whole(size - front) if size > front >= 16 else 0,
             "WIDEN": INTERPRETED and pool.dtype.itemsize == 2,
@@ -116,8 +116,8 @@ class TritonAttention:
     ) -> None:
         bits = with_rows_whole(tree.bits)
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
-        lines = self._lines(each)
-        tasks = requests * -(-each * self._heads // self._kv_heads // lines)
+        blocks = self._blocks(each)
+        tasks = requests * -(-each * self._heads // self._kv_heads // blocks.lines)
         splits = min(MOST_SPLITS, max(1, 2 * self._processors // max(1, tasks * self._kv_heads)))
         if before is not None:
             splits = 1  # a window is short
@@ -128,9 +128,9 @@ class TritonAttention:
             shape = requests * each, self._heads, splits, self._constants["WIDTH"] + 2
             partials = torch.empty(shape, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
         strides = q.stride(0), 0 if bits.shape[0] == 1 else bits.stride(0)
-        numbers = *strides, 0, each, tree.width, 0, pages.stride(0), first, window, self._scale
+        numbers = *strides, 0, each, tree.width, 0, pages.stride(0), first, window, self._scale * LOG2E
         where = partials, tree.rows, tree.lens, bits, None, until
-        how = {"TEXT": False, "SINKS": sinks is not None, "WORDS": words, "SPLITS": splits, **self._lines_of(each)}
+        how = {"TEXT": False, "SINKS": sinks is not None, "WORDS": words, "SPLITS": splits, **blocks.constants}
         how["APART"] = before is not None
         launch(gpu.attend, (tasks, self._kv_heads, splits), *given, *where, *numbers, **how, **self._constants)
         if partials is not None:
@@ -156,30 +156,42 @@ class TritonAttention:
         q, _, pages, _, sinks, _ = given
         assert q is not None and pages is not None
         chunks, rows = text.rows.shape[0], q.shape[0] - after
-        lines = self._lines(rows)
-        tasks = -(-rows * self._heads // self._kv_heads // lines) + chunks
-        numbers = q.stride(0), 0, after, 0, 0, chunks, pages.stride(0), first, window, self._scale
+        blocks = self._blocks(rows)
+        tasks = -(-rows * self._heads // self._kv_heads // blocks.lines) + chunks
+        numbers = q.stride(0), 0, after, 0, 0, chunks, pages.stride(0), first, window, self._scale * LOG2E
         where = None, text.rows, text.starts, None, text.indptr, None
         how = {"TEXT": True, "SINKS": sinks is not None, "WORDS": 1, "SPLITS": 1, "APART": False}
-        how |= self._lines_of(rows)
+        how |= blocks.constants
         launch(gpu.attend, (tasks, self._kv_heads, 1), *given, *where, *numbers, **how, **self._constants)
 
-    def _lines(self, rows: int) -> int:
-        """Lines of a program, for requests of so many rows: few where sums are wide, as these have to fit registers."""
-        return min(MOST_LINES if self._value_dim <= 256 else 16, whole(rows * self._heads // self._kv_heads))
-
-    def _lines_of(self, rows: int) -> dict[str, int]:
-        """The same as constants, with the warps that share them."""
-        lines = self._lines(rows)
-        many, coded = lines >= 64 or self._value_dim >= 256, self._pool.coded is not None
-        return {"LINES": lines, "num_warps": 8 if many else 4, "num_stages": 2 if many or coded else 3}
+    def _blocks(self, rows: int) -> "Blocks":
+        """What a program works on, for requests of so many rows."""
+        return blocks_of(self._pool, self._value_dim, whole(rows * self._heads // self._kv_heads))
 
 
-def tile_of(pool: KVPool, value_dim: int) -> int:
-    """Positions of a tile: few where cells are wide, as those in FP8 become numbers in registers."""
-    if pool.coded is not None and value_dim > 256:
-        return 16
-    return 32 if pool.cell[2] > 128 or pool.dtype.itemsize > 2 else 64
+class Blocks(NamedTuple):
+    """A program's lines, the positions of its tiles, the warps that share them, and the tiles that are on their way."""
+
+    lines: int
+    tile: int
+    warps: int
+    stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """As a launch names them."""
+        return {"LINES": self.lines, "TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def blocks_of(pool: KVPool, value_dim: int, lines: int) -> Blocks:
+    """For `lines` of a request that share a KV head: few where sums are wide, as these have to fit registers, and few
+    positions where cells are, as those in FP8 become numbers in registers.
+    """
+    coded, wide = pool.coded is not None, pool.cell[2] > 128 or pool.dtype.itemsize > 2
+    lines = min(MOST_LINES if value_dim <= 256 else 16, lines)
+    many = lines >= 64 or value_dim >= 256
+    tile = 16 if coded and value_dim > 256 else 32 if wide else 64
+    return Blocks(lines, tile, 8 if many else 4, 2 if many or coded else 3)
 
 
 def processors_of(device: torch.device) -> int:

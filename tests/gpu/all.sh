@@ -24,7 +24,8 @@ export PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0 # NCCL's own watchdo
 # stage                 seconds that it may take
 stages=(
     ceilings            30
-    kernels             75
+    kernels             60
+    attention           60
     tokens              75
     syncs               45
     roofline_llama      80

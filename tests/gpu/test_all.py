@@ -20,7 +20,8 @@ ROOT = FOLDER.parents[1]
 STAGES = re.findall(r"^    (\w+) +(\d+)$", (FOLDER / "all.sh").read_text(), re.MULTILINE)
 EACH = {  # a check that shows what a stage is about
     "ceilings": "product in bfloat16",
-    "kernels": "attention, FP8, latent, all",
+    "kernels": "choose, noise",
+    "attention": "attention, FP8, latent, all",
     "tokens": "topk 2, temperature 0.8, captured",
     "syncs": "200 steps, captured",
     "roofline_llama": "roofline of llama-8b",

@@ -1,14 +1,18 @@
 """Paged attention over trees and texts (`Seen` in batch.py): the prefix is read once per request and KV head.
 
 A line is one query head of one row. A program has `LINES` lines of one request that share a KV head, and goes over one
-of `SPLITS` parts of what they see, a tile of positions at a time. What another library attended of the first positions
-is left out here and put to the rest in `join`.
+of `SPLITS` parts of what they see, a tile of positions at a time: first those that all its lines see whole, then the
+others. What another library attended of the first positions is left out here and put to the rest in `join`.
+
+Scores are times log2(e), so that powers are of 2, which a GPU has an instruction for.
 """
 
 import triton
 import triton.language as tl
 
 from cluster.kernels.store.gpu import power
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -23,14 +27,30 @@ def ones(word):
 
 @triton.jit
 def part_of(
-    memory, scales, cells, read, at, SIZE: tl.constexpr, VALUE: tl.constexpr, CODED: tl.constexpr, OF: tl.constexpr
+    memory,
+    scales,
+    cells,
+    read,
+    FROM: tl.constexpr,
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    CODED: tl.constexpr,
+    OF: tl.constexpr,
+    ALL: tl.constexpr,
 ):
-    """Numbers `at` of the cells that begin at `cells`, zeros behind `SIZE` and of those that are not to be `read`. If
-    `CODED` is 1 they are codes with one scale, at `scales`, and become numbers `OF` a dtype; if it is 2 those behind
-    `VALUE` numbers have the next scale.
+    """`COUNT` numbers from `FROM` of the cells that begin at `cells`, zeros behind `SIZE` and, unless `ALL` are, of
+    those that are not to be `read`. If `CODED` is 1 they are codes with one scale, at `scales`, and become numbers `OF`
+    a dtype; if it is 2 those behind `VALUE` numbers have the next scale.
     """
-    held = read[:, None] & (at < SIZE)[None, :]
-    found = tl.load(memory + cells[:, None] + at[None, :], mask=held, other=0)
+    at = FROM + tl.arange(0, COUNT)
+    places = memory + cells[:, None] + at[None, :]
+    if ALL and FROM + COUNT <= SIZE:
+        found = tl.load(places)
+    elif ALL:
+        found = tl.load(places, mask=(at < SIZE)[None, :], other=0)
+    else:
+        found = tl.load(places, mask=read[:, None] & (at < SIZE)[None, :], other=0)
     if CODED > 0:
         scale = power(tl.load(scales + cells, mask=read, other=0))[:, None]
         if CODED == 2:
@@ -71,30 +91,37 @@ def taken_in(
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
     WIDEN: tl.constexpr,
+    ALL: tl.constexpr,
 ):
-    """The softmax so far (highest score, sum, weighted values) with one more tile, of which lines see `seen`."""
+    """The softmax so far (highest score, sum, weighted values) with one more tile, of which lines see `seen`, or
+    `ALL`.
+    """
     # Values have one scale, `SCALES` behind that of their keys; so has a part of latent cells on one side of `VALUE`.
     ALONE: tl.constexpr = 1 if CODED else 0
     IN_FRONT: tl.constexpr = 1 if CODED == 2 and FRONT <= VALUE else CODED
     IN_BACK: tl.constexpr = 1 if CODED == 2 and FRONT >= VALUE else CODED
     SECOND: tl.constexpr = 1 if IN_BACK < CODED else 0
-    value = part_of(memory + BEHIND, scales + SCALES, cells, read, tl.arange(0, WIDTH), VALUE, VALUE, ALONE, OF)
-    key = part_of(memory, scales, cells, read, tl.arange(0, FRONT), SIZE, VALUE, IN_FRONT, OF)
+    key = part_of(memory, scales, cells, read, 0, FRONT, SIZE, VALUE, IN_FRONT, OF, ALL)
+    if BEHIND == 0 and FRONT == VALUE:
+        value = key  # of latents
+    else:
+        value = part_of(memory + BEHIND, scales + SCALES, cells, read, 0, WIDTH, VALUE, VALUE, ALONE, OF, ALL)
     if WIDEN:
         key, value = key.to(WIDE), value.to(WIDE)
     scores = tl.dot(q_front, tl.trans(key), input_precision="ieee", out_dtype=WIDE)
     if BACK:
-        key = part_of(memory, scales + SECOND, cells, read, FRONT + tl.arange(0, BACK), SIZE, VALUE, IN_BACK, OF)
+        behind = part_of(memory, scales + SECOND, cells, read, FRONT, BACK, SIZE, VALUE, IN_BACK, OF, ALL)
         if WIDEN:
-            key = key.to(WIDE)
-        scores += tl.dot(q_back, tl.trans(key), input_precision="ieee", out_dtype=WIDE)
-    scores = tl.where(seen, scores * scale, float("-inf"))
-    most = tl.maximum(highest, tl.max(scores, 1))
+            behind = behind.to(WIDE)
+        scores = tl.dot(q_back, tl.trans(behind), scores, input_precision="ieee", out_dtype=WIDE)
+    if not ALL:
+        scores = tl.where(seen, scores, float("-inf"))
+    most = tl.maximum(highest, tl.max(scores, 1) * scale)
     finite = tl.where(most == float("-inf"), 0.0, most)
-    weights = tl.exp(scores - finite[:, None])
-    kept = tl.exp(highest - finite)
+    weights = tl.exp2(scores * scale - finite[:, None])
+    kept = tl.exp2(highest - finite)
     total = total * kept + tl.sum(weights, 1)
-    sums = sums * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee", out_dtype=WIDE)
+    sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision="ieee", out_dtype=WIDE)
     return most, total, sums
 
 
@@ -216,19 +243,24 @@ def attend(
     highest = tl.full([LINES], float("-inf"), WIDE)
     total = tl.zeros([LINES], WIDE)
     sums = tl.zeros([LINES, WIDTH], WIDE)
-    middle = stop if TEXT else tl.minimum(tl.maximum(length // TILE, start), stop)  # before it all is committed
-    for tile in range(start, middle):
+    # All live lines see tiles `whole_from` to `whole_until` as they are; of the others each sees its own.
+    reach = tl.min(tl.where(live, own + 1, end), 0) if TEXT else length
+    whole_from = tl.minimum(tl.maximum(tl.cdiv(tl.max(tl.where(live, lowest, 0), 0), TILE), start), stop)
+    whole_until = tl.minimum(tl.maximum(reach // TILE, whole_from), stop)
+    for tile in range(whole_from, whole_until):
         at = tile * TILE + tl.arange(0, TILE)
         cells = cells_of(pages, at, end, PAGE, CELL)
-        seen = live[:, None] & (at[None, :] <= own[:, None]) & (at[None, :] >= lowest[:, None])
         highest, total, sums = taken_in(
-            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, scale,
-            SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN,
+            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, at, scale,
+            SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN, ALL=True,
         )  # fmt: skip
-    if not TEXT:
-        for tile in range(middle, stop):
-            at = tile * TILE + tl.arange(0, TILE)
-            cells = cells_of(pages, at, end, PAGE, CELL)
+    for tile in range(start, stop - (whole_until - whole_from)):
+        tile += tl.where(tile >= whole_from, whole_until - whole_from, 0)
+        at = tile * TILE + tl.arange(0, TILE)
+        cells = cells_of(pages, at, end, PAGE, CELL)
+        if TEXT:
+            seen = live[:, None] & (at[None, :] <= own[:, None]) & (at[None, :] >= lowest[:, None])
+        else:
             slot = at - length
             seen, label = tl.zeros([LINES, TILE], tl.int1) | (slot < 0)[None, :], tl.zeros([LINES, TILE], tl.int32)
             for word in tl.static_range(WORDS):
@@ -240,10 +272,10 @@ def attend(
                 label += tl.where(here[None, :], fewer, tl.where((place >= 32)[None, :], ones(held), 0))
             label += tl.minimum(at, length)[None, :]
             seen &= live[:, None] & (label >= lowest[:, None])
-            highest, total, sums = taken_in(
-                highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, scale,
-                SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN,
-            )  # fmt: skip
+        highest, total, sums = taken_in(
+            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, scale,
+            SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN, ALL=False,
+        )  # fmt: skip
     deep = tl.arange(0, WIDTH)
     place = batch_row * HEADS + own_head
     fits = live[:, None] & (deep < VALUE)[None, :]
@@ -254,10 +286,10 @@ def attend(
         tl.store(partials + kept_at + WIDTH + 1, total, mask=live)
     else:
         if SINKS:
-            sink = tl.load(sinks + own_head, mask=live, other=0.0).to(WIDE)
+            sink = tl.load(sinks + own_head, mask=live, other=0.0).to(WIDE) * LOG2E
             most = tl.maximum(highest, sink)
-            kept = tl.exp(highest - most)
-            total = total * kept + tl.exp(sink - most)
+            kept = tl.exp2(highest - most)
+            total = total * kept + tl.exp2(sink - most)
             sums *= kept[:, None]
         spoiled = tl.load(bad + batch_row, mask=live, other=0) != 0
         sums = sums / tl.where(total == 0, 1.0, total)[:, None]
@@ -283,7 +315,8 @@ def join(
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score, the sum) -> `out`.
+    """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score times log2(e), the sum) ->
+    `out`.
 
     With `BEFORE` also what was attended of other positions: `before` `[T, HEADS, VALUE]` and the logarithm to base 2 of
     its sum, `before_lse` `[T, HEADS]`; where there is `until`, only for requests of `each` rows whose entry is not 0.
@@ -294,27 +327,27 @@ def join(
     for split in tl.static_range(SPLITS):
         highest = tl.maximum(highest, tl.load(partials + (place * SPLITS + split) * (WIDTH + 2) + WIDTH))
     if SINKS:
-        highest = tl.maximum(highest, tl.load(sinks + head).to(WIDE))
+        sink = tl.load(sinks + head).to(WIDE) * LOG2E
+        highest = tl.maximum(highest, sink)
     if BEFORE:
         counts = True
         if until is not None:
             counts = tl.load(until + row // each) > 0
-        edge = tl.load(before_lse + place).to(WIDE) * 0.6931471805599453
-        edge = tl.where(counts, edge, float("-inf"))
+        edge = tl.where(counts, tl.load(before_lse + place).to(WIDE), float("-inf"))
         highest = tl.maximum(highest, edge)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total, sums = tl.zeros([], WIDE), tl.zeros([WIDTH], WIDE)
     for split in tl.static_range(SPLITS):
         part = partials + (place * SPLITS + split) * (WIDTH + 2)
-        kept = tl.exp(tl.load(part + WIDTH) - highest)
+        kept = tl.exp2(tl.load(part + WIDTH) - highest)
         total += tl.load(part + WIDTH + 1) * kept
         sums += tl.load(part + deep, mask=deep < VALUE, other=0.0) * kept
     if BEFORE:
-        kept = tl.exp(edge - highest)
+        kept = tl.exp2(edge - highest)
         total += kept
         sums += tl.load(before + place * VALUE + deep, mask=(deep < VALUE) & counts, other=0.0).to(WIDE) * kept
     if SINKS:
-        total += tl.exp(tl.load(sinks + head).to(WIDE) - highest)
+        total += tl.exp2(sink - highest)
     sums = tl.where(tl.load(bad + row) != 0, float("nan"), sums / tl.where(total == 0, 1.0, total))
     tl.store(out + place * VALUE + deep, sums.to(out.dtype.element_ty), mask=deep < VALUE)
 

@@ -16,7 +16,7 @@ from tests.gpu.stages.stage import Stage, run
 
 
 def program(x: torch.Tensor, memory: torch.Tensor) -> list[torch.Tensor]:
-    rows = (x @ x.t()).relu()
+    rows = (x @ x.t()).sin()  # no two alike, as devices order those as they like
     memory.index_copy_(0, torch.arange(2, device=x.device), rows[:2])
     values, ids = rows.topk(2)
     return [values, ids, rows.softmax(-1), memory.sum(0)]

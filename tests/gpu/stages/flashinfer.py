@@ -25,7 +25,7 @@ from cluster.recording import Ahead, repeated
 from cluster.tape import Tape
 from cluster.tools.local_engine import complete
 from tests.flashinfer.stand_in import stand_in_serves
-from tests.gpu.stages.kernels import there
+from tests.gpu.stages.attention import there
 from tests.gpu.stages.stage import NotHereError, Stage, run
 from tests.gpu.stages.tokens import requests
 from tests.tiny import tiny_draft, tiny_target

@@ -1,16 +1,15 @@
-"""Every program of Triton in bfloat16 against its twin in float64, on inputs that are new each time.
+"""Every program of Triton but attention, which is a stage of its own, in bfloat16 against its twin in float64.
 
 What a program does not write stays NaN: all memory is filled with it before.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cluster.attention.triton_backend import TritonAttention
 from cluster.bench.report import median
 from cluster.forward import filters
 from cluster.forward.chooser import TORCH
@@ -20,18 +19,16 @@ from cluster.forward.triton_chooser import TritonChooser, least_kept
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kernels.triton_kernels import TritonKernels
-from cluster.kv.page_table import PageTable
 from cluster.kv.triton_pool import TritonPool
 from cluster.timing import timer_of
+from tests.gpu.stages.attention import attended, filled_with_nan, there
 from tests.gpu.stages.stage import Stage, run
 from tests.gpu.trees import check_trees
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
 from tests.unit.forward.test_c_chooser import draw_of, logits_of, unfiltered
 from tests.unit.forward.test_choose import mixed
 
 BF16 = torch.bfloat16
-LONG: dict[str, Any] = {"committed": (2500, 700), "parents": TREE, "chunks": ((580, 600),)}
 
 
 class Inputs:
@@ -42,41 +39,6 @@ class Inputs:
 
     def __call__(self, *shape: int, times: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=self._dice) * times).to(BF16).to(self._stage.device)
-
-
-def there(given: Any, device: torch.device) -> Any:
-    """`given` with all its tensors on the device."""
-    if isinstance(given, Tensor):
-        return given.to(device)
-    if not hasattr(given, "__dataclass_fields__"):
-        return given
-    return replace(given, **{own.name: there(getattr(given, own.name), device) for own in fields(given)})
-
-
-def attended(case: Case, stage: Stage, make: Any = TritonAttention) -> Any:
-    """An attention over the case's cells on the device, bound to what its rows see."""
-    device, held = stage.device, case.filled()
-    table = PageTable(case.table.idle_row, case.table.length, case.page_size, device)
-    table.device_pages.copy_(case.table.device_pages)
-    pool = TritonPool(2, held.slots, held.cell, case.dtype, device, held.coded)
-    pool.kv.copy_(held.kv)
-    attention = make(pool, table, case.heads, (None, case.window), 0.3, case.values)
-    attention.bind(there(case.seen(), device))
-    return attention
-
-
-def attention(stage: Stage) -> None:
-    for kind, of_kind in KINDS.items():
-        for shape in stage.either(("all",), ("all", "wide", "long")):
-            with stage.check(f"attention, {kind}, {shape}") as facts:
-                given = {"heads": 4, "kv_heads": 2} | (LONG if shape == "long" else SHAPES[shape]) | of_kind
-                for d in stage.either((24,), (64, 128, 192, 576) if "latent" in of_kind else (64, 128, 192)):
-                    case = Case(**given, page_size=16, lies="scattered", dtype=BF16, d=d, seed=stage.seed)
-                    made = attended(case, stage)
-                    out = made(1, case.q.to(stage.device), case.kv.to(stage.device), there(case.sinks, stage.device))
-                    early = [row for row, text in enumerate(case.texts()) if len(text) - 1 < case.first]
-                    out = out.index_fill(0, torch.tensor(early, dtype=torch.int64, device=stage.device), 0)
-                    stage.near(facts, {f"d {d}": out}, {f"d {d}": case.expected()})
 
 
 def rows(stage: Stage, made: Inputs) -> None:
@@ -237,8 +199,7 @@ class Held(Case):
 
 
 def work(stage: Stage) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    assert torch.empty(4, device=stage.device).isnan().all()
+    filled_with_nan(stage)
     made = Inputs(stage)
     with torch.inference_mode():
         rows(stage, made)
@@ -246,7 +207,6 @@ def work(stage: Stage) -> None:
         trees(stage)
         choosing(stage)
         products(stage, made)
-        attention(stage)
         torch.use_deterministic_algorithms(False)
         timings(stage, made)
 
