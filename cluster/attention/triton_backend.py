@@ -20,9 +20,9 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
 LOG2E = log2(e)
-MOST_SPLITS = 16
+MOST_SPLITS = 64
+JOINED = 16  # parts whose values fit the registers of a program together
 INTERPRETED_PROCESSORS = 4  # few requests are split in the interpreter too
-MOST_LINES = 64
 
 
 class Before(NamedTuple):
@@ -118,9 +118,7 @@ class TritonAttention:
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
         blocks = self._blocks(each)
         tasks = requests * -(-each * self._heads // self._kv_heads // blocks.lines)
-        splits = min(MOST_SPLITS, max(1, 2 * self._processors // max(1, tasks * self._kv_heads)))
-        if before is not None:
-            splits = 1  # a window is short
+        splits = 1 if before is not None else self._splits(tasks * self._kv_heads)  # a window is short
         partials, until = None, None if before is None else before.until
         q, _, pages, bad, sinks, out = given
         assert q is not None and pages is not None and bad is not None and out is not None
@@ -131,7 +129,7 @@ class TritonAttention:
         numbers = *strides, 0, each, tree.width, 0, pages.stride(0), first, window, self._scale * LOG2E
         where = partials, tree.rows, tree.lens, bits, None, until
         how = {"TEXT": False, "SINKS": sinks is not None, "WORDS": words, "SPLITS": splits, **blocks.constants}
-        how["APART"] = before is not None
+        how |= {"APART": before is not None, "CHUNKS": 1}
         launch(gpu.attend, (tasks, self._kv_heads, splits), *given, *where, *numbers, **how, **self._constants)
         if partials is not None:
             self._join(partials, splits, bad, sinks, before, out[: requests * each], each)
@@ -148,6 +146,7 @@ class TritonAttention:
     ) -> None:
         """`out` `[T, nh * dv]` of `partials` and what was attended `before`; a request has `each` rows."""
         how = {"SINKS": sinks is not None, "BEFORE": before is not None, "SPLITS": splits}
+        how["AT_ONCE"] = max(1, min(splits, JOINED))
         sizes = {"HEADS": self._heads, "VALUE": self._value_dim}
         given = partials, bad, sinks, *(before or (None, None, None)), out, each
         launch(gpu.join, (out.shape[0], self._heads), *given, **how, **sizes, **self._wide)
@@ -156,17 +155,22 @@ class TritonAttention:
         q, _, pages, _, sinks, _ = given
         assert q is not None and pages is not None
         chunks, rows = text.rows.shape[0], q.shape[0] - after
-        blocks = self._blocks(rows)
+        blocks = self._blocks(rows, text=True)
         tasks = -(-rows * self._heads // self._kv_heads // blocks.lines) + chunks
         numbers = q.stride(0), 0, after, 0, 0, chunks, pages.stride(0), first, window, self._scale * LOG2E
         where = None, text.rows, text.starts, None, text.indptr, None
         how = {"TEXT": True, "SINKS": sinks is not None, "WORDS": 1, "SPLITS": 1, "APART": False}
-        how |= blocks.constants
+        how |= {"CHUNKS": whole(chunks), **blocks.constants}
         launch(gpu.attend, (tasks, self._kv_heads, 1), *given, *where, *numbers, **how, **self._constants)
 
-    def _blocks(self, rows: int) -> "Blocks":
+    def _blocks(self, rows: int, text: bool = False) -> "Blocks":
         """What a program works on, for requests of so many rows."""
-        return blocks_of(self._pool, self._value_dim, whole(rows * self._heads // self._kv_heads))
+        return blocks_of(self._pool, self._value_dim, whole(rows * self._heads // self._kv_heads), text)
+
+    def _splits(self, programs: int) -> int:
+        """In how many parts a prefix is read so that the processors are busy, a power of two: each is compiled."""
+        wanted = max(1, 2 * self._processors // max(1, programs))
+        return min(MOST_SPLITS, 1 << wanted.bit_length() - 1)
 
 
 class Blocks(NamedTuple):
@@ -183,15 +187,22 @@ class Blocks(NamedTuple):
         return {"LINES": self.lines, "TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def blocks_of(pool: KVPool, value_dim: int, lines: int) -> Blocks:
+def blocks_of(pool: KVPool, value_dim: int, lines: int, text: bool) -> Blocks:
     """For `lines` of a request that share a KV head: few where sums are wide, as these have to fit registers, and few
-    positions where cells are, as those in FP8 become numbers in registers.
+    positions where cells are, as those in FP8 become numbers in registers. What is fastest on an H100, of those that
+    spill no registers; wide heads, FP8 and float32 were not measured.
     """
-    coded, wide = pool.coded is not None, pool.cell[2] > 128 or pool.dtype.itemsize > 2
-    lines = min(MOST_LINES if value_dim <= 256 else 16, lines)
-    many = lines >= 64 or value_dim >= 256
-    tile = 16 if coded and value_dim > 256 else 32 if wide else 64
-    return Blocks(lines, tile, 8 if many else 4, 2 if many or coded else 3)
+    size, coded = pool.cell[2], pool.coded is not None
+    if coded or pool.dtype.itemsize > 2 or 128 < size <= 256:
+        lines = min(64 if value_dim <= 256 else 16, lines)
+        many = lines >= 64 or value_dim >= 256
+        tile = 16 if coded and value_dim > 256 else 32 if size > 128 or pool.dtype.itemsize > 2 else 64
+        return Blocks(lines, tile, 8 if many else 4, 2 if many or coded else 3)
+    if value_dim > 256:
+        return Blocks(16, 32, 4, 3) if lines < 32 else Blocks(32, 64, 8, 2)
+    if lines >= 64:
+        return Blocks(128, 128, 8, 2) if text and lines >= 128 else Blocks(64, 64, 4, 3)
+    return Blocks(lines, 64, 2 if lines == 16 and not text else 4, 4)
 
 
 def processors_of(device: torch.device) -> int:

@@ -1,5 +1,7 @@
 """Compiles every configuration for sm_90 and sm_100 without a GPU, and prints what each takes.
 
+Attention has to copy a tile while it works on the one before: whether Triton finds a way to is a matter of its version.
+
 `TRITON_INTERPRET=0 python -m tests.triton.compile_all [NAME ..]`; ends with 1 where one has too much.
 """
 
@@ -26,9 +28,12 @@ def main(names: list[str]) -> int:
             for capability in (90, 100):
                 made = compiled(one, capability)
                 fits = made.shared <= SHARED_MEMORY and not made.spilled
-                bad += not fits
+                waits = made.name == "attend" and not one.constants["CODED"] and not made.copies
+                bad += not fits or waits
                 numbers = f"{made.shared:8} {made.registers:9} {made.spilled:8}"
-                print(f"{name:24} {what:24} {capability:4} {numbers}{'' if fits else '  TOO MUCH'}", flush=True)
+                wrong = "" if fits else "  TOO MUCH"
+                wrong += "  WAITS FOR EACH TILE" if waits else ""
+                print(f"{name:24} {what:24} {capability:4} {numbers}{wrong}", flush=True)
     return 1 if bad else 0
 
 

@@ -34,12 +34,15 @@ SHARED_MEMORY = 227 << 10  # bytes that one block may have on sm_90 and sm_100
 
 
 class Compiled(NamedTuple):
-    """What one program takes: bytes of shared memory of a block, registers of a thread, bytes that did not fit them."""
+    """What one program takes: bytes of shared memory of a block, registers of a thread, bytes that did not fit them; and
+    how many of its instructions copy to shared memory while it works on.
+    """
 
     name: str
     shared: int
     registers: int
     spilled: int
+    copies: int
 
 
 class Started(NamedTuple):
@@ -85,7 +88,7 @@ def compiled(started: Started, capability: int) -> Compiled:
     source = ASTSource(program, signature, places, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     said = assembled(made.asm["ptx"], capability)
-    return Compiled(program.__name__, made.metadata.shared, *said)
+    return Compiled(program.__name__, made.metadata.shared, *said, made.asm["ptx"].count("cp.async.c"))
 
 
 def kind_of(value: Any) -> str:

@@ -55,6 +55,14 @@ def test_sizes_lengths_and_dtypes(shape: str, size: dict[str, Any], dtype: torch
     assert torch.allclose(one.given(make=TritonAttention).double(), one.expected(), atol=error, rtol=0)
 
 
+def test_many_chunks_and_each_finds_its_programs() -> None:
+    """Some are of a row, some of more than a program has."""
+    texts = tuple((3 * i, 3 * i + (1, 7, 40)[i % 3]) for i in range(19))
+    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered"}
+    one = Case(**given, committed=(5,), parents=TREE, chunks=texts)
+    assert torch.allclose(one.given(make=TritonAttention), one.expected(), atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("processors", [1, 3, 100])
 def test_a_split_prefix_gives_the_same(processors: int, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,7 @@ def attend(
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     APART: tl.constexpr,
+    CHUNKS: tl.constexpr,
     LINES: tl.constexpr,
     TILE: tl.constexpr,
     FRONT: tl.constexpr,
@@ -191,17 +192,17 @@ def attend(
     task, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, row, count, block = task, first_row, each, 0
     if TEXT:
-        before = 0
-        count, request = 0, 0
-        for i in range(chunks):
-            begin = tl.load(indptr + i).to(tl.int32)
-            own = tl.load(indptr + i + 1).to(tl.int32) - begin
-            blocks = tl.cdiv(own * REPEAT, LINES)
-            here = (task >= before) & (task < before + blocks)
-            request = tl.where(here, i, request)
-            row, count = tl.where(here, first_row + begin, row), tl.where(here, own, count)
-            block = tl.where(here, task - before, block)
-            before += blocks
+        chunk = tl.arange(0, CHUNKS)
+        begins = tl.load(indptr + chunk, mask=chunk < chunks, other=0).to(tl.int32)
+        counts = tl.load(indptr + chunk + 1, mask=chunk < chunks, other=0).to(tl.int32) - begins
+        blocks = tl.cdiv(counts * REPEAT, LINES)
+        until_task = tl.cumsum(blocks, 0)
+        request = tl.sum((until_task <= task).to(tl.int32), 0)
+        own_chunk = chunk == request  # none where there are fewer tasks
+        row = first_row + tl.sum(tl.where(own_chunk, begins, 0), 0)
+        count = tl.sum(tl.where(own_chunk, counts, 0), 0)
+        block = task - tl.sum(tl.where(own_chunk, until_task - blocks, 0), 0)
+        request = tl.minimum(request, chunks - 1)
     else:
         blocks = tl.cdiv(each * REPEAT, LINES)
         request, block = task // blocks, task % blocks
@@ -312,20 +313,22 @@ def join(
     HEADS: tl.constexpr,
     VALUE: tl.constexpr,
     SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score times log2(e), the sum) ->
-    `out`.
+    `out`, `AT_ONCE` of them at a time; both numbers are powers of two.
 
     With `BEFORE` also what was attended of other positions: `before` `[T, HEADS, VALUE]` and the logarithm to base 2 of
     its sum, `before_lse` `[T, HEADS]`; where there is `until`, only for requests of `each` rows whose entry is not 0.
     """
     row, head, deep = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     place = row * HEADS + head
-    highest = tl.full([], float("-inf"), WIDE)
-    for split in tl.static_range(SPLITS):
-        highest = tl.maximum(highest, tl.load(partials + (place * SPLITS + split) * (WIDTH + 2) + WIDTH))
+    highest, total, sums = tl.full([], float("-inf"), WIDE), tl.zeros([], WIDE), tl.zeros([WIDTH], WIDE)
+    if SPLITS > 0:
+        parts = partials + (place * SPLITS + tl.arange(0, SPLITS)) * (WIDTH + 2)
+        highest = tl.max(tl.load(parts + WIDTH), 0)
     if SINKS:
         sink = tl.load(sinks + head).to(WIDE) * LOG2E
         highest = tl.maximum(highest, sink)
@@ -336,12 +339,12 @@ def join(
         edge = tl.where(counts, tl.load(before_lse + place).to(WIDE), float("-inf"))
         highest = tl.maximum(highest, edge)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total, sums = tl.zeros([], WIDE), tl.zeros([WIDTH], WIDE)
-    for split in tl.static_range(SPLITS):
-        part = partials + (place * SPLITS + split) * (WIDTH + 2)
-        kept = tl.exp2(tl.load(part + WIDTH) - highest)
-        total += tl.load(part + WIDTH + 1) * kept
-        sums += tl.load(part + deep, mask=deep < VALUE, other=0.0) * kept
+    for begin in tl.static_range(0, SPLITS, AT_ONCE):
+        parts = partials + (place * SPLITS + begin + tl.arange(0, AT_ONCE)) * (WIDTH + 2)
+        kept = tl.exp2(tl.load(parts + WIDTH) - highest)
+        total += tl.sum(tl.load(parts + WIDTH + 1) * kept, 0)
+        values = tl.load(parts[:, None] + deep[None, :], mask=(deep < VALUE)[None, :], other=0.0)
+        sums += tl.sum(values * kept[:, None], 0)
     if BEFORE:
         kept = tl.exp2(edge - highest)
         total += kept
