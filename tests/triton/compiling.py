@@ -34,8 +34,8 @@ SHARED_MEMORY = 227 << 10  # bytes that one block may have on sm_90 and sm_100
 
 
 class Compiled(NamedTuple):
-    """What one program takes: bytes of shared memory of a block, registers of a thread, bytes that did not fit them; and
-    how many of its instructions copy to shared memory while it works on.
+    """What one program takes: bytes of shared memory of a block, registers of a thread, bytes that did not fit, and
+    how many instructions copy to shared memory meanwhile.
     """
 
     name: str
