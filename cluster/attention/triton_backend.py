@@ -116,9 +116,10 @@ class TritonAttention:
     ) -> None:
         bits = with_rows_whole(tree.bits)
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
-        blocks = self._blocks(each)
+        # A window is short, and its masks take registers.
+        blocks = self._blocks(each, most=128 if before is None else 32)
         tasks = requests * -(-each * self._heads // self._kv_heads // blocks.lines)
-        splits = 1 if before is not None else self._splits(tasks * self._kv_heads)  # a window is short
+        splits = 1 if before is not None else self._splits(tasks * self._kv_heads)
         partials, until = None, None if before is None else before.until
         q, _, pages, bad, sinks, out = given
         assert q is not None and pages is not None and bad is not None and out is not None
@@ -129,7 +130,7 @@ class TritonAttention:
         numbers = *strides, 0, each, tree.width, 0, pages.stride(0), first, window, self._scale * LOG2E
         where = partials, tree.rows, tree.lens, bits, None, until
         how = {"TEXT": False, "SINKS": sinks is not None, "WORDS": words, "SPLITS": splits, **blocks.constants}
-        how |= {"APART": before is not None, "CHUNKS": 1}
+        how |= {"APART": before is not None, "WINDOWED": max(window, first) > 0 or before is not None, "CHUNKS": 1}
         launch(gpu.attend, (tasks, self._kv_heads, splits), *given, *where, *numbers, **how, **self._constants)
         if partials is not None:
             self._join(partials, splits, bad, sinks, before, out[: requests * each], each)
@@ -160,12 +161,13 @@ class TritonAttention:
         numbers = q.stride(0), 0, after, 0, 0, chunks, pages.stride(0), first, window, self._scale * LOG2E
         where = None, text.rows, text.starts, None, text.indptr, None
         how = {"TEXT": True, "SINKS": sinks is not None, "WORDS": 1, "SPLITS": 1, "APART": False}
-        how |= {"CHUNKS": whole(chunks), **blocks.constants}
+        how |= {"WINDOWED": max(window, first) > 0, "CHUNKS": whole(chunks), **blocks.constants}
         launch(gpu.attend, (tasks, self._kv_heads, 1), *given, *where, *numbers, **how, **self._constants)
 
-    def _blocks(self, rows: int, text: bool = False) -> "Blocks":
-        """What a program works on, for requests of so many rows."""
-        return blocks_of(self._pool, self._value_dim, whole(rows * self._heads // self._kv_heads), text)
+    def _blocks(self, rows: int, text: bool = False, most: int = 128) -> "Blocks":
+        """What a program works on, for requests of so many rows; `most` lines at once."""
+        lines = min(most, whole(rows * self._heads // self._kv_heads))
+        return blocks_of(self._pool, self._value_dim, lines, text)
 
     def _splits(self, programs: int) -> int:
         """In how many parts a prefix is read so that the processors are busy, a power of two: each is compiled."""
@@ -192,16 +194,19 @@ def blocks_of(pool: KVPool, value_dim: int, lines: int, text: bool) -> Blocks:
     positions where cells are, as those in FP8 become numbers in registers. What is fastest on an H100, of those that
     spill no registers; wide heads, FP8 and float32 were not measured.
     """
-    size, coded = pool.cell[2], pool.coded is not None
+    size, coded, wide = pool.cell[2], pool.coded is not None, value_dim > 256
     if coded or pool.dtype.itemsize > 2 or 128 < size <= 256:
-        lines = min(64 if value_dim <= 256 else 16, lines)
+        lines = min(16 if wide else 64 if text or size <= 128 else 32, lines)
         many = lines >= 64 or value_dim >= 256
-        tile = 16 if coded and value_dim > 256 else 32 if size > 128 or pool.dtype.itemsize > 2 else 64
-        return Blocks(lines, tile, 8 if many else 4, 2 if many or coded else 3)
-    if value_dim > 256:
+        small = size > 128 or pool.dtype.itemsize > 2 or (coded and not many)
+        tile = 16 if coded and wide else 32 if small else 64
+        return Blocks(lines, tile, 8 if many else 4, 2 if many else 3)
+    if wide:
         return Blocks(16, 32, 4, 3) if lines < 32 else Blocks(32, 64, 8, 2)
+    if lines >= 64 and text:
+        return Blocks(128, 128, 8, 2) if lines >= 128 else Blocks(64, 64, 4, 3)
     if lines >= 64:
-        return Blocks(128, 128, 8, 2) if text and lines >= 128 else Blocks(64, 64, 4, 3)
+        return Blocks(64, 32, 4, 5)
     return Blocks(lines, 64, 2 if lines == 16 and not text else 4, 4)
 
 

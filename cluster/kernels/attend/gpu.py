@@ -167,6 +167,7 @@ def attend(
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     APART: tl.constexpr,
+    WINDOWED: tl.constexpr,
     CHUNKS: tl.constexpr,
     LINES: tl.constexpr,
     TILE: tl.constexpr,
@@ -220,14 +221,18 @@ def attend(
     if not TEXT:
         ancestors += request * bits_stride
         end = length + width
-        own = tl.zeros([LINES], tl.int32) + (length - 1)
-        for word in tl.static_range(WORDS):
-            own += ones(tl.load(ancestors + own_row * WORDS + word, mask=live, other=0))
-    lowest = tl.where(window > 0, tl.maximum(own - window + 1, 0), 0)
-    lowest = tl.where((first > 0) & (own >= first), tl.maximum(lowest, first), lowest)
-    if APART:
-        lowest = tl.maximum(lowest, tl.load(until + request).to(tl.int32))
-    begin = tl.min(tl.where(live, lowest, end), 0) // TILE
+        if WINDOWED:
+            own = tl.zeros([LINES], tl.int32) + (length - 1)
+            for word in tl.static_range(WORDS):
+                own += ones(tl.load(ancestors + own_row * WORDS + word, mask=live, other=0))
+    begin, highest_lowest = 0, 0
+    if WINDOWED:
+        lowest = tl.where(window > 0, tl.maximum(own - window + 1, 0), 0)
+        lowest = tl.where((first > 0) & (own >= first), tl.maximum(lowest, first), lowest)
+        if APART:
+            lowest = tl.maximum(lowest, tl.load(until + request).to(tl.int32))
+        begin = tl.min(tl.where(live, lowest, end), 0) // TILE
+        highest_lowest = tl.max(tl.where(live, lowest, 0), 0)
     tiles = tl.cdiv(end, TILE) - begin
     share = tl.cdiv(tiles, SPLITS)
     start, stop = begin + split * share, begin + tl.minimum((split + 1) * share, tiles)
@@ -246,7 +251,7 @@ def attend(
     sums = tl.zeros([LINES, WIDTH], WIDE)
     # All live lines see tiles `whole_from` to `whole_until` as they are; of the others each sees its own.
     reach = tl.min(tl.where(live, own + 1, end), 0) if TEXT else length
-    whole_from = tl.minimum(tl.maximum(tl.cdiv(tl.max(tl.where(live, lowest, 0), 0), TILE), start), stop)
+    whole_from = tl.minimum(tl.maximum(tl.cdiv(highest_lowest, TILE), start), stop)
     whole_until = tl.minimum(tl.maximum(reach // TILE, whole_from), stop)
     for tile in range(whole_from, whole_until):
         at = tile * TILE + tl.arange(0, TILE)
@@ -260,19 +265,23 @@ def attend(
         at = tile * TILE + tl.arange(0, TILE)
         cells = cells_of(pages, at, end, PAGE, CELL)
         if TEXT:
-            seen = live[:, None] & (at[None, :] <= own[:, None]) & (at[None, :] >= lowest[:, None])
+            seen = live[:, None] & (at[None, :] <= own[:, None])
+            if WINDOWED:
+                seen &= at[None, :] >= lowest[:, None]
         else:
             slot = at - length
-            seen, label = tl.zeros([LINES, TILE], tl.int1) | (slot < 0)[None, :], tl.zeros([LINES, TILE], tl.int32)
+            seen = live[:, None] & (slot < 0)[None, :]
+            label = tl.zeros([LINES, TILE], tl.int32) + tl.minimum(at, length)[None, :]
             for word in tl.static_range(WORDS):
                 held = tl.load(ancestors + own_row * WORDS + word, mask=live, other=0)[:, None]
                 place = slot - 32 * word
                 here, below = (place >= 0) & (place < 32) & (slot < width), place & 31
                 seen |= here[None, :] & (((held >> below[None, :]) & 1) != 0)
-                fewer = ones(held & ((1 << below[None, :]) - 1))
-                label += tl.where(here[None, :], fewer, tl.where((place >= 32)[None, :], ones(held), 0))
-            label += tl.minimum(at, length)[None, :]
-            seen &= live[:, None] & (label >= lowest[:, None])
+                if WINDOWED:
+                    fewer = ones(held & ((1 << below[None, :]) - 1))
+                    label += tl.where(here[None, :], fewer, tl.where((place >= 32)[None, :], ones(held), 0))
+            if WINDOWED:
+                seen &= label >= lowest[:, None]
         highest, total, sums = taken_in(
             highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, scale,
             SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN, ALL=False,
