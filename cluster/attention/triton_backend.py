@@ -192,10 +192,11 @@ class Blocks(NamedTuple):
 def blocks_of(pool: KVPool, value_dim: int, lines: int, text: bool) -> Blocks:
     """For `lines` of a request that share a KV head: few where sums are wide, as these have to fit registers, and few
     positions where cells are, as those in FP8 become numbers in registers. What is fastest on an H100, of those that
-    spill no registers; wide heads, FP8 and float32 were not measured.
+    spill no registers; heads wider than 128, FP8 and float32 were not measured, and float32 spills.
     """
-    size, coded, wide = pool.cell[2], pool.coded is not None, value_dim > 256
-    if coded or pool.dtype.itemsize > 2 or 128 < size <= 256:
+    size, coded = pool.cell[2], pool.coded is not None
+    wide = pool.cell[0] == 1 or value_dim > 256  # latents, whose keys are their values
+    if coded or pool.dtype.itemsize > 2 or (size > 128 and not wide):
         lines = min(16 if wide else 64 if text or size <= 128 else 32, lines)
         many = lines >= 64 or value_dim >= 256
         small = size > 128 or pool.dtype.itemsize > 2 or (coded and not many)

@@ -27,6 +27,7 @@ stages=(
     kernels             60
     attention           60
     tokens              75
+    demo                60
     syncs               45
     roofline_llama      80
     roofline_qwen3      80

@@ -23,6 +23,7 @@ EACH = {  # a check that shows what a stage is about
     "kernels": "choose, noise",
     "attention": "attention, FP8, latent, all",
     "tokens": "topk 2, temperature 0.8, captured",
+    "demo": "temperature 0.8, chain of 3",
     "syncs": "200 steps, captured",
     "roofline_llama": "roofline of llama-8b",
     "roofline_qwen3": "roofline of qwen3-30b-a3b",

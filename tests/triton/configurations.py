@@ -78,6 +78,7 @@ SHAPES = {
     "DeepSeek, an eighth": Shape(7168, 16, 1, 576, 2048, value=512, turned=64),
     "Llama-3.1-8B, FP8 cache": Shape(4096, 32, 8, 128, 14336, fp8=True),
     "gpt-oss, FP8 cache": Shape(2880, 64, 8, 64, 2880, sinks=True, window=128, fp8=True),
+    "small latents": Shape(2048, 16, 1, 320, 1408, value=256, turned=64),
     "DeepSeek, FP8 cache": Shape(7168, 128, 1, 576, 2048, value=512, turned=64, fp8=True),
     "GLM-4": Shape(4096, 32, 2, 128, 13696, turned=64),
 }

@@ -182,9 +182,10 @@ def attend(
     In FP8 (`CODED`) `CELL` are bytes, and behind `NUMBERS` codes are the scales of keys, those of values `SCALES` after
     them.
 
-    Of a tree, program p has lines of request p // blocks; its `each` rows see the first `starts[p]` positions and what
-    `bits` say of `width` slots after them, of which, if `APART`, those from `until[p]` on are read. Of a text, rows
-    `indptr[i]` onwards are at `starts[i]` onwards.
+    Of a tree, program p has lines of request i = p // blocks; its `each` rows see the first `starts[i]` positions and
+    what `bits` say of `width` slots after them, of which, if `APART`, those from `until[i]` on are read. Of a text with
+    `chunks`, at most `CHUNKS`, a power of two, rows `indptr[i]` onwards are at `starts[i]` onwards. Only if `WINDOWED`
+    may rows not see the first positions, for a `window`, `first` or `until`.
     Keys are taken in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of two.
     """
     REPEAT: tl.constexpr = HEADS // KV_HEADS
@@ -214,7 +215,7 @@ def attend(
     live = own_row < count
     batch_row = (row + own_row).to(tl.int64)
 
-    # What the lines see: positions `lowest` to `own`, the last at most `end` - 1.
+    # What the lines see: positions `lowest` (0 unless `WINDOWED`) to `own` (of a tree by its bits), all below `end`.
     own = length + own_row
     end = tl.max(tl.where(live, own, -1), 0) + 1
     ancestors = bits
@@ -327,7 +328,7 @@ def join(
     WIDE: tl.constexpr,
 ):
     """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score times log2(e), the sum) ->
-    `out`, `AT_ONCE` of them at a time; both numbers are powers of two.
+    `out`, `AT_ONCE` of them at a time: powers of two, but `SPLITS` is 0 where there are none.
 
     With `BEFORE` also what was attended of other positions: `before` `[T, HEADS, VALUE]` and the logarithm to base 2 of
     its sum, `before_lse` `[T, HEADS]`; where there is `until`, only for requests of `each` rows whose entry is not 0.
