@@ -4,7 +4,7 @@ It must equal `TorchAttention`. Nothing that it starts depends on a length, so a
 """
 
 from collections.abc import Sequence
-from math import e, log2, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from cluster.kv.codes import largest
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
-LOG2E = log2(e)
+LOG2E = gpu.LOG2E.value
 MOST_SPLITS = 64
 JOINED = 16  # parts whose values fit the registers of a program together
 INTERPRETED_PROCESSORS = 4  # few requests are split in the interpreter too

@@ -25,14 +25,14 @@ export PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0 # NCCL's own watchdo
 stages=(
     ceilings            30
     kernels             60
-    attention           60
+    attention           90
     tokens              75
     demo                60
-    syncs               45
+    syncs               60
     roofline_llama      80
     roofline_qwen3      80
     roofline_mla        70
-    capture             40
+    capture             60
     nccl                25
     flashinfer          60
 )

@@ -85,13 +85,8 @@ SHAPES = {
 # R, topk, depth and nodes; active experts, all, columns of their results, with biases or not.
 GROWN = ((64, 1, 3, 4), (64, 4, 3, 16), (32, 8, 5, 32), (8, 10, 8, 60), (2, 16, 16, 256))
 EXPERTS = ((8, 128, 2048, False), (4, 32, 2880, True), (6, 64, 2048, False), (8, 256, 7168, False))
-TREES = {
-    "alone": (1, 1),
-    "plain": (64, 1),
-    "chain": (16, 4),
-    "tree": (4, 32),
-    "wide tree": (1, 60),
-}  # requests, rows of each
+TREES = {"alone": (1, 1), "plain": (64, 1), "chain": (16, 4), "tree": (4, 32), "wide tree": (1, 60)}
+"""Requests, and rows of each."""
 
 
 def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:

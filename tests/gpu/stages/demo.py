@@ -16,7 +16,7 @@ TREES = (Shape(3), Shape(4, 4, 16))
 
 def config(stage: Stage, tree: Shape, requests: int, dtype: str, **settings: object) -> EngineConfig:
     """As `aerie bench` has engines of the pair, captured; dry by the kernels in C, as Triton is interpreted there."""
-    captured = {"capture": "on"} if stage.dry else {"capture": "auto", "capture_sizes": (1, requests)}
+    captured = {"capture": "on"} if stage.dry else {"capture": "auto", "capture_sizes": tuple(sorted({1, requests}))}
     there = {"device": stage.device.type, "attention_backend": stage.either("c", "triton"), **captured}
     return Pair(dtype=dtype).config(tree, requests).model_copy(update=there | settings)
 
