@@ -1,9 +1,10 @@
 #!/bin/bash
-# What is to be proven and measured on a GPU, in one call of at most nine minutes: bash tests/gpu/all.sh [--dry] OUT
+# What is to be proven and measured on a GPU, in calls of at most nine minutes: bash tests/gpu/all.sh [--dry] OUT
 #
 # Each stage is a process with a time of its own and appends its results to OUT/results.jsonl as it goes, the most
-# important stages first, so a run that is cut off still counts. A stage that fails, hangs or ends without a word is
-# named, and the others run. The last line on stdout is the summary, JSON. Ends with 1 if a stage was not passed.
+# important stages first, so a run that is cut off still counts. A stage that fails, hangs, ends without a word or for
+# which no time was left is named, and the others run; the proofs always fit one call, what is measured fits a second.
+# The last line on stdout is the summary, JSON. Ends with 1 if a stage was not passed.
 #
 # --dry    the same stages on a CPU: Triton's interpreter in place of compiled programs, tapes of graphs, gloo of NCCL;
 #          it takes two to three minutes, but has ten times the time, as CPUs are shared
@@ -24,16 +25,16 @@ export PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0 # NCCL's own watchdo
 # stage                 seconds that it may take
 stages=(
     ceilings            30
-    kernels             60
+    kernels            120
     attention           90
     tokens              75
     demo                60
     syncs               60
+    capture             60
+    nccl                25
     roofline_llama      80
     roofline_qwen3      80
     roofline_mla        70
-    capture             60
-    nccl                25
     flashinfer          60
 )
 

@@ -25,11 +25,11 @@ EACH = {  # a check that shows what a stage is about
     "tokens": "topk 2, temperature 0.8, captured",
     "demo": "temperature 0.8, chain of 3",
     "syncs": "200 steps, captured",
+    "capture": "capture, sizes 1, 2, 4",
+    "nccl": "collectives are captured and replayed",
     "roofline_llama": "roofline of llama-8b",
     "roofline_qwen3": "roofline of qwen3-30b-a3b",
     "roofline_mla": "roofline of mla",
-    "capture": "capture, sizes 1, 2, 4",
-    "nccl": "collectives are captured and replayed",
     "flashinfer": "an engine's tokens",
 }
 
@@ -110,12 +110,13 @@ def test_stages_pass_with_what_a_gpu_machine_has(stages: tuple[str, ...], tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_broken_stages_are_named_and_others_run(tmp_path: Path) -> None:
-    harms = {"ceilings": "fail", "syncs": "die", "roofline_mla": "kill", "capture": "hang"}
-    stages, broken = [*harms, "nccl"], " ".join(f"{stage}:{harm}" for stage, harm in harms.items())
+    harms = {"ceilings": "fail", "syncs": "die", "capture": "hang", "roofline_mla": "kill"}
+    stages = ["ceilings", "syncs", "capture", "nccl", "roofline_mla"]
+    broken = " ".join(f"{stage}:{harm}" for stage, harm in harms.items())
     rc, summary, _ = run(tmp_path, STAGES=" ".join(stages), BREAK=broken, SECONDS_capture="8")
     assert rc == 1 and not summary["passed"] and summary["bad"] == [*harms]
     found = {name: one["status"] for name, one in summary["stages"].items()}
-    assert found == dict(zip(stages, ["failed", "ended", "killed", "cut", "passed"], strict=True))
+    assert found == dict(zip(stages, ["failed", "ended", "cut", "passed", "killed"], strict=True))
     assert "ZeroDivisionError" in summary["stages"]["ceilings"]["failed"]["ceilings"]
     assert all(summary["stages"][name]["why"] for name in harms)
 
@@ -133,16 +134,12 @@ def test_a_run_that_is_told_to_end_says_what_it_has_and_leaves_nothing_behind(tm
     assert {one["why"] for one in summary["stages"].values()} == {"cut off"}
 
 
-def test_the_stages_fit_one_call() -> None:
-    """Of ten minutes at most, with a minute to spare; stages seldom take all that they may."""
+def test_what_is_proven_fits_one_call_and_what_is_measured_a_second() -> None:
+    """A call may take 540 s, each stage all of its own; a stage is not begun in the last 5 s."""
     text = (FOLDER / "all.sh").read_text()
-    assert "SECONDS_IN_ALL:-$((540 *" in text and sum(int(most) for _, most in STAGES) <= 600
-
-
-def test_what_is_carried_is_needed(tmp_path: Path) -> None:
-    """Without it the engine cannot be imported, so the folder of the first test has nothing else."""
-    site = only(at_hand() | {"typing-extensions"}, tmp_path / "site")
-    command = [sys.executable, "-S", "-c", "import cluster.engine"]
-    environment = os.environ | {"PYTHONPATH": f"{site}:{ROOT}"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode and "No module named 'pydantic'" in done.stderr
+    assert "SECONDS_IN_ALL:-$((540 *" in text
+    times = {name: int(most) for name, most in STAGES}
+    measured = [name for name in times if name.startswith("roofline") or name == "flashinfer"]
+    assert list(times)[-len(measured) :] == measured, "proofs first"
+    second = sum(times[name] for name in measured)
+    assert second <= 535 and sum(times.values()) - second <= 535
