@@ -143,3 +143,12 @@ def test_what_is_proven_fits_one_call_and_what_is_measured_a_second() -> None:
     assert list(times)[-len(measured) :] == measured, "proofs first"
     second = sum(times[name] for name in measured)
     assert second <= 535 and sum(times.values()) - second <= 535
+
+
+def test_what_is_carried_is_needed(tmp_path: Path) -> None:
+    """Without it the engine cannot be imported, so the folder of the first test has nothing else."""
+    site = only(at_hand() | {"typing-extensions"}, tmp_path / "site")
+    command = [sys.executable, "-S", "-c", "import cluster.engine"]
+    environment = os.environ | {"PYTHONPATH": f"{site}:{ROOT}"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and "No module named 'pydantic'" in done.stderr
