@@ -5,8 +5,7 @@
 
 #define BLOCK 512
 #define TILE 64  /* lines of a task of a text */
-#define KEYS 16   /* cells that are scored before more are asked for */
-#define COPIES 64 /* cells that are copied at a time, so that they stay in the nearest cache */
+#define SOME 16  /* cells that are scored or weighed before more are asked for; their copies stay in the nearest cache */
 #define AHEAD 128 /* cells before its use that one is asked for */
 
 struct aerie_attend {
@@ -109,20 +108,19 @@ INLINE const real *placed(const struct job *j, int which, int64_t slot, int64_t 
     return copy;
 }
 
-/* Asks for keys and values from position `p` to `stop` - 1, into the second cache: cells of a prefix lie too far apart for
+/* Asks for keys or values from position `p` to `stop` - 1, into the second cache: cells of a prefix lie too far apart for
  * a processor to guess the next. Inlined, as GCC drops calls of a function that asks and does nothing else.
  */
-INLINE void asked(const struct job *j, const struct task *t, int64_t p, int64_t stop)
+INLINE void asked(const struct job *j, const struct task *t, int which, int64_t p, int64_t stop)
 {
     const struct aerie_attend *a = j->a;
     int64_t each = a->coded ? 1 : sizeof(stored), count = a->parts * a->kv_heads * a->size * each;
     int64_t bytes = a->size * each, cell = a->coded ? a->coded : count, page = a->page_size;
     for (int64_t slot = 0, left = 0; p < stop; p++, slot++, left--) {
         if (!left) slot = slot_of(a, t->table, p), left = page - p % page;
-        const char *key = (const char *)a->memory + slot * cell + t->head * bytes, *value = key + a->kv_heads * bytes;
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(key + i, 0, 2);
-        for (int64_t i = 0; a->parts == 2 && i < bytes; i += 64) __builtin_prefetch(value + i, 0, 2);
-        if (a->coded) __builtin_prefetch((const char *)a->memory + slot * cell + count, 0, 2);
+        const char *from = (const char *)a->memory + slot * cell + (which * a->kv_heads + t->head) * bytes;
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+        if (a->coded && which == KEY) __builtin_prefetch((const char *)a->memory + slot * cell + count, 0, 2);
     }
 }
 
@@ -139,14 +137,17 @@ static void placed_run(const struct job *j, const struct task *t, int which, int
 
 INLINE int64_t shared_by(const struct task *t) { return t->bits ? t->start : t->end; }
 
-/* While cells `p` to `p` + `n` - 1 are scored, asks for those that come AHEAD, or one task, behind them. */
-INLINE void asked_ahead(const struct job *j, const struct task *t, int64_t p, int64_t n)
+/* While keys are scored or values weighed, of cells `p` to `p` + `n` - 1, asks for the same that come AHEAD, or one task,
+ * behind them: memory is never without work, and never asked for more at once than it takes.
+ */
+INLINE void asked_ahead(const struct job *j, const struct task *t, int which, int64_t p, int64_t n)
 {
+    if (which == VALUE && j->a->parts == 1) return; /* a latent is both */
     int64_t end = shared_by(t), from = p + smaller(AHEAD, end - t->begin), to = from + n, past = to - end;
-    if (from < end) asked(j, t, from, smaller(to, end));
+    if (from < end) asked(j, t, which, from, smaller(to, end));
     if (past <= 0 || t->splits > 1 || t + 1 == j->tasks + j->count) return;
     int64_t begin = t[1].begin + larger(from - end, 0);
-    asked(j, t + 1, begin, smaller(t[1].begin + past, shared_by(t + 1)));
+    asked(j, t + 1, which, begin, smaller(t[1].begin + past, shared_by(t + 1)));
 }
 
 /* scores[line][cell] of `ls` lines and `cs` cells, each a sum of LANES lanes. */
@@ -163,6 +164,15 @@ INLINE void products(int ls, int cs, const real *q, int64_t deep, const real *co
                 for (int c = 0; c < cs; c++) sum[l * cs + c].part[f] += x * k[c];
             }
         }
+#ifdef DENSE
+    if (ls == 4 && cs == 4) {
+        vec x[4][4];
+        for (int i = 0; i < 16; i++) x[i / 4][i % 4] = sum[i].part[0];
+        vec s = sixteen_summed(x) * scale;
+        for (int l = 0; l < 4; l++) memcpy(scores + l * BLOCK, (const real *)&s + 4 * l, 4 * sizeof(real));
+        return;
+    }
+#endif
     for (int l = 0; l < ls; l++)
         for (int c = 0; c < cs; c += SUMS) {
             if (cs >= SUMS) {
@@ -252,8 +262,14 @@ INLINE void softmax(real *scores, int64_t low, int64_t high, real *highest, real
     int64_t end = up(high, LANES);
     for (int64_t i = 0; i < low; i++) scores[i] = -(real)INFINITY;
     for (int64_t i = high; i < end; i++) scores[i] = -(real)INFINITY;
-    real most = -(real)INFINITY;
-    for (int64_t i = low; i < high; i++) most = scores[i] > most ? scores[i] : most;
+    vec top = all(-(real)INFINITY);
+    for (int64_t i = 0; i < end; i += EACH) {
+        vec x = *(const loose *)(scores + i);
+        ints more = x > top;
+        top = (vec)(((ints)x & more) | ((ints)top & ~more));
+    }
+    real most = top[0];
+    for (int i = 1; i < EACH; i++) most = top[i] > most ? top[i] : most;
     lanes sum = {{{0}}};
     for (int64_t i = 0; i < end; i += LANES)
         for (int f = 0; f < FOLDS; f++) {
@@ -295,8 +311,8 @@ static void block(const struct job *j, const struct task *t, int64_t number, con
     real *copies = (real *)(at + BLOCK);
     real *scores = aerie_scratch(2, sizeof(real) * lines * BLOCK), scale = (real)a->scale;
     for (int64_t p = begin, n; p < shared; p += n) {
-        n = smaller(KEYS, shared - p);
-        asked_ahead(j, t, p, n);
+        n = smaller(SOME, shared - p);
+        asked_ahead(j, t, KEY, p, n);
         placed_run(j, t, KEY, p, n, at, copies);
         score(q, lines, j->deep, at, n, scale, scores + (p - base));
     }
@@ -316,7 +332,8 @@ static void block(const struct job *j, const struct task *t, int64_t number, con
         }
     }
     for (int64_t p = begin, n; p < shared; p += n) {
-        n = smaller(COPIES, shared - p);
+        n = smaller(SOME, shared - p);
+        asked_ahead(j, t, VALUE, p, n);
         placed_run(j, t, VALUE, p, n, at, copies);
         weigh(scores + (p - base), lines, at, n, values, j->wide);
     }
