@@ -124,14 +124,22 @@ INLINE void asked(const struct job *j, const struct task *t, int which, int64_t 
     }
 }
 
-/* Where `count` keys or values are, from position `p` on. */
+/* Where `count` keys or values are, from position `p` on: the cells of a page lie one behind the other. */
 static void placed_run(const struct job *j, const struct task *t, int which, int64_t p, int64_t count, const real **at,
                        real *copies)
 {
-    int64_t each = larger(j->deep, j->wide), size = j->a->page_size;
-    for (int64_t i = 0, slot = 0, left = 0; i < count; i++, p++, slot++, left--) {
-        if (!left) slot = slot_of(j->a, t->table, p), left = size - p % size;
-        at[i] = placed(j, which, slot, t->head, copies + i * each);
+    const struct aerie_attend *a = j->a;
+    int64_t each = larger(j->deep, j->wide), page = a->page_size, cell = a->parts * a->kv_heads * a->size;
+    for (int64_t i = 0; i < count;) {
+        int64_t slot = slot_of(a, t->table, p + i), stop = smaller(count, i + page - (p + i) % page);
+#if KIND != 16
+        if (in_place(j)) {
+            const stored *from = placed(j, which, slot, t->head, NULL);
+            for (; i < stop; i++, from += cell) at[i] = from;
+            continue;
+        }
+#endif
+        for (; i < stop; i++, slot++) at[i] = placed(j, which, slot, t->head, copies + i * each);
     }
 }
 
@@ -312,9 +320,11 @@ static void block(const struct job *j, const struct task *t, int64_t number, con
     real *scores = aerie_scratch(2, sizeof(real) * lines * BLOCK), scale = (real)a->scale;
     for (int64_t p = begin, n; p < shared; p += n) {
         n = smaller(SOME, shared - p);
-        asked_ahead(j, t, KEY, p, n);
         placed_run(j, t, KEY, p, n, at, copies);
-        score(q, lines, j->deep, at, n, scale, scores + (p - base));
+        for (int64_t c = 0; c < n; c += 4) {
+            asked_ahead(j, t, KEY, p + c, smaller(4, n - c));
+            score(q, lines, j->deep, at + c, smaller(4, n - c), scale, scores + (p + c - base));
+        }
     }
     memset(values, 0, sizeof(real) * lines * j->wide);
     for (int64_t r = 0; r < t->count; r++) {
