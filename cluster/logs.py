@@ -85,7 +85,7 @@ def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool
         handler.addFilter(_wanted)
         _installed.append((logging.getLogger(), handler))
     if (last := _last_logger(SERVE)) is not logging.getLogger():
-        _installed.append((last, handlers[0]))
+        _installed.append((last, Relay(handlers[0])))
     for logger, handler in _installed:
         logger.addHandler(handler)
     logging.getLogger(OURS).setLevel(logging.INFO)
@@ -101,6 +101,21 @@ def _last_logger(name: str) -> logging.Logger:
 
 def _wanted(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] == OURS
+
+
+class Relay(logging.Handler):
+    """Passes the records of a logger on to a handler of another logger, with that handler's filters and format.
+
+    The log's own handler cannot be on Ray's loggers: `ray.init` gives each of their handlers a format of Ray's.
+    """
+
+    def __init__(self, target: logging.Handler) -> None:
+        super().__init__()
+        self._target = target
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass one record on."""
+        self._target.handle(record)
 
 
 class SharedFile(logging.Handler):
@@ -217,8 +232,9 @@ class JsonLines(logging.Formatter):
 
 
 def _time(record: logging.LogRecord) -> str:
-    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    return f"{seconds}.{int(record.msecs):03d}Z"
+    """The time of a record in UTC. All of it is from `created`: Ray's record factory changes that, and not `msecs`."""
+    seconds, milliseconds = divmod(int(record.created * 1000), 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03d}Z"
 
 
 def level_and_logger(line: str) -> tuple[int, str]:

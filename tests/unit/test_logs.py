@@ -74,6 +74,30 @@ def test_json_is_one_object_a_line_whatever_the_message_holds(tmp_path: Path) ->
     assert "KeyError" in data["exception"] and re.fullmatch(TIME, data["time"])
 
 
+def test_ray_may_set_the_format_of_its_loggers_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray.init` gives every handler of the logger `ray` a format of its own, in local time."""
+    ray = logging.getLogger("ray")
+    monkeypatch.setattr(ray, "propagate", False)
+    monkeypatch.setattr(ray, "handlers", [])
+    path = tmp_path / "server.log"
+    configure(LogSettings(str(path), "json"), to_stderr=False)
+    for handler in ray.handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logging.getLogger("ray.serve").warning("of Serve")
+    logging.getLogger("cluster.x").info("ours")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["logger"], line["message"]) for line in lines] == [("ray.serve", "of Serve"), ("cluster.x", "ours")]
+    assert all(re.fullmatch(TIME, line["time"]) for line in lines)
+
+
+def test_seconds_and_milliseconds_are_of_one_time(tmp_path: Path) -> None:
+    """Ray's record factory sets `created` anew, and leaves `msecs` as it was."""
+    record = logging.makeLogRecord(
+        {"name": "x", "levelname": "INFO", "msg": "x", "created": 1764172800.0004, "msecs": 999.0}
+    )
+    assert logs.TextLines().format(record).startswith("2025-11-26T16:00:00.000Z ")
+
+
 def test_text_from_outside_cannot_look_like_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     configure(LogSettings(str(path)), to_stderr=False)
