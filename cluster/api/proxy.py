@@ -1,24 +1,29 @@
 """Middleware in front of Serve's HTTP proxy: it passes requests on whole and one by one, and makes all errors JSON.
 
 By itself, Serve's proxy answers in plain text where the application cannot: while there is no replica, when one dies
-with a request, when a request takes too long. It decodes some request headers before the application sees them, and
-fails on bytes that are not text. It forwards each piece of a body by a call that takes some milliseconds, so a few
-hundred clients that send a byte a second would keep it busy. And it begins requests as they come, hundreds in one turn
-of its event loop, while the streams that it carries wait.
+with a request, when a request takes too long or finds Serve's queue full. It decodes some request headers before the
+application sees them, and fails on bytes that are not text. It forwards each piece of a body by a call that takes some
+milliseconds, so a few hundred clients that send a byte a second would keep it busy. And it begins requests as they
+come, hundreds in one turn of its event loop, while the streams that it carries wait.
 
-Serve loads `middlewares` by the environment variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which `aerie serve`
-sets; on other clusters it has to be set on the nodes. Nothing heavy is imported here, since this runs in the proxy.
+Serve calls `middlewares` in each proxy, before it makes the HTTP server, because of the environment variable
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. `aerie serve` sets it; on other clusters it has to be set on the nodes. The
+call also replaces uvicorn's connections (`connections`), and listens for the limits of Serve that end calls
+(`limits_of_serve`). Nothing heavy is imported here, since this runs in the proxy.
 """
 
 import asyncio
+import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api import limits_of_serve
+from cluster.api.limits_of_serve import Met
 from cluster.api.lingering import Lingering
 from cluster.api.refusals import Refusals
 from cluster.api.turns import Turns
@@ -26,6 +31,7 @@ from cluster.api.turns import Turns
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "cluster.api.proxy:middlewares"
 RETRY_AFTER = (b"retry-after", b"1")
+NO_RETRY = (b"x-should-retry", b"false")  # the clients of OpenAI and Anthropic else send again what got a 408
 LONGEST_ID = 256
 # Serve decodes these; the last one would let a client keep its request running after it has left.
 READ_BY_SERVE = frozenset(
@@ -53,11 +59,15 @@ GATHERED = 1 << 20  # bytes of a body that are gathered here; a longer body is p
 GATHERED_BY_ALL = 256 << 20  # bytes of all bodies together; beyond that, bodies are passed on as they come
 GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must arrive within GRACE_S, plus a second for each BYTES_PER_S bytes
 HEALTHZ = b"/-/healthz"  # Serve's own page, passed through unchanged
+HEALTH_PAGES = ("/health", "/ready")  # of the application
+TIMEOUT_HEADER = b"x-request-timeout-seconds"  # a client's own limit, in place of http_options.request_timeout_s
 ROUTES = "/-/routes"  # another one, which names the applications to everyone: not served
 
 
 def middlewares() -> list[Middleware]:
     """The middleware that Serve installs; the last one is outermost."""
+    importlib.import_module("cluster.api.connections").install()  # here, since it imports uvicorn
+    limits_of_serve.listen()
     return [Middleware(JsonErrors), Middleware(WholeRequests), Middleware(Lingering)]
 
 
@@ -184,19 +194,38 @@ class JsonErrors:
             await _answer(send, 400, error, wrong, scope)
             return
         headers = [pair for pair in scope["headers"] if pair[0] != NOT_FOR_CLIENTS]
-        state = _Answer(send, scope)
-        try:
-            await self._app({**scope, "headers": headers}, receive, state.send)
-        finally:
-            await state.finish()
+        with limits_of_serve.noted() as met:
+            state = _Answer(send, scope, met, self._has_replicas)
+            try:
+                await self._app({**scope, "headers": headers}, receive, state.send)
+            finally:
+                await state.finish()
+
+    async def _has_replicas(self, scope: Scope) -> bool:
+        """Whether Serve's own page says that there are replicas that pass Serve's check; it is not queued for."""
+        statuses: list[int] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        path = scope.get("root_path", "") + HEALTHZ.decode()
+        await self._app({**scope, "method": "GET", "path": path, "raw_path": path.encode()}, receive, send)
+        return statuses == [200]
 
 
 class _Answer:
     """Watches the answer to one request as it passes."""
 
-    def __init__(self, send: Send, scope: Scope) -> None:
+    def __init__(self, send: Send, scope: Scope, met: Met, has_replicas: Callable[[Scope], Awaitable[bool]]) -> None:
+        """`met` is the limit that ends the call; `has_replicas` says whether Serve knows healthy replicas."""
         self._send = send
         self._scope = scope
+        self._met = met
+        self._has_replicas = has_replicas
         self._started = self._ended = self._replaced = self._streams = False
 
     async def send(self, message: Message) -> None:
@@ -209,21 +238,47 @@ class _Answer:
             if status >= 400 and kind.startswith(b"text/plain") and status in SAID:
                 self._replaced = True
                 kept = [pair for pair in message["headers"] if pair[0].lower() in (b"retry-after", b"x-request-id")]
-                await _answer(self._send, status, SAID[status], None, self._scope, kept)
+                await self._replace(status, kept)
                 return
         if message["type"] == "http.response.body":
             self._ended = self._ended or not message.get("more_body", False)
         if not self._replaced:
             await self._send(message)
 
+    async def _replace(self, status: int, kept: list[tuple[bytes, bytes]]) -> None:
+        """Send what is said in place of a plain-text error. A health page that Serve sheds is none: the engine serves,
+        and Serve's own check of its replicas is what there is to tell.
+        """
+        asks = self._scope["method"] in ("GET", "HEAD") and self._scope["path"].endswith(HEALTH_PAGES)
+        if asks and self._met.queue is not None and await self._has_replicas(self._scope):
+            await self._send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await self._send({"type": "http.response.body", "body": b""})
+            return
+        await _answer(self._send, status, _limit(self._met, self._scope) or SAID[status], None, self._scope, kept)
+
     async def finish(self) -> None:
         """Serve sends nothing more: if the answer is missing or its stream still open, end it with an error."""
+        error = _limit(self._met, self._scope) or SAID[500]
         if not self._started:
-            await _answer(self._send, 503, SAID[500], None, self._scope)
+            await _answer(self._send, 503, error, None, self._scope)
         elif self._streams and not self._ended:
             name = b"event: error\n" if _is_anthropic(self._scope) else b""
-            event = name + b"data: " + _envelope(SAID[500], None, self._scope) + b"\n\n"
+            event = name + b"data: " + _envelope(error, None, self._scope) + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _limit(met: Met, scope: Scope) -> tuple[str, str, str] | None:
+    """The error of a limit of Serve's that a call has met; None where it has met none."""
+    if met.queue is not None:
+        message = f"the server is full: {met.queue} calls wait already (max_queued_requests); try again shortly"
+        return "overloaded_error", "overloaded", message
+    if met.timeout_s is not None:
+        own = any(name == TIMEOUT_HEADER for name, _ in scope["headers"])
+        limit = "the limit that it set itself (x-request-timeout-seconds)" if own else "the limit of this server"
+        named = "" if own else " (http_options.request_timeout_s)"
+        message = f"the request took longer than {met.timeout_s:g} s, {limit}{named}; ask for fewer tokens"
+        return "server_error", "request_timeout", message
+    return None
 
 
 def _wrong_header(headers: list[tuple[bytes, bytes]]) -> str | None:
@@ -260,7 +315,9 @@ async def _answer(
 ) -> None:
     body = _envelope(error, param, scope)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(kept or [])]
-    if status == 503 and not any(name.lower() == b"retry-after" for name, _ in headers):
+    if status in (429, 503) and not any(name.lower() == b"retry-after" for name, _ in headers):
         headers.append(RETRY_AFTER)
+    if error[:2] == SAID[408][:2]:
+        headers.append(NO_RETRY)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

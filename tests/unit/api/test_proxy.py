@@ -5,8 +5,13 @@ import json
 from typing import Any
 
 import pytest
+import ray.serve._private.proxy as serves_proxy
+import uvicorn
+from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from cluster.api import proxy
+from cluster.api import limits_of_serve, proxy
 from cluster.api.proxy import JsonErrors, Lingering, WholeRequests, middlewares
 from cluster.api.turns import Cores
 
@@ -82,6 +87,78 @@ def test_no_answer_becomes_503() -> None:
     assert (sent[0]["status"], envelope(sent)["code"]) == (503, "replica_lost")
 
 
+SHED = (429, 503)
+PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
+STREAM = {"type": START, "status": 200, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
+
+
+def ended_by(
+    error: Exception, timeout_s: float | None, *messages: dict[str, Any], healthy: bool = True, **scope: Any
+) -> Any:
+    """What a client gets of a call that Serve's proxy ends with this exception, after these messages."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/-/healthz":
+            await send({"type": START, "status": 200 if healthy else 503, "headers": PLAIN})
+            return
+        status = serves_proxy.get_http_response_status(error, timeout_s, "request-1")
+        for message in [*messages, *serves_proxy.send_http_response_on_exception(status, bool(messages))]:
+            await send(message)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    whole = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/x", "headers": [], **scope}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serves_proxy, "get_http_response_status", serves_proxy.get_http_response_status)
+        limits_of_serve.listen()
+        asyncio.run(JsonErrors(app)(whole, None, send))  # type: ignore[arg-type]
+    return sent
+
+
+def test_a_timeout_of_serve_is_said_with_its_limit_and_is_no_loss() -> None:
+    begun = {"type": BODY, "body": b"data: {}\n\n", "more_body": True}
+    own = [(b"x-request-timeout-seconds", b"4")]
+    for headers, setting in ([], "http_options.request_timeout_s"), (own, "x-request-timeout-seconds"):
+        sent = ended_by(TimeoutError(), 4.0, headers=headers)
+        assert sent[0]["status"] == 408 and (b"x-should-retry", b"false") in sent[0]["headers"]
+        errors = [envelope(sent)]
+        stream = ended_by(TimeoutError(), 4.0, STREAM, begun, headers=headers)
+        errors.append(json.loads(stream[-1]["body"].removeprefix(b"data: "))["error"])
+        assert not stream[-1].get("more_body")
+        for error in errors:
+            assert error["code"] == "request_timeout" and "4 s" in error["message"] and setting in error["message"]
+    lost = ended_by(RayActorError(), 4.0, STREAM, begun)[-1]["body"]
+    assert json.loads(lost.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+
+
+@pytest.mark.parametrize("status", SHED)
+def test_a_full_queue_of_serve_is_told_apart_from_no_replica(status: int) -> None:
+    sent = ended_by(BackPressureError(7, 7, status, None), None)
+    assert sent[0]["status"] == status and (b"retry-after", b"1") in sent[0]["headers"]
+    error = envelope(sent)
+    assert (error["type"], error["code"]) == ("overloaded_error", "overloaded")
+    assert "max_queued_requests" in error["message"]
+    assert [b"retry-after", b"9"] in ended_by(BackPressureError(7, 7, status, 8.5), None)[0]["headers"]
+    sent = ended_by(DeploymentUnavailableError(DeploymentID("x", "y")), None)
+    assert (sent[0]["status"], envelope(sent)["code"]) == (503, "engine_unhealthy")
+
+
+@pytest.mark.parametrize("path", ["/health", "/llm/one/ready"])
+def test_health_that_serve_sheds_is_what_serve_knows(path: str) -> None:
+    for method in ("GET", "HEAD"):
+        for status in SHED:
+            full = BackPressureError(7, 7, status, None)
+            sent = ended_by(full, None, path=path, method=method)
+            assert sent[0]["status"] == 200 and sent[-1]["body"] == b""
+            assert ended_by(full, None, path=path, method=method, healthy=False)[0]["status"] == status
+    assert ended_by(BackPressureError(7, 7, 503, None), None, path=path)[0]["status"] == 503  # a POST
+    assert (
+        ended_by(DeploymentUnavailableError(DeploymentID("x", "y")), None, path=path, method="GET")[0]["status"] == 503
+    )
+
+
 def test_a_stream_that_breaks_off_says_so() -> None:
     start = {"type": START, "status": 200, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
     sent, _ = ask([start, {"type": BODY, "body": b"data: {}\n\n", "more_body": True}])
@@ -119,7 +196,9 @@ def test_a_client_cannot_keep_its_request_alive() -> None:
     assert seen == [(b"user-agent", b"\xff")]
 
 
-def test_it_is_what_serve_takes() -> None:
+def test_it_is_what_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
+    monkeypatch.setattr(serves_proxy, "get_http_response_status", serves_proxy.get_http_response_status)
     assert [middleware.cls for middleware in middlewares()] == [JsonErrors, WholeRequests, Lingering]
 
 

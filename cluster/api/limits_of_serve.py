@@ -1,0 +1,72 @@
+"""Which limit of Ray Serve ended a call: its proxy tells nobody.
+
+Serve's proxy answers a call that met a limit in plain text, and not at all where the answer had begun. Middleware
+around it cannot tell a timeout from a lost replica, nor a full queue from a deployment without replicas. The proxy
+turns every exception of a call into a status by one function, which `listen` wraps.
+
+Nothing heavy is imported here, since this runs in the proxy.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+PROXY, FUNCTION = "ray.serve._private.proxy", "get_http_response_status"
+
+
+@dataclass(slots=True)
+class Met:
+    """The limit that a call met: how long a call may take (`http_options.request_timeout_s`, or its own header), in
+    seconds, or how many calls of a deployment may wait (`max_queued_requests`). Both are None while it has met none.
+    """
+
+    timeout_s: float | None = None
+    queue: int | None = None
+
+    def note(self, error: BaseException, timeout_s: float | None) -> None:
+        """Note the exception that ended the call, and the seconds that it was given (None: no limit)."""
+        exceptions: Any = sys.modules["ray.serve.exceptions"]
+        if isinstance(error, TimeoutError) and timeout_s is not None:
+            self.timeout_s = timeout_s
+        elif isinstance(error, exceptions.BackPressureError):
+            self.queue = error.args[1]
+
+
+_met: ContextVar[Met | None] = ContextVar("met", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[Met]:
+    """The limit that the proxy's call inside the block meets, once it has met one."""
+    met = Met()
+    before = _met.set(met)
+    try:
+        yield met
+    finally:
+        _met.reset(before)
+
+
+def listen() -> None:
+    """Wrap the proxy's function in this process; a process without a proxy has nothing to wrap."""
+    proxy: Any = sys.modules.get(PROXY)
+    if proxy is None:
+        return
+    status_of = getattr(proxy, FUNCTION, None)
+    if status_of is None:
+        logger.warning("Serve's proxy has no %s: its timeouts and full queues are taken for lost replicas", FUNCTION)
+        return
+
+    @functools.wraps(status_of)
+    def status_and_note(error: BaseException, timeout_s: float | None, *rest: Any) -> Any:
+        if (met := _met.get()) is not None:
+            met.note(error, timeout_s)
+        return status_of(error, timeout_s, *rest)
+
+    setattr(proxy, FUNCTION, status_and_note)
