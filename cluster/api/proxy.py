@@ -270,7 +270,7 @@ class _Answer:
 def _limit(met: Met, scope: Scope) -> tuple[str, str, str] | None:
     """The error of a limit of Serve's that a call has met; None where it has met none."""
     if met.queue is not None:
-        message = f"the server is full: {met.queue} calls wait already (max_queued_requests); try again shortly"
+        message = f"the queue of this server is full (max_queued_requests: {met.queue}); try again shortly"
         return "overloaded_error", "overloaded", message
     if met.timeout_s is not None:
         own = any(name == TIMEOUT_HEADER for name, _ in scope["headers"])

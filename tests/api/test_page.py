@@ -1,8 +1,10 @@
 """The page's files and the route of its data: what each says, to whom, and what keeps scripts of others out."""
 
+import asyncio
 import json
 import re
 
+import httpx
 import pytest
 
 from cluster.actors.messages import GangHistory, Loss
@@ -32,6 +34,25 @@ def test_every_file_of_the_page_is_served_and_no_other(client: Client) -> None:
     assert client.get("/page/page.js").headers["content-type"] == "text/javascript; charset=utf-8"
     assert client.get("/page/../keys.py").status_code == client.get("/page/index.html").status_code == 404
     assert client.post("/", {}).status_code == 405
+
+
+@pytest.mark.parametrize("keys", [None, Keys(None, [Key("ann", "use", digest_of(b"k"))])], ids=["open", "with keys"])
+def test_behind_a_prefix_the_page_is_found_without_its_slash(service: ScriptedService, keys: Keys | None) -> None:
+    """The page names its files relative to its own address, so a browser has to be at the one with the slash."""
+
+    async def asked(prefix: str, path: str, method: str = "GET") -> httpx.Response:
+        over = httpx.ASGITransport(make_app(service, keys=keys), root_path=prefix)
+        async with httpx.AsyncClient(transport=over, base_url="http://x", follow_redirects=True) as client:
+            return await client.request(method, path)
+
+    for prefix in ("/llm/one", "/l m/a:b"):
+        found = asyncio.run(asked(prefix, f"{prefix}?a=b"))
+        assert (found.status_code, found.url.path, found.url.query) == (200, f"{prefix}/", b"a=b")
+        assert found.text == asyncio.run(asked(prefix, f"{prefix}/")).text
+        assert asyncio.run(asked(prefix, prefix, "HEAD")).status_code == 200
+        posted = [asyncio.run(asked(prefix, path, "POST")).status_code for path in (prefix, f"{prefix}/")]
+        assert posted == [405, 405] if keys is None else [401, 401]
+    assert asyncio.run(asked("", "/")).status_code == 200
 
 
 def test_the_page_asks_nobody_else_and_reads_no_markup() -> None:

@@ -6,9 +6,11 @@ elsewhere, and the headers say so to the browser: no script but these, no addres
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from fastapi.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.api.keys import PAGE
 
@@ -33,6 +35,26 @@ def add_page(app: FastAPI) -> None:
     """Serve the files of the page, each at its path of `PAGE`."""
     for path in PAGE:
         app.add_api_route(path, _file(HERE / (path.rpartition("/")[2] or "index.html")), include_in_schema=False)
+
+
+class SlashBehindPrefix:
+    """ASGI middleware that sends a request for the application's prefix (`/llm/one`) on to the page at `/llm/one/`.
+
+    The page names its files relative to its address. So does the redirect, since a proxy may have other prefixes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        prefix = scope.get("root_path", "").rstrip("/")
+        if scope["type"] != "http" or not prefix or scope["path"] != prefix:
+            await self._app(scope, receive, send)
+            return
+        query = "?" + scope["query_string"].decode("latin-1") if scope["query_string"] else ""
+        there = f"./{quote(prefix.rpartition('/')[2])}/{query}"
+        await Response(status_code=307, headers={"Location": there})(scope, receive, send)
 
 
 def _file(file: Path) -> Callable[[], Awaitable[Response]]:

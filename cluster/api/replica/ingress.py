@@ -27,7 +27,7 @@ from cluster.api.openai.protocol import ChatRequest, CompletionRequest, Detokeni
 from cluster.api.openai.response_api.request import ResponseRequest
 from cluster.api.openai.service import Limits, Service
 from cluster.api.openai.stream import json_bytes
-from cluster.api.page import add_page
+from cluster.api.page import SlashBehindPrefix, add_page
 from cluster.api.replica import calls
 from cluster.api.replica.access import AccessLog
 from cluster.api.replica.asking import asked_chat, asked_message, asked_response, asked_text, checked
@@ -76,6 +76,8 @@ def make_app(
     app.add_middleware(DrainMiddleware, drain=drain or Drain())
     if keys is not None:
         app.add_middleware(Guard, keys=keys, routes=app.routes)
+    if page:
+        app.add_middleware(SlashBehindPrefix)
     if origins:  # around the guard: a browser asks without a key first whether it may ask
         exposed = [WARNING_HEADER, "retry-after"]
         app.add_middleware(
