@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.api.replica.resilient_client import GoneError, Item
+from cluster.api.replica.resilient_client import GoneError, Item, Refused, ShedError
 from cluster.logs import first_line
 from cluster.request import Request, RequestOutput
 
@@ -33,12 +33,15 @@ class HandleCalls:
 
         Raises:
             GoneError: none answers, or the one that was asked died.
+            ShedError: the queue of their deployment is full.
         """
         response = getattr(self._handle, method).remote()
         try:
             return await response
         except RayTaskError:
             raise
+        except BackPressureError as error:
+            raise ShedError(first_line(error)) from None
         except (RayError, RayServeException) as error:
             raise GoneError(first_line(error)) from None
         except asyncio.CancelledError:
@@ -75,6 +78,10 @@ class HandleAttempt:
         except RayTaskError:  # a fault of the engine's code, not of its process
             self._over = True
             raise
+        except BackPressureError as full:  # Serve has given the call to no replica
+            self._over = True
+            message = f"the queue of this server is full (max_queued_requests: {full.args[1]})"
+            return Refused(message, full.retry_after_s or 1.0)
         except (RayError, RayServeException, asyncio.CancelledError) as error:
             raise GoneError(first_line(error)) from None
         if item is None:

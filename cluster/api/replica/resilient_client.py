@@ -45,7 +45,9 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine will not serve the request: its queue is full (no `Sign` came before), or the request is invalid."""
+    """The engine will not serve the request: its queue, or Serve's in front of it, is full (no `Sign` came before), or
+    the request is invalid.
+    """
 
     message: str
     retry_after_s: float = 1.0
@@ -84,6 +86,10 @@ class GoneError(Exception):
     """The engine replica of an attempt is gone, silent or leaving."""
 
 
+class ShedError(GoneError):
+    """Serve sheds the call: as many wait for the engine's deployment as its `max_queued_requests` allows."""
+
+
 class Attempt(Protocol):
     """One submission of a request to some engine replica."""
 
@@ -112,6 +118,7 @@ class EngineCalls(Protocol):
 
         Raises:
             GoneError: none answers.
+            ShedError: the queue of their deployment is full.
         """
         ...
 
@@ -143,6 +150,7 @@ class ResilientClient:
         self._status = Shared(self._ask_status)
         self._samples = Shared(self._ask_metrics)
         self._ending = False
+        self._known = GangStatus(True)
 
     def end_streams(self) -> None:
         """Do not resume streams from now on: the server is shutting down."""
@@ -236,7 +244,9 @@ class ResilientClient:
         return None
 
     async def status(self) -> GangStatus:
-        """Health and load of any one of the engine replicas; see `EngineClient.status`."""
+        """Health and load of any one of the engine replicas; the last known one while Serve sheds this call too. See
+        `EngineClient.status`.
+        """
         return await self._status.get()
 
     async def metrics(self) -> list[bytes]:
@@ -245,12 +255,14 @@ class ResilientClient:
 
     async def _ask_status(self) -> GangStatus:
         try:
-            status: GangStatus = await asyncio.wait_for(self._calls.call("status"), CALL_TIMEOUT_S)
+            self._known = await asyncio.wait_for(self._calls.call("status"), CALL_TIMEOUT_S)
         except TimeoutError:
             return GangStatus(False, f"no engine replica answered within {CALL_TIMEOUT_S:g} s")
+        except ShedError:
+            return self._known
         except GoneError as gone:
             return GangStatus(False, f"no engine replica answers: {gone}")
-        return status
+        return self._known
 
     async def _ask_metrics(self) -> list[bytes]:
         try:
