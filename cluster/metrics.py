@@ -12,13 +12,14 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster import __version__
 from cluster.exposition import ProcessFacts, serialize
 from cluster.exposition import merge as merge
+from cluster.request import FinishReason
 from cluster.status import EngineStatus
 
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
@@ -157,6 +158,14 @@ class EngineMetrics:
             "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
             "queued_tokens": ("aerie_queued_tokens", "Prompt tokens not yet computed, of requests queued and running"),
         }
+        ended = counter("aerie_finished_requests", "Requests that ended at a rank, by reason", "finished_reason")
+        self._finished = {reason: ended.labels(**own, finished_reason=reason) for reason in get_args(FinishReason)}
+        stages = {
+            "aerie_queue_seconds": "Submission to a rank to first admission to a step",
+            "aerie_prefill_seconds": "First admission to first token",
+            "aerie_decode_seconds": "First token to last token",
+        }
+        self._stages = [histogram(name, text, E2E_BUCKETS).labels(**own) for name, text in stages.items()]
         self._sums = [(name, counter(*spec).labels(**own)) for name, spec in sums.items()]
         self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
         self._latest = EngineStatus()
@@ -193,6 +202,17 @@ class EngineMetrics:
             if count:
                 self._depths[depth].inc(count)
         self._latest = stats.status
+
+    def on_finished(
+        self, reason: FinishReason, queue_s: float | None, prefill_s: float | None, decode_s: float | None
+    ) -> None:
+        """Count a request that ended, with the seconds that it was queued, in prefill and decoding; None for a stage
+        that it has not left behind.
+        """
+        self._finished[reason].inc()
+        for stage, seconds in zip(self._stages, (queue_s, prefill_s, decode_s), strict=True):
+            if seconds is not None:
+                stage.add(seconds)
 
     def serialize(self) -> bytes:
         """All series of this rank as JSON, for `merge`."""

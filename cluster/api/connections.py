@@ -10,19 +10,15 @@ answer. uvicorn takes that for the end of the connection. Here the answer is sen
 altogether looks the same at first, and its request must not run on. So the first bytes of the answer, the same for
 every answer, are sent at once: the system of a client that has left rejects them, and the request is cancelled.
 
-`install` makes uvicorn use this class. Only the proxy imports this module, since it imports uvicorn.
+`cluster.api.proxy` makes uvicorn use this class. Only uvicorn imports this module, in the proxy.
 """
 
 import asyncio
-import importlib
-import logging
 import select
 from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-logger = logging.getLogger(__name__)
 
 VERSION = b"HTTP/1.1 "  # what every answer of uvicorn begins with
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.5  # pauses between two looks at a half-closed connection; each doubles the last
@@ -121,8 +117,3 @@ class _Begun:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-
-def install() -> None:
-    """Make the HTTP servers that this process starts from now on use `Connection`."""
-    importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = f"{__name__}:{Connection.__name__}"

@@ -30,6 +30,7 @@ from cluster.api.turns import Turns
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "cluster.api.proxy:middlewares"
+CONNECTION = "cluster.api.connections:Connection"  # by name, since to import it takes uvicorn
 RETRY_AFTER = (b"retry-after", b"1")
 NO_RETRY = (b"x-should-retry", b"false")  # the clients of OpenAI and Anthropic else send again what got a 408
 LONGEST_ID = 256
@@ -66,7 +67,7 @@ ROUTES = "/-/routes"  # another one, which names the applications to everyone: n
 
 def middlewares() -> list[Middleware]:
     """The middleware that Serve installs; the last one is outermost."""
-    importlib.import_module("cluster.api.connections").install()  # here, since it imports uvicorn
+    importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = CONNECTION
     limits_of_serve.listen()
     return [Middleware(JsonErrors), Middleware(WholeRequests), Middleware(Lingering)]
 

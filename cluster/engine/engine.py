@@ -11,6 +11,7 @@ from cluster.engine.draft_sample import take_sample
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.rank import Flight, Landed, Rank, StepResult
+from cluster.engine.request_times import RequestTimes
 from cluster.engine.scheduler import Chunk, Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.forward.choose import Logprobs
@@ -120,6 +121,7 @@ class Engine(Rank):
             cut = finish.cut(ids[prompt_len:], params.max_tokens)
             if cut.reason is not None:
                 self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
+                RequestTimes().finish(self.metrics, cut.reason)
                 return
         request = self._seeds.fill(request)
         shape = p.shape if params.grammar is None else p.shape.forcing()
@@ -132,6 +134,7 @@ class Engine(Rank):
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._p.scheduler.release(sequence)
+            sequence.times.finish(self.metrics, "abort")
 
     def step(self) -> StepResult:
         """Begin the next step of the gang (schedule, agree, draft -> target -> extend), commit the one that is due.
@@ -145,6 +148,8 @@ class Engine(Rank):
             self._begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
         order = schedule.order(p.cache.table.unsent)
         scheduled = time.perf_counter()
+        for sequence in schedule.fresh:
+            sequence.times.admit(scheduled)
         vote = p.config.levels_at(len(schedule.decodes), p.shape.num_steps)
         ran = p.lockstep.run(order, len(self._sequences), vote, schedule.decode_us)
         own_group = p.lockstep.mesh.dp_rank
@@ -255,6 +260,8 @@ class Engine(Rank):
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
         sequence.extend(kept)
+        if kept:
+            sequence.times.give_tokens(time.perf_counter())
         wanted = sequence.request.params.logprobs
         logprobs: tuple[TokenLogprob, ...] = ()
         if wanted is not None and kept:  # a chunk that is not the last draws none, and its step may have had none made
@@ -286,6 +293,7 @@ class Engine(Rank):
             return [output]
         del self._sequences[output.request_id]
         counts = sequence.speculation()
+        sequence.times.finish(self.metrics, output.finish_reason or "error")
         if output.finish_reason is not None or fault is None:
             self._p.scheduler.release(sequence)
             return [replace(output, speculation=counts)]

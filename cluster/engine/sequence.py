@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from cluster.batch import Adjusting, Constraint, Sampling
 from cluster.engine.finish import FinishCheck
+from cluster.engine.request_times import RequestTimes
 from cluster.kv.cache import Lease
 from cluster.request import Request, SpeculationCounts, TokenLogprob
 from cluster.tree_shape import TreeShape
@@ -37,6 +38,7 @@ class Sequence:
     drafted: int = 0
     scores: list[TokenLogprob] = field(default_factory=list)
     told: bool = False
+    times: RequestTimes = field(default_factory=RequestTimes)
     limit: int = field(init=False)
 
     def __post_init__(self) -> None:

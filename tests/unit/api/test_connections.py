@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from cluster.api.connections import Connection, install
+from cluster.api.connections import Connection
 
 OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 LAST = b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -189,11 +189,3 @@ def test_half_a_request_is_not_waited_for() -> None:
         return await reader.read()
 
     assert served(talk) == b""
-
-
-def test_uvicorn_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
-    install()
-    config = uvicorn.Config(Server(), log_config=None)
-    config.load()
-    assert config.http_protocol_class is Connection

@@ -12,6 +12,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from cluster.api import limits_of_serve, proxy
+from cluster.api.connections import Connection
 from cluster.api.proxy import JsonErrors, Lingering, WholeRequests, middlewares
 from cluster.api.turns import Cores
 
@@ -200,6 +201,9 @@ def test_it_is_what_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     monkeypatch.setattr(serves_proxy, "get_http_response_status", serves_proxy.get_http_response_status)
     assert [middleware.cls for middleware in middlewares()] == [JsonErrors, WholeRequests, Lingering]
+    config = uvicorn.Config(lambda: None, factory=True, log_config=None)  # as Serve makes it
+    config.load()
+    assert config.http_protocol_class is Connection
 
 
 def piece(body: bytes, more: bool = True) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from cluster.batch import Order
 from cluster.engine import Engine, build_engine
 from cluster.engine.assembler import Inputs
 from cluster.engine.lockstep import GangStep, Lockstep
+from cluster.exposition import Sums
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
 
 
@@ -27,6 +28,23 @@ def test_requests_and_steps_count_the_same_accept_lengths(tiers: dict[int, int])
     assert (trees == 0) == (tiers == {1: 0})
     if not tiers:
         assert tokens == sum(map(len, result.tokens.values())) - len(result.tokens)
+
+
+def test_every_end_of_a_request_is_counted_with_the_stages_that_it_has_left_behind() -> None:
+    engine = build_engine(config_of(tiny_pair()[0], max_running_requests=1))
+    run(engine, [request("ends", [5], GREEDY, max_tokens=3)])
+    for name in ("prefills", "waits"):
+        engine.submit(request(name, [5] * 20, GREEDY, max_tokens=3))
+    engine.step()
+    while not engine._sequences["prefills"].known:
+        engine.step()
+    for name in ("waits", "prefills", "nobody"):
+        engine.abort(name)
+    counts = Sums([engine.metrics.serialize()])
+    reasons = counts.by("finished_reason", "aerie_finished_requests_total")
+    assert reasons == {"stop": 0, "length": 1, "abort": 2, "error": 0}
+    stages = [counts.total(f"aerie_{stage}_seconds_count") for stage in ("queue", "prefill", "decode")]
+    assert stages == [2, 2, 2]
 
 
 def test_a_quiet_step_loses_no_change_of_the_page_table() -> None:

@@ -1,0 +1,38 @@
+"""When a request was queued at a rank, admitted, and given tokens: what vLLM's `request_*_time_seconds` are made of."""
+
+import time
+from dataclasses import dataclass, field
+
+from cluster.metrics import EngineMetrics
+from cluster.request import FinishReason
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Times of one request by `time.perf_counter`, in seconds; None for what has not happened yet. A request that is
+    retracted and admitted again keeps the time of its first admission.
+    """
+
+    queued: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    def admit(self, now: float) -> None:
+        """Note that a step takes the request in for the first time."""
+        self.admitted = now
+
+    def give_tokens(self, now: float) -> None:
+        """Note that the request was given tokens."""
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
+
+    def finish(self, metrics: EngineMetrics, reason: FinishReason) -> None:
+        """Count the request as ended, with the time of each stage that it has left behind."""
+        queue, prefill = _between(self.queued, self.admitted), _between(self.admitted, self.first_token)
+        metrics.on_finished(reason, queue, prefill, _between(self.first_token, self.last_token))
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
