@@ -10,7 +10,9 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from cluster import __version__
 
@@ -28,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("cluster.bench.command", "measure speed and acceptance"),
     "demo": ("cluster.bench.cases.demo", "serve the demo pair, stream eight prompts, show what speculation gained"),
 }
+STOPPED_BY_SIGNALS = ("serve",)  # these run until SIGINT or SIGTERM, which is no failure
 BAD_INPUT = 2
 READER_LEFT = 128 + signal.SIGPIPE  # what a shell shows for a program that `| head` has cut short
 INTERRUPTED = 128 + signal.SIGINT
@@ -58,7 +61,8 @@ def _run(words: list[str]) -> int:
     for name, (module_name, text) in COMMANDS.items():
         sub = table.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
-            module = importlib.import_module(module_name)
+            with _ends_well() if name in STOPPED_BY_SIGNALS else nullcontext():
+                module = importlib.import_module(module_name)
             module.add_arguments(sub)
             run = module.run
     args = parser.parse_args(words)
@@ -70,6 +74,20 @@ def _run(words: list[str]) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+@contextmanager
+def _ends_well() -> Iterator[None]:
+    """End the process with status 0 at a signal that asks for it, as the command itself does once it is imported."""
+    if threading.current_thread() is not threading.main_thread():  # as in tests: only the main thread has handlers
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _reader_left() -> bool:

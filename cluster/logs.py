@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.cache_folder import cache_folder
 from cluster.config import ConfigError
 
 LogFormat = Literal["text", "json"]
 
-FOLDER = Path(".cache") / "aerie" / "logs"  # in the home of the user who serves
+FOLDER = "logs"  # in `cache_folder()`
 LIMIT_BYTES = 64 << 20  # of one file; then it is renamed to FILE.1, replacing an older FILE.1
 KEPT_LOGS = 20  # of the latest servers, in the default folder
 OURS = "cluster"
@@ -45,8 +46,12 @@ class LogSettings:
 
 
 def default_path(name: str) -> Path:
-    """The log of that name in the default folder."""
-    return Path.home() / FOLDER / f"{name}.log"
+    """The log of that name in the default folder.
+
+    Raises:
+        ConfigError: there is no folder for it.
+    """
+    return cache_folder() / FOLDER / f"{name}.log"
 
 
 def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:

@@ -21,6 +21,7 @@ GROUND = (
     "tree_shape",
     "spellings",
     "checkout",
+    "cache_folder",
     "request",
     "status",
     "batch",

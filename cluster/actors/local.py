@@ -9,8 +9,9 @@ import inspect
 import logging
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,10 @@ import ray
 import ray._private.node
 import ray._private.parameter
 import ray._private.ray_constants as ray_constants
+import ray._private.services
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from cluster.actors.ray_folder import OwnedFolder, remove_orphans
-from cluster.config import ConfigError
 
 import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
 
@@ -49,18 +50,20 @@ class LocalRay:
         self._folder = OwnedFolder()
         prepare_environment(self._folder.path)
         before = set(psutil.Process().children(recursive=True))
-        with _lean_head(with_logs=self.verbose):
-            ray.init(
-                address="local",
-                num_cpus=self.num_cpus,
-                num_gpus=self.num_gpus,
-                object_store_memory=self.object_store_mib * MIB,
-                include_dashboard=False,
-                log_to_driver=self.verbose,
-                logging_level=logging.INFO if self.verbose else logging.ERROR,
-                _temp_dir=str(self._folder.inside),
-            )
-        self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        try:
+            with _lean_head(with_logs=self.verbose), _children_take_sigterm():
+                ray.init(
+                    address="local",
+                    num_cpus=self.num_cpus,
+                    num_gpus=self.num_gpus,
+                    object_store_memory=self.object_store_mib * MIB,
+                    include_dashboard=False,
+                    log_to_driver=self.verbose,
+                    logging_level=logging.INFO if self.verbose else logging.ERROR,
+                    _temp_dir=str(self._folder.inside),
+                )
+        finally:  # a start that fails leaves processes too
+            self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
 
     def stop(self) -> None:
         """Stop Ray, wait until its processes are gone, and remove its folder."""
@@ -128,6 +131,32 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
         node.start_api_server = start_api_server
 
 
+@contextmanager
+def _children_take_sigterm() -> Iterator[None]:
+    """Have the processes that `ray.init` starts take SIGTERM where this thread holds it; without that, in a version of
+    Ray with other internal names, they end by SIGKILL alone.
+    """
+    services: Any = ray._private.services
+    popen = getattr(services, "ConsolePopen", None)
+    if popen is None:
+        yield
+        return
+
+    def start(*args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> Any:
+        def prepare() -> None:
+            if preexec_fn is not None:
+                preexec_fn()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+
+        return popen(*args, preexec_fn=prepare, **options)
+
+    services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
 def prepare_environment(folder: Path) -> None:
     """Set Ray's environment variables for this process and all that it starts; those already set are kept.
 
@@ -161,7 +190,7 @@ def prepare_environment(folder: Path) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
-        ensure_token()
+        ensure_token(folder)
 
 
 def gpus_here() -> int:
@@ -182,24 +211,25 @@ def _unused_port() -> int:
     return port
 
 
-def ensure_token() -> None:
-    """Make the token file that Ray looks for, readable by its owner only, unless a token is set already.
-
-    Raises:
-        ConfigError: it cannot be written.
+def ensure_token(folder: Path) -> None:
+    """Make the token file that Ray looks for, readable by its owner only, unless a token is set already. Without a home
+    folder that can be written it is in `folder`, and RAY_AUTH_TOKEN_PATH says so to Ray's processes.
     """
     if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return
-    path = Path.home() / ".ray" / "auth_token"
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        _write_token(Path.home() / ".ray" / "auth_token")
     except FileExistsError:
         return
-    except OSError as error:
-        raise ConfigError(
-            f"Ray's token file {str(path)!r} cannot be written: {error.strerror}; set RAY_AUTH_TOKEN_PATH to a file "
-            "that can, and that holds a secret"
-        ) from None
+    except (RuntimeError, OSError):
+        own = folder / "auth_token"
+        _write_token(own)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(own)
+
+
+def _write_token(path: Path) -> None:
+    """Raises OSError where the file exists, or cannot be written."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32))

@@ -37,6 +37,7 @@ tiles (AMX), and the flags for them. A compiler or assembler that does not know 
 """
 LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
 TIMEOUT_S = 300
+PLACE = "compiling-"  # prefix of the folders in which libraries are compiled
 
 
 class BuildError(RuntimeError):
@@ -81,7 +82,9 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
     if (cc := compiler()) is None:
         raise BuildError("there is no C compiler; install gcc or clang, or set CC")
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder), tempfile.TemporaryDirectory(dir=folder) as place:
+    with _alone_in(folder) as alone, tempfile.TemporaryDirectory(prefix=PLACE, dir=folder) as place:
+        if alone:
+            _remove_left(folder, Path(place))
         if made.exists():
             return made
         commands = _commands(cc, level, place, extra)
@@ -97,14 +100,22 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
     return made
 
 
+def _remove_left(folder: Path, own: Path) -> None:
+    """Remove what processes that were killed amid compiling have left; the caller is alone in the folder."""
+    for place in folder.glob(f"{PLACE}*"):
+        if place != own:
+            shutil.rmtree(place, ignore_errors=True)
+
+
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """While this lasts, other processes that ask for the same wait. Where files cannot be locked nobody waits."""
-    held = os.open(folder, os.O_RDONLY)
+def _alone_in(folder: Path) -> Iterator[bool]:
+    """While this lasts, other processes that ask for the same wait. Yields False where files cannot be locked."""
+    held, locked = os.open(folder, os.O_RDONLY), False
     try:
         with suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX)
-        yield
+            locked = True
+        yield locked
     finally:
         os.close(held)
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import os
 import platform
 from collections.abc import Callable
 from ctypes import CDLL, c_double, c_int64, c_void_p
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from cluster.cache_folder import cache_folder
+from cluster.config import ConfigError
 from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, BuildError, compile_level, file_of
 
 logger = logging.getLogger(__name__)
@@ -94,10 +95,9 @@ def _found(level: str) -> Path:
     if (made := COMPILED / file_of(level)).exists():
         return made
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        raise BuildError("there is no home folder to keep them in; set HOME or XDG_CACHE_HOME") from None
-    return compile_level(level, cache / "aerie" / "kernels")
+        return compile_level(level, cache_folder() / "kernels")
+    except ConfigError as error:
+        raise BuildError(str(error)) from None
 
 
 def opened(level: str, path: Path, *variants: str) -> Library:

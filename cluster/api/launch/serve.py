@@ -31,8 +31,10 @@ from cluster.api.keys import ENVIRONMENT
 from cluster.api.launch import flags
 from cluster.api.launch.console import Console
 from cluster.api.launch.plan import ServePlan, check_port, make_plan
+from cluster.api.launch.shared_ray import check_alive
 from cluster.api.launch.stop import StopSignals, drain
 from cluster.api.proxy import CALLBACK, IMPORT_PATH
+from cluster.cache_folder import cache_folder, unusable_home
 from cluster.config import ConfigError
 from cluster.logs import LogFormat, configure, default_path, drop_old
 
@@ -82,7 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes. 0 after a clean stop, 1 when the application failed to start."""
+    """Serve until a signal comes. 0 after a stop that was asked for, also before the start was over; 1 when the
+    application failed to start.
+    """
+    signals = StopSignals()
+    with signals.taken():
+        return _serve(args, signals)
+
+
+def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
     phases = Phases()
     address = args.address or os.environ.get("RAY_ADDRESS")
     plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
@@ -96,17 +106,19 @@ def run(args: argparse.Namespace) -> int:
     plan = _with_log(plan, args, own_ray=not address)
     name = plan.file.applications[0].name
     check_port(plan.http)
-    if not address:
+    if address:
+        check_alive(address)
+    else:
         plan.check_room({"GPU": gpus_here()})
     log = plan.settings.log(name)
     configure(log, to_stderr=False)
     phases.end("settings")
-    signals = StopSignals()
-    signals.install()
     os.environ.setdefault(CALLBACK, IMPORT_PATH)
     if uses_haproxy():
         _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
     _say(f"log: {log.path}" + (" on every node" if address else ""))
+    if why := unusable_home():
+        _say(f"{why}: logs, and kernels that are compiled here, go to {cache_folder()}")
     if plan.keys is not None:
         _say(f"API keys: {plan.keys}")
     with ThreadPoolExecutor(1) as beside:
@@ -114,14 +126,17 @@ def run(args: argparse.Namespace) -> int:
         cluster = None if address else _local_ray(plan, args.verbose)
         signals.on_second(functools.partial(_delete_soon, name) if cluster is None else cluster.kill)
         console = None if address or args.verbose else Console(log.path)
-        serving = False
+        deployed = ready = False
         try:
+            signals.check()
             _connect(cluster, address)
-            signals.install()
+            signals.release()
+            signals.check()
             phases.end("ray")
-            serving = True
-            _deploy(plan, importing, phases)
+            deployed = True
+            _deploy(plan, importing, phases, signals)
             _wait_ready(plan, signals)
+            ready = True
             phases.end("model")
             _say(f"started in {phases}")
             print(f"READY {plan.url}/v1", flush=True)
@@ -136,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             if console is not None:
                 console.stop()
-            _shut_down(cluster, plan, serving)
+            _shut_down(cluster, plan, orderly=deployed if cluster is None else ready)
             _say(f"ended; the log stays: {log.path}")
     return 0
 
@@ -179,9 +194,14 @@ def _connect(cluster: LocalRay | None, address: str | None) -> None:
         raise ConfigError(f"no Ray cluster answers at {address!r} (--address or RAY_ADDRESS): {error}") from None
 
 
-def _deploy(plan: ServePlan, importing: "Future[Any]", phases: Phases) -> None:
-    """Start Serve and hand it the application, without waiting for the model."""
+def _deploy(plan: ServePlan, importing: "Future[Any]", phases: Phases, signals: StopSignals) -> None:
+    """Start Serve and hand it the application, without waiting for the model.
+
+    Raises:
+        KeyboardInterrupt: an end was asked for meanwhile.
+    """
     app = importing.result()
+    signals.check()
     serve = app.serve
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
@@ -190,6 +210,7 @@ def _deploy(plan: ServePlan, importing: "Future[Any]", phases: Phases) -> None:
         logging_config=plan.file.logging_config,
     )
     phases.end("serve")
+    signals.check()
     target = serve.RunTarget(
         target=app.build_app(plan.settings),
         name=plan.file.applications[0].name,
@@ -204,13 +225,13 @@ def _wait_ready(plan: ServePlan, signals: StopSignals) -> None:
     Raises:
         ConfigError: the engine refused its settings or files.
         StartError: the application failed otherwise.
+        KeyboardInterrupt: an end was asked for meanwhile.
     """
     serve = importlib.import_module("ray.serve")
     name = plan.file.applications[0].name
     while True:
         time.sleep(POLL_S)
-        if signals.asked:
-            raise KeyboardInterrupt
+        signals.check()
         application = serve.status().applications.get(name)
         if application is None:
             continue
@@ -232,19 +253,21 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _shut_down(cluster: LocalRay | None, plan: ServePlan, serving: bool) -> None:
-    """End what was started here: a Ray of its own as a whole, on a shared cluster only the application."""
+def _shut_down(cluster: LocalRay | None, plan: ServePlan, *, orderly: bool) -> None:
+    """End what was started here: a Ray of its own as a whole, on a shared cluster only the application. Without
+    `orderly` Serve is not asked to end first: nothing is served yet, and Serve would wait for the replica's start.
+    """
     serve = importlib.import_module("ray.serve")
     if cluster is None:
         try:
-            if serving and ray.is_initialized():
+            if orderly and ray.is_initialized():
                 serve.delete(plan.file.applications[0].name)
         finally:
             ray.shutdown()
         return
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # Ray reports each actor that we end
         try:
-            if serving and ray.is_initialized():
+            if orderly and ray.is_initialized():
                 serve.shutdown()
         finally:
             cluster.stop()

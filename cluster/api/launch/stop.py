@@ -3,12 +3,14 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
+STOPS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 5.0  # of the replicas, when they are told
 ERRORS_TIMEOUT_S = 3.0  # how long error events may take to reach their clients
@@ -18,26 +20,51 @@ FLUSH_S = 0.5  # for the proxy to pass on the end of the last call, after the re
 class StopSignals:
     """The first SIGINT or SIGTERM asks for an orderly end; the second ends everything at once.
 
-    A handler runs between any two instructions of the main thread, which may hold any lock: so it takes none.
+    A handler runs between any two instructions of the main thread, which may hold any lock: so it takes none. Inside
+    `ray.init` the handler of SIGTERM is for a while one of Ray's that aborts the process, so SIGTERM is held meanwhile.
     """
 
     def __init__(self) -> None:
         self.asked = False
         self._at_once: Callable[[], None] | None = None
 
-    def install(self) -> None:
-        """Install the handlers; call this again after `ray.init`, which installs its own."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Install the handlers for a block, which begins with SIGTERM held: kept pending, for this thread and those
+        that it starts, until `release`.
+        """
+        before = {number: signal.getsignal(number) for number in STOPS}
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+        self._install()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+
+    def release(self) -> None:
+        """Install the handlers again, since `ray.init` installs its own, and take a SIGTERM that is pending."""
+        self._install()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
     def on_second(self, at_once: Callable[[], None]) -> None:
         """Have `at_once` called at the second signal, before the process ends."""
         self._at_once = at_once
 
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if an end was asked for."""
+        if self.asked or signal.SIGTERM in signal.sigpending():
+            raise KeyboardInterrupt
+
     def wait(self) -> None:
         """Return once an end is asked for."""
         while not self.asked:
             time.sleep(POLL_S)
+
+    def _install(self) -> None:
+        for number in STOPS:
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

@@ -1,5 +1,6 @@
 """The end of a Ray of one's own: nothing of it stays, whatever its processes do meanwhile."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import ray
 
 from cluster.actors import local
 from cluster.actors.local import LocalRay
-from cluster.config import ConfigError
 
 
 class Folder:
@@ -57,17 +57,19 @@ def test_the_folder_goes_whatever_happens(monkeypatch: pytest.MonkeyPatch, way: 
     assert folder.removed
 
 
-def test_a_home_that_cannot_be_written_is_refused_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rays_token_is_in_the_home_folder_or_beside_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    local.ensure_token()
+    local.ensure_token(tmp_path)
     made = (tmp_path / ".ray" / "auth_token").read_text()
-    local.ensure_token()
+    local.ensure_token(tmp_path)
     assert len(made) == 64 and (tmp_path / ".ray" / "auth_token").read_text() == made
     (tmp_path / "file").write_text("")
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"cannot be written: Not a directory; set RAY_AUTH_TOKEN_PATH"):
-        local.ensure_token()
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")  # so that what follows is undone
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    local.ensure_token(tmp_path)
+    own = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert own.parent == tmp_path and len(own.read_text()) == 64 and own.stat().st_mode & 0o777 == 0o600

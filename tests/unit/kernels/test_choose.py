@@ -1,6 +1,7 @@
 """Which kernels serve, and what is said of it."""
 
 import ctypes
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,8 +88,23 @@ def test_a_compiler_that_takes_too_long_and_a_user_without_a_home_are_told(
 
     monkeypatch.setattr(Path, "home", unknown)
     monkeypatch.setattr(cluster.kernels.library, "COMPILED", tmp_path / "none")
-    with pytest.raises(BuildError, match="set HOME or XDG_CACHE_HOME"):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match=r"there is no home folder, .*; set XDG_CACHE_HOME"):
         cluster.kernels.library._found(level_of_cpu())
+
+
+def test_what_a_process_left_that_was_killed_amid_compiling_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / f"{cluster.kernels.build.PLACE}x"
+    left.mkdir()
+    (left / "half.o").touch()
+    (tmp_path / "aerie-other.so").touch()
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(BuildError):
+        compile_level(level_of_cpu(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["aerie-other.so"]
 
 
 def test_a_library_is_named_by_all_it_is_made_of() -> None:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -74,15 +76,43 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopSignals]:
         raise Left(status)
 
     monkeypatch.setattr(os, "_exit", leave)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     made = StopSignals()
-    made.install()
-    yield made
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    before = signal.getsignal(signal.SIGTERM)
+    with made.taken():
+        yield made
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+HELD = """
+import os, signal, threading, time
+from cluster.api.launch.stop import StopSignals
+
+signals = StopSignals()
+with signals.taken():
+    signals.check()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray's own handler, it ends the process
+    beside = threading.Thread(target=time.sleep, args=(0.5,))  # a thread that could take the signal
+    beside.start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    beside.join()
+    for _ in range(2):
+        try:
+            signals.check()
+        except KeyboardInterrupt:
+            print("asked", signals.asked)
+        signals.release()
+"""
+
+
+def test_a_signal_while_ray_starts_waits_for_our_handler() -> None:
+    """In a process of its own: threads that others started here could take the signal."""
+    ran = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, "asked False\nasked True\n"), ran.stderr
 
 
 def test_the_first_signal_asks_and_the_second_ends(signals: StopSignals) -> None:
+    signals.release()
     assert not signals.asked
     os.kill(os.getpid(), signal.SIGTERM)
     began = time.monotonic()
@@ -97,7 +127,8 @@ def test_the_second_signal_ends_whatever_fails(signals: StopSignals) -> None:
     def fails() -> None:
         raise RuntimeError("Ray is half gone")
 
-    signals.at_once = fails
+    signals.on_second(fails)
+    signals.release()
     os.kill(os.getpid(), signal.SIGTERM)
     signals.wait()
     with pytest.raises(Left, match="130"):
@@ -118,5 +149,17 @@ def test_ray_ends_whatever_serve_says(monkeypatch: pytest.MonkeyPatch) -> None:
     own: Any = SimpleNamespace(stop=lambda: ended.append("stopped"))
     for cluster in (own, None):
         with pytest.raises(RuntimeError, match="controller is gone"):
-            serve_command._shut_down(cluster, plan, serving=True)
+            serve_command._shut_down(cluster, plan, orderly=True)
     assert ended == ["stopped", "disconnected"]
+
+
+def test_a_start_that_is_stopped_does_not_wait_for_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve would wait until its replica, which loads a model, has started."""
+    monkeypatch.setattr(serve_command.ray, "is_initialized", lambda: True)
+    ended: list[str] = []
+    own: Any = SimpleNamespace(stop=lambda: ended.append("stopped"))
+    halves = SimpleNamespace(shutdown=lambda: ended.append("asked"))
+    monkeypatch.setattr(serve_command.importlib, "import_module", lambda _: halves)
+    for orderly in (False, True):
+        serve_command._shut_down(own, SimpleNamespace(), orderly=orderly)  # type: ignore[arg-type]
+    assert ended == ["stopped", "asked", "stopped"]

@@ -1,0 +1,48 @@
+"""The folder for what outlives a server: its logs, and kernels that are compiled on this machine.
+
+It is `aerie` in $XDG_CACHE_HOME, by default ~/.cache. A user without a home folder that can be written (an arbitrary
+user id in a container, a read-only file system) gets one in the system's temporary folder.
+"""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from cluster.config import ConfigError
+
+
+def unusable_home() -> str:
+    """Why the usual folder cannot be used; empty where it can. The folder is made if there is none yet."""
+    try:
+        folder = _usual()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except RuntimeError:
+        return "there is no home folder"
+    except OSError as error:
+        return f"{str(folder)!r} cannot be made: {error.strerror}"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{str(folder)!r} cannot be written"
+
+
+def cache_folder() -> Path:
+    """The folder, which exists and can be written.
+
+    Raises:
+        ConfigError: neither the usual folder nor the temporary one can be used.
+    """
+    if not (why := unusable_home()):
+        return _usual()
+    folder = Path(tempfile.gettempdir()) / f"aerie-cache-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"{why}, and {str(folder)!r} cannot be made: {error.strerror}; set XDG_CACHE_HOME") from None
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise ConfigError(f"{why}, and others can write {str(folder)!r}; set XDG_CACHE_HOME to a folder of your own")
+    return folder
+
+
+def _usual() -> Path:
+    """Raises RuntimeError where the user has no home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aerie"

@@ -1,0 +1,45 @@
+"""A Ray cluster that does not answer is named at once, whatever is at its address."""
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+import cluster.api.launch.shared_ray as shared_ray
+from cluster.api.launch.shared_ray import check_alive
+from cluster.config import ConfigError
+
+
+def closed() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        closed,
+        lambda: f"ray://{closed()}",
+        lambda: "ray://127.0.0.1:port",
+        lambda: "no-such-host.invalid:6379",
+        lambda: "not an address",
+    ],
+)
+def test_nobody_answers(address: Callable[[], str]) -> None:
+    named = address()
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at .* \(--address or RAY_ADDRESS\): ") as refused:
+        check_alive(named)
+    assert named in str(refused.value)
+
+
+def test_who_takes_connections_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_ray, "ANSWER_S", 0.5)
+    with socket.create_server(("", 0)) as silent:
+        with pytest.raises(ConfigError, match=r"DEADLINE_EXCEEDED|UNAVAILABLE"):
+            check_alive(f"127.0.0.1:{silent.getsockname()[1]}")
+        check_alive(f"ray://127.0.0.1:{silent.getsockname()[1]}")
+
+
+def test_what_only_ray_can_find_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_ray, "canonicalize_bootstrap_address", lambda _: None)
+    check_alive("auto")
