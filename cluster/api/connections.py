@@ -85,15 +85,15 @@ class Connection(HttpToolsProtocol):
             self.transport.write(VERSION)
             cycle.transport = cast(asyncio.Transport, _Begun(self.transport))
             cycle.waiting_for_100_continue = False
-            self._look(FIRST_LOOK_S)
+        self._look(FIRST_LOOK_S)
         return True
 
     def _look(self, pause_s: float) -> None:
-        """Look after a pause, again and again until the answer has begun, whether the client has left altogether."""
+        """Look after a pause, again and again until the answer is over, whether the client has left altogether."""
         asyncio.get_running_loop().call_later(pause_s, self._end_if_gone, min(2 * pause_s, LONGEST_LOOK_S))
 
     def _end_if_gone(self, pause_s: float) -> None:
-        if self.cycle.response_started or self.transport.is_closing():
+        if self.cycle.response_complete or self.transport.is_closing():
             return
         rejected = select.poll()
         rejected.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups are always told

@@ -15,11 +15,13 @@ from tests.api.apps import arguments, eventually, health, kill, serving
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
-def raw(url: str, request: bytes) -> tuple[int, dict[str, str], bytes]:
-    """The answer to bytes that no polite client sends."""
+def raw(url: str, request: bytes, close: bool = False) -> tuple[int, dict[str, str], bytes]:
+    """The answer to bytes that no polite client sends; with `close` the sending side is shut down behind them."""
     where = urlsplit(url)
     with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
         connection.sendall(request)
+        if close:
+            connection.shutdown(socket.SHUT_WR)
         connection.settimeout(30)
         answer = b""
         while piece := connection.recv(65536):
@@ -37,6 +39,20 @@ def test_headers_and_deaths() -> None:
         assert (status, headers["content-type"]) == (400, "application/json")
         assert json.loads(body)["error"]["param"] == "x-request-id"
         assert httpx.head(f"{url}/health").status_code == 200
+
+        asked = json.dumps({"model": "counting", "prompt": [7, 8], "max_tokens": 3}).encode()
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(asked)
+        offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+        for head in (post + b"Connection: close\r\n", post + offer):  # Java's client offers h2c with every request
+            status, _, body = raw(url, head + b"\r\n" + asked, close=offer in head)
+            assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 3)
+
+        slow = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 2000, "stream": True}
+        limit = {"x-request-timeout-seconds": "1"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=slow, headers=limit, timeout=60) as answer:
+            last = [line for line in answer.iter_lines() if line.startswith("data: {")][-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "request_timeout" and "longer than 1 s" in error["message"]
 
         seen: list[str] = []
         statuses: list[int] = []
