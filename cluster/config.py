@@ -131,11 +131,19 @@ class EngineConfig(Settings):
         default=65536,
         ge=1,
         description="tokens that may wait, prompts and expected answers; a request beyond them is refused, unless "
-        "none waits",
+        "none waits or it would wait for a second at most",
     )
-    max_queued_requests: int = Field(default=1024, ge=1, description="requests that may wait for their first token")
+    max_queued_requests: int = Field(
+        default=1024,
+        ge=1,
+        description="requests that may wait for their first token; one more is refused, unless it would wait for a "
+        "second at most",
+    )
     max_queue_wait_s: float = Field(
-        default=30.0, gt=0, description="a request that is expected to wait longer for its first token is refused"
+        default=30.0,
+        gt=0,
+        description="seconds until the first token; a request that is expected to wait for more than seven tenths of "
+        "them is refused, unless it waits for other requests for a second at most",
     )
     disable_radix_cache: bool = Field(
         default=False, description="compute every prompt whole, in place of reusing the KV of a prefix seen before"

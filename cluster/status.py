@@ -66,7 +66,7 @@ class RankInfo:
     and which were dequantised, `experts` which ranks hold which experts; `kv_cache_dtype` is what KV caches hold,
     `kv_bytes_per_token` what a token takes in all of them, scales included; `kv_gb` is in 10^9 bytes;
     `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
-    None where `prefill_share` has no use for them. `world`, `pid`, `node` (Ray's id of it), `gpus` (their ids on that
+    None where nothing was measured. `world`, `pid`, `node` (Ray's id of it), `gpus` (their ids on that
     node, as Ray reserves them) and `interface` (of the network, between ranks) are those of the process that holds the
     rank, where one does.
     """
@@ -114,7 +114,11 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Load and progress of one rank, sent with heartbeats; `own_seconds` is its steps' time outside collectives."""
+    """Load and progress of one rank, sent with heartbeats; `own_seconds` is its steps' time outside collectives.
+
+    Steps may take other times by now than `StepCosts` say: steps of decoding alone `decode_drift` times as long, steps
+    of prompt rows alone `prefill_drift` times; prompt rows beside decoding `decode_drift` times `prompt_drift`.
+    """
 
     steps: int = 0
     running: int = 0
@@ -126,3 +130,6 @@ class EngineStatus:
     accept_length: float = 0.0
     padded_rows: int = 0
     own_seconds: float = 0.0
+    decode_drift: float = 1.0
+    prompt_drift: float = 1.0
+    prefill_drift: float = 1.0

@@ -24,6 +24,7 @@ GROUND = (
     "cache_folder",
     "request",
     "status",
+    "pace",
     "batch",
     "clock",
     "mesh",

@@ -1,266 +1,256 @@
 """Admission to the queue of a gang: which requests may enter, and how long a refused client should stay away.
 
-While slots are free, a request waits for the prompts queued before its own; otherwise it waits for running streams to
-end. Both rates are measured, as means over the last seconds: prompt tokens that left the queue while slots were free,
-and new tokens per occupied slot. The estimated wait of a newcomer assumes that these rates continue: running streams
-end after their expected remaining tokens, waiting requests take the freed slots in turn, and from slot to first token
-takes the mean time measured so far. Lengths are learnt as a geometric distribution: every token has the same chance to
-be the last one, namely the share of last tokens among all tokens so far, up to `max_tokens`. Until the gang has given
-`KNOWN_TOKENS` for each running request, `GUESSED_PER_S` tokens a second per slot are assumed.
+A request is refused if it is expected to wait too long for its first token. The expected wait is that of this request:
+`forecast.RankForecast` runs the queue of the rank that it would be sent to ahead in time, with the times of steps that
+the ranks measured at start. Ranks report with their heartbeats how many prompt tokens they have not computed, and how
+far their steps are off the measured times by now. How long running requests go on follows from two things that are
+learnt here: how many tokens requests have (`lengths.Lengths`), and how many a second they get (`token_rate.TokenRate`).
 
 No Ray and no event loop here: plain bookkeeping over an injected clock.
 """
 
-import heapq
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from cluster.actors.balance import Place
+from cluster.actors.forecast import GangForecast, Prompt, RankForecast, Running, Wait
+from cluster.actors.lengths import Lengths
 from cluster.actors.messages import Overloaded
+from cluster.actors.open_requests import OpenRequest, RankBooks, Report
+from cluster.actors.prefill_speed import Drift, PrefillSpeed, chunk_of
+from cluster.actors.token_rate import TokenRate
 from cluster.config import EngineConfig
+from cluster.pace import Pace
 from cluster.request import Request
+from cluster.tree_shape import tree_shape
 
-FIRST_GUESS = 128.0  # tokens per stop that are assumed before any request has ended
-LONG = 4096.0  # the same in `quantile`; long on purpose, so that max_tokens, which is mostly smaller, decides
-MEMORY = 0.02  # weight of the latest request in the learnt lengths and in the mean time to the first token
-TAU_S = 10.0  # time constant of the rates
-FRESH_S = 0.1  # how long an estimate is used again: one costs a millisecond, and refusals may come by the hundred
+SOON_S = 1.0  # a request that waits no longer than this, or no longer than this for others, is never refused
 HEADROOM = 0.7  # share of max_queue_wait_s: estimates err, and 99 of 100 admitted requests are to stay within it
-KNOWN_S = 1.0  # seconds of measured work after which the prompt rate is used
-KNOWN_TOKENS = 8  # for each running request, after which the token rate is used: prompts delayed the first ones
-GUESSED_PER_S = 10.0  # tokens a second of one slot, assumed until then: low, because a start is slow
+FRESH_S = 0.1  # how long a forecast of a rank is used again: it costs a millisecond
+RANKS = 8  # with more ranks than this forecasts are used for longer, so that all of them together cost no more
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
 SHORTEST = 1.0  # tokens of the request that `full` asks about
-
-
-class Rate:
-    """A rate per second, as an exponential mean over the time in which the counted thing could happen."""
-
-    def __init__(self) -> None:
-        self._amount = self._seconds = 0.0
-
-    def happened(self, amount: float) -> None:
-        """Count `amount`."""
-        self._amount += amount
-
-    def passed(self, seconds: float, times: float = 1.0) -> None:
-        """Count elapsed time, for `times` slots at once."""
-        kept = math.exp(-seconds / TAU_S)
-        self._amount *= kept
-        self._seconds = self._seconds * kept + seconds * times
-
-    @property
-    def known(self) -> bool:
-        """Whether enough was measured to use `per_s`."""
-        return self._amount > 0 and self._seconds >= KNOWN_S
-
-    @property
-    def per_s(self) -> float:
-        """The rate; 0.0 before anything was measured."""
-        return self._amount / self._seconds if self._seconds > 0 else 0.0
-
-
-class Lengths:
-    """How many new tokens requests have, learnt from those that ended."""
-
-    def __init__(self) -> None:
-        self._tokens = self._stops = 0.0
-
-    def ended(self, tokens: int, stopped: bool) -> None:
-        """A request ended after `tokens`; `stopped`: by itself, not at its limit or because its client left."""
-        self._tokens = (1.0 - MEMORY) * self._tokens + tokens
-        self._stops = (1.0 - MEMORY) * self._stops + stopped
-
-    def expected(self, most: int) -> float:
-        """The expected number of tokens until a stop or the limit `most`; prior: one stop per `FIRST_GUESS` tokens."""
-        chance = min((self._stops + 1.0) / (self._tokens + FIRST_GUESS), 0.5)
-        return -math.expm1(most * math.log1p(-chance)) / chance
-
-    def quantile(self, share: float, most: int, lived: int) -> float:
-        """The number of tokens that `share` of the requests do not exceed.
-
-        `lived` counts the tokens of requests still running: without them the estimate would be biased towards short
-        ones. Until a request has stopped, one stop in `LONG` tokens, or in those seen if more, is assumed.
-        """
-        seen = max(self._tokens + lived, 1.0)
-        chance = min(max(self._stops / seen, 1.0 / max(seen, LONG)), 0.5)
-        return min(float(most), math.log1p(-share) / math.log1p(-chance))
-
-
-@dataclass(slots=True)
-class Guest:
-    """One open request: `prompt` tokens, `tokens` expected in all, `most` new ones allowed, `dealt` of them so far.
-
-    `came` is the time at which it entered, None if it had to wait for a slot or for the gang.
-    """
-
-    prompt: int
-    tokens: float
-    most: int
-    came: float | None
-    dealt: int = 0
+ALONE = Place()  # where a gang of one rank without cached prefixes serves everything
 
 
 class Admission:
-    """The queue of one gang as its router sees it. Waiting: has no token yet. Running: has at least one."""
+    """The open requests of one gang as its router sees them. Waiting: has no token yet. Running: has at least one."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
-        self._slots = config.max_running_requests * config.attn_dp_size
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        report: Callable[[int], Report | None] = lambda rank: None,
+    ) -> None:
+        """`report` is asked for the latest report of a rank, by its dp rank."""
+        self._config, self._shape = config, tree_shape(config)
+        self._clock, self._report = clock, report
+        self._ranks = [RankBooks() for _ in range(config.attn_dp_size)]
+        self._open: dict[str, OpenRequest] = {}
         self._kv_tokens = 0
-        self._clock = clock
-        self._waiting: dict[str, Guest] = {}
-        self._running: dict[str, Guest] = {}
-        self._tokens = 0.0  # of all guests, expected ones included
-        self.queued_tokens = 0.0  # of those waiting
+        self._pace: Pace | None = None
+        self.waiting = 0  # requests
+        self.queued_tokens = 0.0  # of those waiting, expected ones included
+        self._forecast: GangForecast | None = None
         self._lengths = Lengths()
-        self._first_s = 0.0  # mean time to the first token of requests that found a free slot
-        self._pace, self._prompts = Rate(), Rate()
-        self._given = 0  # tokens, ever
+        self._rate = TokenRate(self._shape.num_steps, config.attn_dp_size)
+        self._running = 0  # requests
         self._at = clock()
         self._serving = True
-        self._known: tuple[float, float] | None = None  # when the wait was estimated last, and what it was
 
     def new_tokens(self, request: Request) -> float:
         """The likely number of new tokens of a request."""
         return self._lengths.expected(request.params.max_tokens)
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that there is no room for.
+    def check(self, request: Request, place: Place = ALONE) -> None:
+        """Refuse a request that there is no room for, and that would go to `place`.
 
         Raises:
             Overloaded: with the time after which there is likely to be room.
         """
-        if (why := self._why(len(request.prompt_token_ids) + self.new_tokens(request))) is not None:
+        tokens = len(request.prompt_token_ids) + self.new_tokens(request)
+        if (why := self._why(self.wait(len(request.prompt_token_ids), place), tokens)) is not None:
             raise why
 
     def full(self) -> Overloaded | None:
-        """Why even the shortest request would be refused now."""
-        return self._why(SHORTEST)
+        """Why even the shortest request would be refused now, whatever its rank."""
+        return self._why(min(self.wait(1, Place(rank)) for rank in range(len(self._ranks))), SHORTEST)
 
-    def _why(self, tokens: float) -> Overloaded | None:
-        config, waiting = self._config, len(self._waiting)
-        wait = self.wait_s()
+    def wait(self, prompt: int, place: Place = ALONE) -> Wait:
+        """How long a newcomer with `prompt` tokens would wait for its first token; 0.0 while the gang is down."""
+        if not self._serving:
+            return Wait(0.0, 0.0)
+        now = self._clock()
+        if self._forecast is None or now - self._forecast.made > FRESH_S * max(1.0, len(self._ranks) / RANKS):
+            self._forecast = self._run_ahead(now)
+        newcomer = Prompt(place.cached, prompt - place.cached, prompt - place.shared + self._shape.window, 0.0)
+        return self._forecast.wait(place.rank, newcomer, now)
+
+    def _why(self, wait: Wait, tokens: float) -> Overloaded | None:
+        """Why a request with so many tokens is refused that would wait so long."""
+        config, waiting, seconds = self._config, self.waiting, wait.seconds
+        if seconds <= SOON_S and self._pace is not None and self._serving:
+            return None
         if waiting >= config.max_queued_requests:
-            return Overloaded(f"{waiting} requests wait (max_queued_requests is {config.max_queued_requests})", wait)
+            return Overloaded(f"{waiting} requests wait (max_queued_requests is {config.max_queued_requests})", seconds)
         if waiting and self.queued_tokens + tokens > config.max_queued_tokens:
             held = f"the queue holds {self.queued_tokens:.0f} tokens (max_queued_tokens is {config.max_queued_tokens})"
-            return Overloaded(held, wait)
-        if wait > HEADROOM * config.max_queue_wait_s:
-            long = f"a request would wait for about {wait:.0f} s (max_queue_wait_s is {config.max_queue_wait_s:g})"
-            return Overloaded(long, wait)
+            return Overloaded(held, seconds)
+        limit = HEADROOM * config.max_queue_wait_s
+        if seconds > max(limit, SOON_S) and wait.delay > SOON_S:  # a long prompt alone waits for nobody
+            first = (
+                f"the first token would come after about {seconds:.1f} s, {wait.delay:.1f} s of it for earlier requests"
+            )
+            known = f"{HEADROOM:g} of max_queue_wait_s ({config.max_queue_wait_s:g} s)"
+            return Overloaded(f"{first}; the limits are {limit:.3g} s, which is {known}, and {SOON_S:g} s", seconds)
         return None
 
-    def entered(self, request: Request) -> None:
-        """A request was admitted, and waits for its first token."""
-        prompt = len(request.prompt_token_ids)
+    def entered(self, request: Request, place: Place = ALONE) -> None:
+        """A request was admitted, and waits at `place` for its first token."""
         self._pass()
-        came = self._at if self._serving and self._free() else None
-        guest = Guest(prompt, prompt + self.new_tokens(request), request.params.max_tokens, came)
-        self._waiting[request.request_id] = guest
-        self._tokens += guest.tokens
-        self.queued_tokens += guest.tokens
-        self._known = None
+        prompt, most = len(request.prompt_token_ids), request.params.max_tokens
+        expected = prompt + self.new_tokens(request)
+        one = OpenRequest(place.rank, prompt, prompt - place.cached, place.shared, expected, most, self._at)
+        self._open[request.request_id] = one
+        self.waiting += 1
+        self.queued_tokens += one.tokens
+        self._enqueue(request.request_id, one)
+
+    def moved(self, name: str, prompt: int, place: Place) -> None:
+        """A request was submitted again, with `prompt` tokens, to a gang that starts with empty caches."""
+        one = self._open.get(name)
+        if one is None:
+            return
+        self._pass()
+        self._dequeue(name, one)
+        self._run_no_more(one, name)
+        one.rank, one.prompt, one.left, one.shared = place.rank, prompt - one.dealt, prompt - place.cached, place.shared
+        one.entered = self._at
+        self._enqueue(name, one)
 
     def progressed(self, name: str, tokens: int) -> None:
-        """A request was given tokens; with the first of them it changes from waiting to running."""
+        """A request was given tokens; the first of them say that its prompt is computed."""
         self._pass()
-        guest = self._running.get(name)
-        if guest is None:
-            guest = self._waiting.pop(name, None)
-            if guest is None:
-                return
-            self._running[name] = guest
-            self._leave(guest)
-            self._prompts.happened(guest.prompt)
-            if guest.came is not None:
-                took = self._at - guest.came
-                self._first_s += (MEMORY if self._first_s else 1.0) * (took - self._first_s)
-        guest.dealt += tokens
-        self._given += tokens
-        self._pace.happened(tokens)
+        one = self._open.get(name)
+        if one is None:
+            return
+        if self._dequeue(name, one):
+            if not one.dealt:
+                self._served(one)
+            one.left = 0
+            self._run(one, name)
+        else:
+            self._rate.given(tokens)
+        one.dealt += tokens
 
     def left(self, name: str, stopped: bool) -> None:
         """A request is over; see `Lengths.ended`."""
         self._pass()
-        guest = self._running.pop(name, None)
-        if guest is None:
-            guest = self._waiting.pop(name, None)
-            if guest is None:
-                return
-            self._leave(guest)
-        self._tokens -= guest.tokens
-        self._lengths.ended(guest.dealt, stopped)
-        if not self._running and not self._waiting:  # float sums drift: reset them while the gang is empty
-            self._tokens = self.queued_tokens = 0.0
-            self._known = None
+        one = self._open.pop(name, None)
+        if one is None:
+            return
+        self._dequeue(name, one)
+        self._run_no_more(one, name)
+        if not one.dealt:
+            self._served(one)
+        self._lengths.ended(one.dealt, stopped)
 
     def stopped(self) -> None:
         """The gang is down: until `started`, time does not count and no wait can be estimated."""
         self._pass()
         self._serving = False
-        for guest in self._waiting.values():
-            guest.came = None
 
-    def started(self, kv_tokens: int) -> None:
-        """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank."""
-        self._kv_tokens = kv_tokens * self._config.attn_dp_size
+    def started(self, kv_tokens: int, pace: Pace | None = None) -> None:
+        """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank, `pace` what its steps take, if
+        that was measured.
+        """
+        self._kv_tokens, self._pace = kv_tokens, pace
         self._at = self._clock()
-        self._serving, self._known = True, None
+        self._serving = True
+        self._forecast = None
+        for books in self._ranks:
+            books.since = books.reported = self._at
 
-    def wait_s(self) -> float:
-        """How long a newcomer would wait for its first token; 0.0 where nothing is known."""
-        if not self._serving:
-            return 0.0
-        now = self._clock()
-        if self._known is None or now - self._known[0] > FRESH_S:
-            self._known = (now, self._estimate())
-        return self._known[1]
+    def _enqueue(self, name: str, one: OpenRequest) -> None:
+        books = self._ranks[one.rank]
+        books.enqueue(name, one)
+        if len(books.queue) == 1:
+            self._forecast = None  # this rank's prompt rows make steps longer from now on
+        elif self._forecast is not None:
+            median = self._lengths.quantile(0.5, max(1, one.most - one.dealt), 0)
+            self._forecast.add(one.rank, self._prompt(one, median))
 
-    def _estimate(self) -> float:
-        if self._free():
-            rate = self._prompts.per_s if self._prompts.known else 0.0
-            return sum(guest.prompt for guest in self._waiting.values()) / rate if rate else 0.0
-        known = self._given >= KNOWN_TOKENS * max(1, len(self._running))
-        each = self._pace.per_s if known else GUESSED_PER_S
+    def _dequeue(self, name: str, one: OpenRequest) -> bool:
+        """Take a request out of its queue; whether it was there."""
+        books = self._ranks[one.rank]
+        found = books.dequeue(name, self._at) is not None
+        if found and not books.queue:
+            self._forecast = None
+        return found
+
+    def _served(self, one: OpenRequest) -> None:
+        """A request waits no more."""
+        self.waiting -= 1
+        self.queued_tokens = max(0.0, self.queued_tokens - one.tokens) if self.waiting else 0.0  # float sums drift
+
+    def _run_ahead(self, now: float) -> GangForecast:
+        """The queues of all ranks, run ahead from now on."""
+        for rank, books in enumerate(self._ranks):
+            if (report := self._report(rank)) is not None:
+                books.read(report)
+        works = [books.work(chunk_of(self._config)) for books in self._ranks]
+        drift = Drift(*map(max, zip(*(books.drift for books in self._ranks), strict=True)))
+        speeds = [PrefillSpeed.of(self._config, self._pace, works, rank, drift) for rank in range(len(works))]
+        window, slots = self._shape.window, self._config.max_running_requests
+        running = [one.length for books in self._ranks for one in books.running.values()]
+        longest = max((one.length for one in self._open.values() if one.most > 1), default=1)
+        per_s = self._rate.by_running(running, longest, self._pace)
+        lived = sum(one.dealt for one in self._open.values())
         # Spread the lengths over the learnt distribution: with the mean for each, all slots would seem to end at once.
-        shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._running) + len(self._waiting)))
-        lived = sum(guest.dealt for guest in self._running.values())
+        shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._open)))
 
-        def lasts(guest: Guest) -> float:
-            return self._lengths.quantile(next(shares), max(1, guest.most - guest.dealt), lived) / each
+        def left(one: OpenRequest) -> float:
+            return self._lengths.quantile(next(shares), max(1, one.most - one.dealt), lived)
 
-        ends = [lasts(guest) for guest in self._running.values()]
-        heapq.heapify(ends)
-        slots = max(self._room(), len(ends))
-        for guest in self._waiting.values():
-            starts = heapq.heappop(ends) if len(ends) >= slots else 0.0
-            heapq.heappush(ends, starts + lasts(guest))
-        return self._first_s + (ends[0] if len(ends) >= slots else 0.0)
+        forecasts = []
+        for books, speed in zip(self._ranks, speeds, strict=True):
+            each = per_s(max(1, len(books.running)))
+            sizes = [(one.kv + window, left(one)) for one in books.running.values()]
+            forecasts.append(
+                RankForecast(
+                    speed=speed,
+                    slots=slots - len(sizes),
+                    kv=self._kv_tokens - sum(kv for kv, _ in sizes),
+                    spare=window,
+                    per_s=per_s,
+                    ends=[Running(more / each, kv + more, each) for kv, more in sizes],
+                    clock=min(0.0, books.since - now) if books.queue else 0.0,
+                    rows=sum(one.left for one in books.queue.values()),
+                )
+            )
+        queues = [[self._prompt(one, left(one)) for one in books.queue.values()] for books in self._ranks]
+        return GangForecast(forecasts, queues, now)
 
-    def _free(self) -> bool:
-        """Whether a newcomer would find a slot. While nobody waits the KV cache has room, so `_room` is not asked."""
-        guests = len(self._running) + len(self._waiting)
-        return guests < (self._room() if self._waiting else self._slots)
-
-    def _room(self) -> int:
-        """How many requests of the present mean size can run at once; prefixes that they share are not known here."""
-        guests = len(self._running) + len(self._waiting)
-        if not guests or not self._tokens:
-            return self._slots
-        return max(1, min(self._slots, int(self._kv_tokens * guests / self._tokens)))
-
-    def _leave(self, guest: Guest) -> None:
-        self.queued_tokens = max(0.0, self.queued_tokens - guest.tokens)
+    def _prompt(self, one: OpenRequest, tokens: float) -> Prompt:
+        """A waiting request that is expected to get `tokens`."""
+        return Prompt(one.length - one.left, one.left, one.kv + self._shape.window, max(0.0, tokens - 1))
 
     def _pass(self) -> None:
-        """Count the time since the last call in each rate that could have grown during it."""
+        """Count the time since the last call."""
         now = self._clock()
         seconds, self._at = now - self._at, now
-        if not self._serving:
-            return
-        if guests := len(self._running) + len(self._waiting):
-            self._pace.passed(seconds, min(guests, self._room()))
-        if self._waiting and self._free():
-            self._prompts.passed(seconds)
+        if self._serving:
+            self._rate.passed(seconds, self._running)
+
+    def _run(self, one: OpenRequest, name: str) -> None:
+        """A request decodes from now on."""
+        self._ranks[one.rank].running[name] = one
+        self._running += 1
+        if self._running == 1:
+            self._forecast = None  # the rules for prompt rows are others from now on
+
+    def _run_no_more(self, one: OpenRequest, name: str) -> None:
+        if self._ranks[one.rank].running.pop(name, None) is not None:
+            self._running -= 1
+            if not self._running:
+                self._forecast = None  # the rules for prompt rows are others from now on

@@ -12,8 +12,10 @@ The other policies are SGLang's: `round_robin`, `total_requests`, and `total_tok
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Self
 
 from cluster.actors.prefixes import PrefixIndex, chain_of
@@ -49,6 +51,20 @@ class RankLoad:
     pages: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The rank that a request would go to. Of the prompt's tokens at the start, that rank has `cached` in its cache, or
+    will have them when the prompts of its open requests are computed; `shared` are read by open requests as well.
+    Without prompts that are not computed yet, the rank would compute `queued` tokens. `chain` names the prompt's pages.
+    """
+
+    rank: int = 0
+    cached: int = 0
+    shared: int = 0
+    queued: int = 0
+    chain: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class _Open:
     """One request on its rank. `queued` counts prompt tokens still to compute, `new` the tokens generated, `expected`
@@ -72,13 +88,24 @@ class _Open:
 
 @dataclass(slots=True)
 class _Rank:
-    """Running sums over the open requests of one rank."""
+    """Running sums over the open requests of one rank; `coming` counts how many of them have each page."""
 
     index: PrefixIndex
+    coming: Counter[int] = field(default_factory=Counter)
     requests: int = 0
     tokens: int = 0
     queued: int = 0
     work: list[int] = field(default_factory=lambda: [0] * PARTS)
+
+    def found(self, chain: Sequence[int]) -> tuple[int, int]:
+        """How many pages at the start of `chain` are in the cache or belong to prompts of open requests, and how many
+        belong to prompts of open requests.
+        """
+        if not self.index.capacity:
+            return 0, 0
+        shared = next((n for n, page in enumerate(chain) if page not in self.coming), len(chain))
+        known = (page in self.coming or page in self.index for page in chain[shared:])
+        return shared + sum(takewhile(bool, known)), shared
 
 
 class Balancer:
@@ -122,30 +149,43 @@ class Balancer:
         size = (config.attn_dp_size, config.page_size)
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=chunk, index_pages=pages)
 
-    def choose(self, request: Request, expected_new: float) -> int:
+    def place(self, request: Request, expected_new: float) -> Place:
+        """Where `request`, which is expected to get `expected_new` tokens, would go now; changes nothing. If a request
+        with its id is open, that one does not count.
+
+        Raises:
+            ValueError: `routed_dp_rank` is out of range.
+        """
+        pinned, tokens = self._pinned(request), request.prompt_token_ids
+        earlier = self._open.get(request.request_id)
+        if earlier is not None:
+            self._count(earlier, -1)
+        chain = chain_of(tokens, self.page_size, request.cache_salt)
+        scored = request.params.prompt_logprobs is not None  # then all of it is computed, whatever a rank holds
+        queued = [len(tokens) - (0 if scored else self.page_size * rank.index.held(chain)) for rank in self._ranks]
+        at = self._best(self._opened(request, expected_new, chain).work, queued) if pinned is None else pinned
+        found, shared = self._ranks[at].found(() if scored else chain)
+        if earlier is not None:
+            self._count(earlier, 1)
+        return Place(at, self.page_size * found, self.page_size * shared, queued[at], chain)
+
+    def choose(self, request: Request, expected_new: float, place: Place | None = None) -> int:
         """The dp rank for `request`, which then counts as queued there; it is expected to get `expected_new` tokens.
+        `place` is what `place` has just said of it, if it was asked.
 
         A request id that is already open is moved from its old rank.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range; nothing is changed then.
         """
-        pinned = request.routed_dp_rank
-        if pinned is not None and not 0 <= pinned < self.dp_size:
-            raise ValueError(f"routed_dp_rank: must lie in [0, {self.dp_size - 1}], got {pinned}")
-        tokens = request.prompt_token_ids
-        earlier = self._open.get(request.request_id)
-        arrived = tokens if earlier is None else earlier.arrived
+        pinned, earlier = self._pinned(request), self._open.get(request.request_id)
         self.ended(request.request_id)
-        salt = request.cache_salt
-        chain = chain_of(tokens, self.page_size, salt)
-        most = max(1, request.params.max_tokens - request.resumed_tokens)
-        opened = _Open(0, arrived, tokens, chain, 0, min(max(1.0, expected_new), most), most, salt=salt)
-        opened.work = self._work_of(opened)
-        scored = request.params.prompt_logprobs is not None  # then all of it is computed, whatever a rank holds
-        queued = [len(tokens) - (0 if scored else self.page_size * rank.index.held(chain)) for rank in self._ranks]
-        opened.rank = self._best(opened, queued) if pinned is None else pinned
-        opened.queued = queued[opened.rank]
+        place = place or self.place(request, expected_new)
+        self._turn += pinned is None
+        opened = self._opened(request, expected_new, place.chain)
+        opened.rank, opened.queued = place.rank, place.queued
+        if earlier is not None:
+            opened.arrived = earlier.arrived
         self._open[request.request_id] = opened
         self._count(opened, 1)
         return opened.rank
@@ -217,8 +257,28 @@ class Balancer:
         rank.requests += sign
         rank.tokens += sign * (len(opened.tokens) + opened.new)
         rank.queued += sign * opened.queued
+        for page in opened.chain:
+            rank.coming[page] += sign
+            if not rank.coming[page]:
+                del rank.coming[page]
         for part, work in enumerate(opened.work):
             rank.work[part] += sign * work
+
+    def _pinned(self, request: Request) -> int | None:
+        """The rank that a request asks for, if it asks for one; it must exist."""
+        pinned = request.routed_dp_rank
+        if pinned is not None and not 0 <= pinned < self.dp_size:
+            raise ValueError(f"routed_dp_rank: must lie in [0, {self.dp_size - 1}], got {pinned}")
+        return pinned
+
+    def _opened(self, request: Request, expected_new: float, chain: tuple[int, ...]) -> _Open:
+        """The books of a request before its rank is known."""
+        tokens = request.prompt_token_ids
+        most = max(1, request.params.max_tokens - request.resumed_tokens)
+        expected = min(max(1.0, expected_new), most)
+        opened = _Open(0, tokens, tokens, chain, 0, expected, most, salt=request.cache_salt)
+        opened.work = self._work_of(opened)
+        return opened
 
     def _work_of(self, opened: _Open) -> Work:
         """The expected work of the steps that a request still needs, for each part of the horizon."""
@@ -233,12 +293,13 @@ class Balancer:
             start = end
         return tuple(work)
 
-    def _best(self, opened: _Open, queued: Sequence[int]) -> int:
-        """The rank that the policy prefers; `queued` are the prompt rows that the request needs on each."""
+    def _best(self, work: Work, queued: Sequence[int]) -> int:
+        """The rank that the policy prefers for a request that will decode for `work` and needs `queued` prompt rows on
+        each rank.
+        """
         ranks = range(self.dp_size)
         if self.policy == "round_robin":
-            self._turn += 1
-            return (self._turn - 1) % self.dp_size
+            return self._turn % self.dp_size
         if self.policy == "total_requests":
             return min(ranks, key=lambda at: self._ranks[at].requests)
         if self.policy == "total_tokens":
@@ -247,7 +308,7 @@ class Balancer:
         sums = [sum(_power(future[part]) for future in before) for part in range(PARTS)]
 
         def slowest(at: int) -> tuple[float, int]:
-            after = self._future(self._ranks[at], queued[at], opened.work)
+            after = self._future(self._ranks[at], queued[at], work)
             parts = zip(sums, before[at], after, strict=True)
             powers = (total - _power(old) + _power(new) for total, old, new in parts)
             # At equal load the rank with the emptier cache takes it.

@@ -20,7 +20,7 @@ from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
 from cluster.actors.verdict import Signs
 from cluster.config import ConfigError, EngineConfig
 from cluster.logs import LogSettings, first_line
-from cluster.status import RankInfo
+from cluster.status import EngineStatus, RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +237,11 @@ class Life:
     def mark_alive(self) -> None:
         """A step item came: the ranks step together, so all of them were alive."""
         self.last_item = time.monotonic()
+
+    def heard(self, rank: int) -> tuple[float, EngineStatus] | None:
+        """The status that a rank sent with its last heartbeat, and when it arrived, on our clock."""
+        beat = self.beats[rank]
+        return None if beat is None else (self._answered[rank], beat.status)
 
     def forgive(self, seconds: float) -> None:
         """Do not count `seconds` as silence: this process itself stood still and could hear no rank."""

@@ -29,6 +29,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._pages)
 
+    def __contains__(self, page: int) -> bool:
+        return page in self._pages
+
     def held(self, chain: Sequence[int]) -> int:
         """How many pages at the start of `chain` the rank holds without a gap."""
         for count, link in enumerate(chain):

@@ -16,16 +16,20 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from cluster.actors.admission import Admission
-from cluster.actors.balance import Balancer
+from cluster.actors.balance import Balancer, Place
 from cluster.actors.gang import Gang
 from cluster.actors.kept_grammars import named
 from cluster.actors.life import Life
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
+from cluster.actors.open_requests import Report
 from cluster.actors.peers import deployment_samples
+from cluster.actors.prefill_speed import Drift
 from cluster.actors.shared_answer import Shared
 from cluster.actors.streams import Recovery, Refusal, Stream
 from cluster.logs import first_line
+from cluster.pace import Pace
 from cluster.request import Request, RequestOutput, Seeds
+from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ class Router:
         self._streams: dict[str, Stream] = {}
         self._balancer = Balancer.of(config)
         self._samples = Shared(lambda: deployment_samples(gang))
-        self._admission = Admission(config)
+        self._admission = Admission(config, report=self._report)
         self._seeds = Seeds(f"{config.random_seed}/{replica_rank}")
         self._life: Life | None = None  # the life that requests go to; None while they wait
         self._lines: dict[int, Line] = {}  # by leader
@@ -115,7 +119,7 @@ class Router:
         self._lines = {rank: Line() for rank in life.spec.leaders}
         info = self._gang.infos[0]
         self._balancer.restarted(info.kv_pages)
-        self._admission.started(info.kv_tokens)
+        self._admission.started(info.kv_tokens, _pace_of(info))
         self._reading = [self._task(life, rank, "outputs", self._read) for rank in self._lines]
         self._sending = [self._task(life, rank, "commands", self._send) for rank in self._lines]
         for stream in self._recovery.begin([s for s in self._streams.values() if not s.ended]):
@@ -180,28 +184,40 @@ class Router:
         return await self._samples.get()
 
     def _admit(self, request: Request) -> Stream:
-        if not request.resumed_tokens:  # one that another replica had taken has been admitted
-            self._admission.check(request)
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
+        place = self._balancer.place(request, self._admission.new_tokens(request))  # raises for an unknown rank
+        if not request.resumed_tokens:  # one that another replica had taken has been admitted
+            self._admission.check(request, place)
         stream = Stream(self._seeds.fill(request))
-        self._choose(stream, stream.request)  # raises for a routed_dp_rank that does not exist
+        self._choose(stream, stream.request, place)
         self._streams[request.request_id] = stream
-        self._admission.entered(request)
+        self._admission.entered(request, place)
         if self._life is not None and self._recovery.arrived(stream):
             self._submit(stream)
         return stream
 
-    def _choose(self, stream: Stream, request: Request) -> None:
-        leaders = self._gang.spec.leaders
-        stream.place(leaders[self._balancer.choose(request, self._admission.new_tokens(request))])
+    def _choose(self, stream: Stream, request: Request, place: Place) -> None:
+        self._balancer.choose(request, self._admission.new_tokens(request), place)
+        stream.place(self._gang.spec.leaders[place.rank])
+
+    def _report(self, dp_rank: int) -> Report | None:
+        """What a rank last said of its queue and its steps."""
+        heard = None if self._life is None else self._life.heard(self._gang.spec.leaders[dp_rank])
+        if heard is None:
+            return None
+        at, status = heard
+        drift = Drift(status.decode_drift, status.prompt_drift, status.prefill_drift)
+        return Report(at, status.queued_tokens, drift)
 
     def _submit(self, stream: Stream) -> None:
         """Submit a stream's request to the present life."""
         again = stream.submissions > 0
         request = stream.submission()
         if again:  # the caches are empty, and the load may have changed
-            self._choose(stream, request)
+            place = self._balancer.place(request, self._admission.new_tokens(request))
+            self._choose(stream, request, place)
+            self._admission.moved(stream.name, len(request.prompt_token_ids), place)
             if self._on_resumed is not None:
                 self._on_resumed()
         grammar = request.params.grammar
@@ -322,3 +338,11 @@ class Router:
         self._down = self._down or reason
         for stream in self._streams.values():
             stream.end(self._down, "abort")
+
+
+def _pace_of(info: RankInfo) -> Pace | None:
+    """What the steps of a rank take, as far as it was measured."""
+    if info.step_costs is None:
+        return None
+    config = info.config
+    return Pace.reported(info.step_costs, config.prefill_share, info.speculative_num_draft_tokens, config.attn_dp_size)

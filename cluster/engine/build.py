@@ -22,7 +22,6 @@ from cluster.engine.host_memory import keep_freed
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, kernels_of, load_models
-from cluster.engine.prefill_share import Pace
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
 from cluster.engine.same_everywhere import same_everywhere
@@ -41,6 +40,7 @@ from cluster.kv.device_memory import DeviceMemory, memory_of
 from cluster.kv.pool import SlotMemory
 from cluster.mesh import Mesh, Rendezvous, Store, join
 from cluster.metrics import EngineMetrics
+from cluster.pace import Pace
 from cluster.spec.backends import TreeBackend, tree_backend_of
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
@@ -219,7 +219,8 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     own, taken = prepared.device_memory, 0
     if own is not None:
         taken = rehearsed(lockstep, resolved.config, prepared.context_length, own, memory.cache.table)
-    pace = _pace(prepared, lockstep)
+    size = prepared.context_length, resolved.target.vocab_size
+    pace = measure_pace(lockstep, memory.cache, resolved.config, *size)
     captured = None
     if captures is not None:
         capture = partial(capture_decoding, lockstep, resolved.config, captures.buckets)
@@ -312,15 +313,6 @@ def _check_sample(prepared: Prepared, lockstep: Lockstep) -> None:
         check_sample(sample, config, lockstep, prepared.memory.cache, prepared.context_length)
 
 
-def _pace(prepared: Prepared, lockstep: Lockstep) -> Pace | None:
-    """The measured pace; None where `mixed_prefill_size` replaces it or only one request runs at a time."""
-    config = prepared.resolved.config
-    if config.mixed_prefill_size is not None or config.max_running_requests * prepared.mesh.attn_dp <= 1:
-        return None
-    vocab_size = prepared.resolved.target.vocab_size
-    return measure_pace(lockstep, prepared.memory.cache, config, prepared.context_length, vocab_size)
-
-
 def _device(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -353,7 +345,7 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     return TextTokenizer.load(folder)
 
 
-def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -> RankInfo:
+def _info(prepared: Prepared, pace: Pace, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens, kept = pages * config.page_size, str(prepared.models.dtype).removeprefix("torch.")
@@ -387,5 +379,5 @@ def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -
         kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
         kv_sized_by=memory.capacity.sized_by,
         max_request_tokens=min(prepared.context_length, tokens - shape.forcing().window),
-        step_costs=None if pace is None else pace.costs(),
+        step_costs=pace.costs(),
     )

@@ -5,17 +5,46 @@ machine which is busy for a moment does not distort the pace for good.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 from cluster.batch import Decode, Order, PromptChunk, Sampling
 from cluster.config import EngineConfig
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.prefill_share import DEEP, Limits, Load, Pace, fit
 from cluster.kv.cache import KVCache, Lease
+from cluster.pace import Curve, Pace
 
 MOST_ROWS = 4096  # no measured step has more prompt rows
 ROUNDS, ENOUGH_S = 6, 3.0  # at most so many rounds, and no further one after so many seconds
 STRIDE = 7919  # between token ids, so that not all rows choose the same experts
+ROWS = 16  # the first point of the curve of prompt rows
+MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
+STEEP = 2.0  # a curve ends at so many times the time of its first step; beyond that it is extrapolated
+LONG = 2048  # length with which attention's own work is measured, of decoding requests and of many prompt rows
+DEEP = 8192  # length of the prefix with which reading it is measured, by a single row: no processor caches so much
+SHALLOW = 128  # shorter prefixes are not measured: what they add is less than the clock's noise
+
+
+class Load(NamedTuple):
+    """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each; besides, one group,
+    or every group if `crowd`, runs `rows` prompt rows that follow `start` tokens.
+    """
+
+    decodes: int
+    committed: int = 0
+    rows: int = 0
+    start: int = 0
+    crowd: bool = False
+
+
+class Limits(NamedTuple):
+    """The largest step that can be measured: decoding requests, prompt rows, and tokens of one request."""
+
+    decodes: int
+    rows: int
+    tokens: int
 
 
 def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, context: int, vocab_size: int) -> Pace:
@@ -98,3 +127,40 @@ class _Trial:
         if ran.output is not None:
             self.lockstep.read(ran)
         return time.perf_counter() - began
+
+
+def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, groups: int) -> Pace:
+    """The pace of a gang of `groups`, fitted to a few steps; `time` measures a step, in microseconds."""
+    alone = time(Load(1))
+    decode = [(1, alone)]
+    while decode[-1][0] < limits.decodes and decode[-1][1] < STEEP * alone:
+        more = min(decode[-1][0] * MORE_DECODES, limits.decodes)
+        decode.append((more, time(Load(more))))
+    few = min(ROWS, limits.rows)
+    target = [(tree, alone), (tree + few, time(Load(1, rows=few)))]
+    rows = few
+    while rows < limits.rows and (target[-1][1] < STEEP * alone or len(target) == 2):
+        rows = min(rows * MORE_ROWS, limits.rows)
+        target.append((tree + rows, time(Load(1, rows=rows))))
+    last = target[-1][1]
+
+    crowd = 0.0
+    if groups > 1 and last > alone:
+        together = time(Load(1, rows=rows, crowd=True))
+        crowd = min(1.0, max(0.0, (together - last) / (last - alone) / (groups - 1)))
+    long, deep = min(LONG, limits.tokens - rows), min(DEEP, limits.tokens - rows)
+    token = prefix = pair = 0.0
+    if deep >= SHALLOW:
+        readers, usual = decode[min(1, len(decode) - 1)]
+        token = max(0.0, time(Load(readers, long)) - usual) / (readers * long)
+        more_one = max(0.0, time(Load(1, rows=1, start=deep)) - time(Load(1, rows=1))) / deep
+        more_rows = max(more_one, (time(Load(1, rows=rows, start=long)) - last) / long)
+        pair = (more_rows - more_one) / (rows - 1) if rows > 1 else more_one
+        prefix = max(0.0, more_one - pair)
+    return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
+
+
+def _rising(points: Sequence[tuple[int, float]]) -> Curve:
+    """The same points, none below the one before: less work never takes longer."""
+    times = accumulate((us for _, us in points), max)
+    return tuple((at, us) for (at, _), us in zip(points, times, strict=True))

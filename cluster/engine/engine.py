@@ -175,7 +175,7 @@ class Engine(Rank):
         committed, trees = self._commit(schedule, landed.given, ran.shape)
         seconds = landed.flight.seconds | landed.given.seconds | {"commit": time.perf_counter() - began}
         took_us = 1e6 * (landed.took + seconds["commit"] - seconds["schedule"])
-        self._p.scheduler.learn(schedule, max(ran.plan.decode_us), any(ran.plan.prompt_rows), took_us)
+        self._p.scheduler.learn(schedule, max(ran.plan.decode_us), max(ran.plan.prompt_rows), took_us)
         outputs = outputs + committed
         stats = self._stats(landed, trees, seconds, outputs)
         self.metrics.observe_step(stats)
@@ -195,6 +195,9 @@ class Engine(Rank):
             accept_length=self._tree_tokens / self._trees if self._trees else 0.0,
             padded_rows=self._padded_rows,
             own_seconds=self._own_seconds,
+            decode_drift=scheduler.correction.usual.value,
+            prompt_drift=scheduler.correction.dearer.value,
+            prefill_drift=scheduler.correction.alone.value,
         )
 
     def sample_draft(self, tokens: tuple[int, ...]) -> EagleDraftInput:

@@ -33,11 +33,13 @@ class RunningMedian:
 @dataclass(slots=True)
 class Correction:
     """`usual`: what steps of decoding alone take, over what the pace predicts. `dearer`: what prompt rows take, over
-    what it predicts for them, on a machine where decoding is as usual.
+    what it predicts for them, on a machine where decoding is as usual. `alone`: what steps of prompt rows alone take,
+    over what it predicts; the router's admission needs it to predict waits.
     """
 
     usual: RunningMedian = field(default_factory=RunningMedian)
     dearer: RunningMedian = field(default_factory=lambda: RunningMedian(1.0 / MOST, MOST))
+    alone: RunningMedian = field(default_factory=RunningMedian)
 
     def decoded(self, decode_us: float, took_us: float) -> None:
         """A step of decoding alone took `took_us`; `decode_us` was predicted."""
@@ -49,3 +51,7 @@ class Correction:
         """
         if rows_us >= TELLING * busy_us:
             self.dearer.see((took_us / self.usual.value - busy_us) / rows_us)
+
+    def prefilled(self, alone_us: float, took_us: float) -> None:
+        """A step of prompt rows alone took `took_us`; `alone_us` was predicted."""
+        self.alone.see(took_us / alone_us)

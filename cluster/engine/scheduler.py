@@ -17,9 +17,9 @@ from functools import partial
 from cluster.batch import Decode, Mode, Order, PageCopy, PageWrite, PromptChunk
 from cluster.config import EngineConfig
 from cluster.engine.pace_correction import Correction
-from cluster.engine.prefill_share import Bargain, Pace
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache, Lease, Next
+from cluster.pace import Bargain, Pace
 from cluster.request import SamplingParams
 from cluster.tree_shape import TreeShape, tree_shape
 
@@ -56,7 +56,7 @@ class Schedule:
 
     `decode_us` is the predicted time of the decoding alone, or the number of decoding requests if there is no pace.
     Beside requests that decode on any rank, this rank is predicted to need `busy_us` for them and `rows_us` for its
-    prompt rows.
+    prompt rows. If no request decodes, it is predicted to need `alone_us` for its prompt rows.
     """
 
     decodes: list[tuple[Sequence, Lease]] = field(default_factory=list)
@@ -68,6 +68,7 @@ class Schedule:
     decode_us: int = 0
     busy_us: float = 0.0
     rows_us: float = 0.0
+    alone_us: float = 0.0
 
     @property
     def prompt_rows(self) -> int:
@@ -162,7 +163,7 @@ class Scheduler:
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
         self._pace = None if config.mixed_prefill_size else pace
         self._overdrawn = 0.0
-        self._correction = Correction()
+        self.correction = Correction()
 
     @property
     def queued_tokens(self) -> int:
@@ -188,18 +189,25 @@ class Scheduler:
         self._overdrawn = min(0.0, room.allowance)
         if bargain is not None:
             plan.busy_us, plan.rows_us = bargain.busy, room.spent
+        elif self._pace is not None and plan.chunks:
+            costs = (self._pace.cost(0, chunk.start, chunk.stop - chunk.start, prefilling) for chunk in plan.chunks)
+            plan.alone_us = self._pace.fixed + sum(costs)
         return plan
 
-    def learn(self, plan: Schedule, decode_us: int, prompts: bool, took_us: float) -> None:
+    def learn(self, plan: Schedule, decode_us: int, prompt_rows: int, took_us: float) -> None:
         """Record that the step of this plan took `took_us`. `decode_us` was predicted for the busiest group's decoding;
-        `prompts`: any group ran prompt rows.
+        `prompt_rows` are those of the group that ran the most.
         """
-        if self._pace is None or not decode_us:
+        if self._pace is None:
             return
-        if not prompts:
-            self._correction.decoded(decode_us, took_us)
+        if not decode_us:
+            telling = plan.alone_us > 2 * self._pace.fixed  # prompt rows took most of it
+            if telling and plan.prompt_rows >= prompt_rows:  # otherwise another group made the step long
+                self.correction.prefilled(plan.alone_us, took_us)
+        elif not prompt_rows:
+            self.correction.decoded(decode_us, took_us)
         elif plan.rows_us:
-            self._correction.prompted(plan.busy_us, plan.rows_us, took_us)
+            self.correction.prompted(plan.busy_us, plan.rows_us, took_us)
 
     def release(self, sequence: Sequence) -> None:
         """Forget a request, waiting or running; its committed pages go to the radix tree."""
@@ -230,7 +238,7 @@ class Scheduler:
             return Room(self._budget)
         if bargain is None or self._pace is None:
             return Room(self._mixed_budget)
-        allowance = bargain.allowance / self._correction.dearer.value + self._overdrawn
+        allowance = bargain.allowance / self.correction.dearer.value + self._overdrawn
         return Room(self._mixed_budget, allowance, self._pace, 0.0, len(plan.decodes) * self._pace.tree, prefilling)
 
     def _ride(self, plan: Schedule, sequence: Sequence, room: Room) -> None:

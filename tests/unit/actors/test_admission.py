@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.actors.admission import FIRST_GUESS, HEADROOM, Admission
+from cluster.actors.admission import HEADROOM, Admission
+from cluster.actors.lengths import FIRST_GUESS
 from cluster.actors.messages import Overloaded
 from cluster.config import EngineConfig
 from cluster.request import Request, SamplingParams
@@ -176,11 +177,14 @@ def test_before_anything_was_measured_as_many_wait_as_a_slow_server_would_serve_
 def test_the_wait_is_known_before_any_request_has_ended() -> None:
     clock = Hand()
     admission = filled(clock)
-    assert admission.wait_s() == pytest.approx(9.0, rel=0.2)  # 90 of 100 tokens are left
+    assert admission.wait(1).seconds == pytest.approx(9.0, rel=0.2)  # 90 of 100 tokens are left
     full = admission.full()
     assert full is not None
     assert full.retry_after_s == pytest.approx(9.0, rel=0.2)
-    assert "max_queue_wait_s is 10" in str(full)
+    assert str(full) == (
+        "the first token would come after about 9.0 s, 9.0 s of it for earlier requests; the limits are 7 s, which is "
+        "0.7 of max_queue_wait_s (10 s), and 1 s"
+    )
     assert filled(Hand(), max_queue_wait_s=20.0).full() is None
 
 
@@ -193,57 +197,12 @@ def test_tokens_of_the_queue_are_bounded() -> None:
         admission.check(request("does not", prompt=100, max_tokens=10))
 
 
-def test_long_prompts_before_one_count_while_slots_are_free() -> None:
-    clock = Hand()
-    admission = Admission(config(max_queue_wait_s=5.0, max_queued_tokens=10**6), clock)
-    admission.started(PLENTY)
-    admission.entered(request("first", prompt=1000))
-    clock.now += 1.0
-    admission.progressed("first", 1)  # a thousand prompt tokens a second
-    for i in range(3):
-        admission.entered(request(f"r{i}", prompt=1000))
-    clock.now += 0.11
-    assert admission.wait_s() == pytest.approx(3.0, rel=0.15)
-    assert admission.full() is None
-    for i in range(3, 6):
-        admission.entered(request(f"r{i}", prompt=1000))
-    clock.now += 0.11
-    assert admission.full() is not None
-
-
-def test_the_time_from_a_slot_to_the_first_token_counts() -> None:
-    clock = Hand()
-    admission = Admission(config(max_running_requests=1, max_queue_wait_s=60.0), clock)
-    admission.started(PLENTY)
-    admission.entered(request("r0", max_tokens=50))
-    clock.now += 4.0  # its prompt
-    for _ in range(10):
-        admission.progressed("r0", 1)
-        clock.now += 0.1
-    # 40 tokens are left, and 10 took 5 s of the slot; then comes a prompt like the first one's
-    assert admission.wait_s() == pytest.approx(20.0 + 4.0, rel=0.05)
-
-
-def test_a_small_cache_is_fewer_slots() -> None:
-    clock = Hand()
-    admission = Admission(config(), clock)
-    admission.started(240)  # room for three of about 80 tokens each
-    for i in range(3):
-        admission.entered(request(f"r{i}"))
-    clock.now += 1.0
-    for i in range(3):
-        admission.progressed(f"r{i}", 10)
-    assert admission.wait_s() == 0.0  # nobody waits: they may share a prefix
-    admission.entered(request("waits"))
-    assert admission.wait_s() == pytest.approx(9.0, rel=0.2)
-
-
 def test_nothing_is_left_when_all_have_left() -> None:
     clock = Hand()
     admission = filled(clock)
     for i in range(8):
         admission.left(f"r{i}", stopped=False)
-    assert (admission.queued_tokens, admission.wait_s(), admission.full()) == (0.0, 0.0, None)
+    assert (admission.queued_tokens, admission.wait(1).seconds, admission.full()) == (0.0, 0.0, None)
     admission.left("nobody", stopped=True)
     admission.progressed("nobody", 3)
 
@@ -255,7 +214,7 @@ def test_a_gang_that_is_down_says_nothing_of_time() -> None:
     clock.now += 100.0
     assert admission.full() is None
     admission.started(PLENTY)
-    assert admission.wait_s() == pytest.approx(9.0, rel=0.2)  # the 100 s do not count
+    assert admission.wait(1).seconds == pytest.approx(9.0, rel=0.2)  # the 100 s do not count
 
 
 def test_an_outage_is_no_time_to_a_first_token() -> None:
@@ -275,7 +234,7 @@ def test_an_outage_is_no_time_to_a_first_token() -> None:
         for i in range(64):
             admission.progressed(f"r{i}", 2)
         clock.now += 0.1
-    assert admission.wait_s() < 1.0  # all slots are taken by streams that are about to end
+    assert admission.wait(1).seconds < 1.0  # all slots are taken by streams that are about to end
     assert admission.full() is None
 
 

@@ -46,6 +46,9 @@ class Life:
     def mark_alive(self) -> None:
         return
 
+    def heard(self, rank: int) -> None:
+        return
+
     def mark_dead(self, rank: int, error: Exception) -> None:
         self.failed = f"dead: {error}"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.engine import Engine, build_engine, calibrate
-from cluster.engine.prefill_share import Load
+from cluster.engine.calibrate import Load
 from cluster.status import StepCosts
 from tests.parity.harness import GREEDY, config_of, request, run, tiny_pair
 
@@ -27,8 +27,8 @@ def test_costs_are_measured_and_shown() -> None:
     assert costs.decode_ms["1"] > 0
     assert list(costs.target_rows_ms.values()) == sorted(costs.target_rows_ms.values())
     assert len(costs.target_rows_ms) > 2
-    assert engine_of().info().step_costs is None, "a number of rows was given"
-    assert engine_of(mixed_prefill_size=None, max_running_requests=1).info().step_costs is None, "nobody to wait"
+    assert costs_of(engine_of()).decode_ms, "a number of rows was given, but admission predicts waits"
+    assert costs_of(engine_of(mixed_prefill_size=None, max_running_requests=1)).decode_ms
 
 
 def test_measuring_leaves_nothing_behind() -> None:
@@ -83,7 +83,7 @@ def test_a_slow_model_is_measured_once_and_a_fast_one_at_its_best(monkeypatch: p
 
 def test_what_steps_took_is_learned() -> None:
     engine = engine_of(mixed_prefill_size=None)
-    correction = engine._p.scheduler._correction
+    correction = engine._p.scheduler.correction
     engine.submit(request("steady", [5, 6], GREEDY, max_tokens=60))
     for _ in range(8):
         engine.step()
@@ -92,4 +92,4 @@ def test_what_steps_took_is_learned() -> None:
     engine.step()
     assert (correction.usual.seen, correction.dearer.seen) == (7, 1)
     fixed = engine_of()
-    assert run(fixed, ASKED).tokens and fixed._p.scheduler._correction.usual.seen == 0, "no pace, nothing to correct"
+    assert run(fixed, ASKED).tokens and fixed._p.scheduler.correction.usual.seen == 0, "no pace, nothing to correct"

@@ -48,7 +48,7 @@ def test_rows_that_became_dearer_or_cheaper_get_their_share_again(machine: Machi
     ratios = rides(scheduler, now, 8192)
     mean = sum(ratios) / len(ratios)
     assert mean <= 1.15 / (1 - share)
-    assert mean >= 0.85 / (1 - share) or scheduler._correction.dearer.value < 1.02 / MOST, "as cheap as they may seem"
+    assert mean >= 0.85 / (1 - share) or scheduler.correction.dearer.value < 1.02 / MOST, "as cheap as they may seem"
 
 
 def test_a_machine_that_is_slower_in_all_it_does_changes_nothing() -> None:
@@ -91,7 +91,7 @@ def test_no_machine_makes_rows_dearer_than_three_times_or_cheaper_than_a_third()
 
 def test_steps_that_tell_nothing_teach_nothing() -> None:
     scheduler = scheduler_of(PACE, 300)
-    correction = scheduler._correction
+    correction = scheduler.correction
     scheduler.learn(Schedule(), 0, False, 500.0)
     scheduler.learn(Schedule(), 0, True, 500.0)
     scheduler.learn(Schedule(), 1000, True, 9000.0)  # the rows are another group's
@@ -124,3 +124,22 @@ def test_a_running_median_comes_to_the_median_and_stays_near_it() -> None:
     for _ in range(400):
         running.see(4.0 * rng.choice((0.9, 1.0, 1.0, 30.0)))
     assert running.value == pytest.approx(4.0, rel=0.15)
+
+
+def test_what_prompts_take_alone_is_learned_from_steps_that_tell() -> None:
+    """For the router, which predicts waits. A step that another group made long, or one of few rows, tells nothing."""
+    scheduler = scheduler_of(PACE, 300)
+    scheduler.waiting.append(sequence("long", 4000))
+    for _ in range(8):
+        plan = scheduler.schedule()
+        assert plan.alone_us == pytest.approx(PACE.fixed + PACE.cost(0, plan.chunks[0].start, 300))
+        scheduler.learn(plan, 0, 400, 9 * plan.alone_us)
+        scheduler.learn(plan, 0, 300, 2 * plan.alone_us)
+        advance(plan)
+    assert 1.6 < scheduler.correction.alone.value < 2.2
+    seen = scheduler.correction.alone.seen
+    scheduler = scheduler_of(PACE, 300)
+    scheduler.waiting.append(sequence("short", 3))
+    plan = scheduler.schedule()
+    scheduler.learn(plan, 0, 3, 9 * plan.alone_us)
+    assert (seen, scheduler.correction.alone.seen) == (8, 0)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from cluster.config import EngineConfig
-from cluster.engine.prefill_share import READING, Limits, Load, Pace, fit
+from cluster.engine.calibrate import Limits, Load, fit
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
+from cluster.pace import READING, Pace
 from tests.unit.engine.test_scheduler import advance, names, of_tokens, sequence
 
 PACE = Pace(0.5, 4, ((1, 320.0), (9, 640.0)), 0.0, ((4, 320.0), (104, 1320.0)), 0.02, 0.01)

@@ -1,47 +1,19 @@
-"""How many prompt rows may run in a step beside decoding requests, as `prefill_share` sets it.
+"""Predicted times of steps, of which the number of prompt rows beside decoding requests and expected waits follow.
 
 A step with prompt rows may take 1 / (1 - share) times as long as its decoding alone: at 0.5 twice as long, half of it
-for each side. A `Pace` predicts the times of steps from a few that were measured at start (`engine/calibrate.py`); how
-far its predictions are off by now is learned from the steps that are taken (`engine/pace_correction.py`).
+for each side. A `Pace` predicts the times of steps from a few that were measured at start (`engine/calibrate.py`).
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from cluster.status import StepCosts
 
-ROWS = 16  # the first point of the curve of prompt rows
-MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
-STEEP = 2.0  # a curve ends at so many times the time of its first step; beyond that it is extrapolated
 READING = 1 / 6  # most of a chunk's cost that reading its prefix may be: a long prefix is not read for a few rows
-LONG = 2048  # length with which attention's own work is measured, of decoding requests and of many prompt rows
-DEEP = 8192  # length of the prefix with which reading it is measured, by a single row: no processor caches so much
-SHALLOW = 128  # shorter prefixes are not measured: what they add is less than the clock's noise
 
 Curve = tuple[tuple[int, float], ...]
-
-
-class Load(NamedTuple):
-    """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each; besides, one group,
-    or every group if `crowd`, runs `rows` prompt rows that follow `start` tokens.
-    """
-
-    decodes: int
-    committed: int = 0
-    rows: int = 0
-    start: int = 0
-    crowd: bool = False
-
-
-class Limits(NamedTuple):
-    """The largest step that can be measured: decoding requests, prompt rows, and tokens of one request."""
-
-    decodes: int
-    rows: int
-    tokens: int
 
 
 class Bargain(NamedTuple):
@@ -72,6 +44,26 @@ class Pace:
     pair: float
     crowd: float = 0.0
     groups: int = 1
+
+    @classmethod
+    def reported(cls, costs: StepCosts, share: float, tree: int, groups: int) -> Self:
+        """The pace that a rank reported as `costs`; see the class for `share`, `tree` and `groups`."""
+        return cls(
+            share=share,
+            tree=tree,
+            decode=_curve(costs.decode_ms),
+            token=costs.decode_ms_per_1000_tokens,
+            target=_curve(costs.target_rows_ms),
+            prefix=costs.prompt_prefix_ms_per_1000_tokens,
+            pair=costs.prompt_row_ms_per_1000_tokens,
+            crowd=costs.crowd,
+            groups=groups,
+        )
+
+    @property
+    def fixed(self) -> float:
+        """The time of a step before its first target row."""
+        return max(0.0, _at(self.target, 0))
 
     def decoding(self, committed: Sequence[int]) -> float:
         """The time of a step in which requests with so many tokens decode, and nothing else runs."""
@@ -117,41 +109,8 @@ class Pace:
         )
 
 
-def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, groups: int) -> Pace:
-    """The pace of a gang of `groups`, fitted to a few steps; `time` measures a step, in microseconds."""
-    alone = time(Load(1))
-    decode = [(1, alone)]
-    while decode[-1][0] < limits.decodes and decode[-1][1] < STEEP * alone:
-        more = min(decode[-1][0] * MORE_DECODES, limits.decodes)
-        decode.append((more, time(Load(more))))
-    few = min(ROWS, limits.rows)
-    target = [(tree, alone), (tree + few, time(Load(1, rows=few)))]
-    rows = few
-    while rows < limits.rows and (target[-1][1] < STEEP * alone or len(target) == 2):
-        rows = min(rows * MORE_ROWS, limits.rows)
-        target.append((tree + rows, time(Load(1, rows=rows))))
-    last = target[-1][1]
-
-    crowd = 0.0
-    if groups > 1 and last > alone:
-        together = time(Load(1, rows=rows, crowd=True))
-        crowd = min(1.0, max(0.0, (together - last) / (last - alone) / (groups - 1)))
-    long, deep = min(LONG, limits.tokens - rows), min(DEEP, limits.tokens - rows)
-    token = prefix = pair = 0.0
-    if deep >= SHALLOW:
-        readers, usual = decode[min(1, len(decode) - 1)]
-        token = max(0.0, time(Load(readers, long)) - usual) / (readers * long)
-        more_one = max(0.0, time(Load(1, rows=1, start=deep)) - time(Load(1, rows=1))) / deep
-        more_rows = max(more_one, (time(Load(1, rows=rows, start=long)) - last) / long)
-        pair = (more_rows - more_one) / (rows - 1) if rows > 1 else more_one
-        prefix = max(0.0, more_one - pair)
-    return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
-
-
-def _rising(points: Sequence[tuple[int, float]]) -> Curve:
-    """The same points, none below the one before: less work never takes longer."""
-    times = accumulate((us for _, us in points), max)
-    return tuple((at, us) for (at, _), us in zip(points, times, strict=True))
+def _curve(ms: Mapping[str, float]) -> Curve:
+    return tuple(sorted((int(at), 1000 * value) for at, value in ms.items()))
 
 
 def _at(curve: Curve, at: int) -> float:

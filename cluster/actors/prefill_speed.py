@@ -1,0 +1,158 @@
+"""How fast a rank computes prompts: the rules of `engine/scheduler.py` with the times of steps that were measured.
+
+While no request of any rank decodes, a step holds as many prompt rows as `chunked_prefill_size` allows. While some
+request decodes, it holds as many as `prefill_share` pays for, or `mixed_prefill_size`. All ranks step together, so a
+step lasts as long as the slowest rank's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cluster.config import EngineConfig
+from cluster.pace import Pace
+
+UNLIMITED = 1 << 30
+BUCKET = 256  # tokens: prompt rows that start in the same bucket are taken to cost the same
+US = 1e-6
+
+
+def chunk_of(config: EngineConfig) -> int:
+    """The most prompt rows of a step."""
+    return config.chunked_prefill_size if config.chunked_prefill_size > 0 else UNLIMITED
+
+
+class Drift(NamedTuple):
+    """How many times as long a rank's steps take by now as was measured at start: `decode` steps of decoding alone,
+    `alone` steps of prompt rows alone. Prompt rows beside decoding take `decode` times `prompt` as long.
+    """
+
+    decode: float = 1.0
+    prompt: float = 1.0
+    alone: float = 1.0
+
+
+class Work(NamedTuple):
+    """What one rank does now. `committed`: the tokens of each request that decodes. `rows` prompt rows are left to
+    compute, of which those of the next step follow `start` tokens of their prompts, on average.
+    """
+
+    committed: Sequence[int]
+    start: int = 0
+    rows: int = 0
+
+
+class PromptSeconds(NamedTuple):
+    """How long a rank takes for a prompt: while some request of the gang decodes (`beside`), and while none does
+    (`alone`). When requests begin to decode, `late` seconds are lost: a rank learns a step late what others decode.
+    """
+
+    beside: float
+    alone: float
+    late: float
+
+
+@dataclass(slots=True)
+class PrefillSpeed:
+    """The prompt rows of one rank, in seconds. `pace` None: nothing was measured, and they take no time."""
+
+    pace: Pace | None
+    chunk: int  # the most prompt rows of a step
+    mixed: int  # the same beside decoding requests
+    fixed: bool  # `mixed` is `mixed_prefill_size`, and not what `prefill_share` pays for
+    committed: Sequence[int]  # of the requests that decode on this rank; one request where no rank has any
+    busiest_us: float  # the decoding of the busiest other rank
+    others: Sequence[Work]  # the other ranks that compute prompts
+    drift: Drift = field(default_factory=Drift)
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, pace: Pace | None, work: Sequence[Work], rank: int, drift: Drift
+    ) -> "PrefillSpeed":
+        """The speed of `rank`, where each rank does what `work` says."""
+        chunk = chunk_of(config)
+        mixed = min(chunk, config.mixed_prefill_size or chunk)
+        decodes = any(one.committed for one in work)
+        others = [one for at, one in enumerate(work) if at != rank]
+        busiest = max((pace.decoding(one.committed) for one in others), default=0.0) if pace is not None else 0.0
+        return cls(
+            pace=pace,
+            chunk=chunk,
+            mixed=mixed,
+            fixed=config.mixed_prefill_size is not None,
+            committed=work[rank].committed if decodes else (1,),
+            busiest_us=busiest,
+            others=[one for one in others if one.rows],
+            drift=drift,
+        )
+
+    def seconds(self, start: int, rows: int, queued: int) -> PromptSeconds:
+        """How long the rank takes for the `rows` of a prompt that follow `start` tokens, of `queued` rows in all."""
+        chunk = max(1, min(self.chunk, queued))
+        middle = start + max(0, rows - chunk) // 2
+        alone = self._row_alone(middle, chunk)
+        late = chunk * alone if self.others else 0.0
+        return PromptSeconds(rows * self._row_beside(middle), rows * alone, late)
+
+    def passing(self, start: int) -> tuple[float, float]:
+        """While some request decodes: the seconds of a step, and the mean number of rows of later prompts that it holds
+        beside those of a prompt of which `start` tokens are computed.
+        """
+        pace = self.pace
+        if pace is None or self.fixed:
+            return 0.0, 0.0
+        step_us, rows = self._beside_us(start)
+        beside, count = len(self.committed) * pace.tree, max(1, int(rows))
+        dear = pace.cost(beside, start, count + 1) - pace.cost(beside, start, count)
+        cheap = pace.cost(beside + count, 0, 1)
+        # What is left is on average half of what one more row costs.
+        return step_us * US, max(0.0, (dear / cheap - 1) / 2) if cheap else 0.0
+
+    def step_s(self, start: int, rows: int, decodes: bool) -> float:
+        """How long a step takes that holds `rows` prompt rows after `start` tokens, or as many of them as fit."""
+        if self.pace is None:
+            return 0.0
+        if decodes:
+            return self._beside_us(start)[0] * US
+        return self._alone_us(start, min(rows, self.chunk)) * US
+
+    def _row_beside(self, start: int) -> float:
+        """Seconds for each prompt row while some request decodes."""
+        key = (start // BUCKET, 0)
+        if key not in self._known:
+            step_us, rows = self._beside_us(start)
+            self._known[key] = step_us * US / rows
+        return self._known[key]
+
+    def _row_alone(self, start: int, chunk: int) -> float:
+        """Seconds for each prompt row in steps of `chunk` rows while no request decodes."""
+        key = (start // BUCKET, chunk)
+        if key not in self._known:
+            self._known[key] = self._alone_us(start, chunk) * US / chunk
+        return self._known[key]
+
+    def _beside_us(self, start: int) -> tuple[float, float]:
+        """A step beside decoding requests: its microseconds, and how many prompt rows of this rank it holds."""
+        pace, others = self.pace, len(self.others)
+        if pace is None:
+            return 0.0, 1.0
+        bargain, beside = pace.bargain(self.committed, self.busiest_us), len(self.committed) * pace.tree
+        if self.fixed:
+            cost = self.drift.prompt * pace.cost(beside, start, self.mixed, others)
+            return self.drift.decode * max(self.busiest_us, bargain.busy + cost), self.mixed
+        allowance = bargain.allowance / self.drift.prompt
+        rows: float = pace.rows(beside, start, self.mixed, allowance, others)
+        least = pace.least(beside, start, self.mixed, others)
+        if rows < least:  # it is overdrawn in one step, and paid for in later ones
+            rows = least * allowance / pace.cost(beside, start, least, others)
+        return self.drift.decode * (bargain.busy + bargain.allowance), max(rows, 1e-3)
+
+    def _alone_us(self, start: int, rows: int) -> float:
+        """A step without decoding requests, in microseconds; another rank's prompt may make it longer."""
+        pace = self.pace
+        if pace is None:
+            return 0.0
+        chunks = [(start, rows), *((one.start, min(self.chunk, one.rows)) for one in self.others)]
+        cost = max(pace.cost(0, at, count, len(self.others)) for at, count in chunks)
+        return self.drift.alone * (pace.fixed + cost)

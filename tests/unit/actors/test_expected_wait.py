@@ -1,0 +1,133 @@
+"""The expected wait against the true one, in gangs whose schedulers are the real ones and whose clock is made up."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from cluster.actors.admission import HEADROOM, SOON_S, Admission
+from tests.unit.actors.simulated_gang import Arrival, Outcome, SimulatedGang
+from tests.unit.engine.test_prefill_share import CPU, EIGHT_B, Machine
+
+LIMIT_S = 10.0
+FLOOR_S = 1.0  # waits below this count as this: nobody is refused for them
+FACTOR = 2.0
+
+
+def steady(
+    per_s: float, seconds: float, prompt: tuple[int, int], tokens: tuple[int, int], **more: Any
+) -> list[Arrival]:
+    """Requests at random times, of random sizes."""
+    rng, now, found = Random(7), 0.0, []
+    while now < seconds:
+        now += rng.expovariate(per_s)
+        found.append(Arrival(now, rng.randint(*prompt), rng.randint(*tokens), **more))
+    return found
+
+
+def burst(at: float, count: int = 60) -> list[Arrival]:
+    rng = Random(int(at))
+    return [Arrival(at + i / 1000, rng.randint(100, 1500), rng.randint(20, 60)) for i in range(count)]
+
+
+def gang(machine: Machine = CPU, groups: int = 1, **given: Any) -> SimulatedGang:
+    settings = {"attn_dp_size": groups, "max_queue_wait_s": LIMIT_S, **given.pop("settings", {})}
+    return SimulatedGang(machine, settings=settings, **given)
+
+
+def judge(outcomes: list[Outcome], over_s: float, factor: float = FACTOR) -> None:
+    """The estimates are right, no refusal is false, and some request really waited longer than `over_s`."""
+    assert max(one.waited for one in outcomes) > over_s, "or else nothing was tried"
+    wrong = [
+        one for one in outcomes if not 1 / factor <= max(one.expected, FLOOR_S) / max(one.waited, FLOOR_S) <= factor
+    ]
+    assert not wrong, f"{len(wrong)} of {len(outcomes)}, as {wrong[:3]}"
+    limit = HEADROOM * LIMIT_S
+    false = [one for one in outcomes if one.refused and (one.waited <= SOON_S or one.waited < limit / factor)]
+    assert not false, f"{len(false)} refused, as {false[:3]}"
+
+
+SHORT = steady(5, 40, (5, 20), (1, 30))
+LONG = [Arrival(10.0, 8000, 1), Arrival(22.0, 6000, 50)]
+LOADS: dict[str, tuple[list[Arrival], dict[str, Any], float]] = {
+    "short beside long": ([*SHORT, *LONG], {}, 5.0),
+    "nobody decodes": ([*steady(5, 40, (5, 20), (1, 1)), LONG[0]], {}, 5.0),
+    "bursts": ([*burst(0.0), *burst(60.0)], {}, 20.0),
+    "all long": (steady(0.15, 120, (2000, 8000), (1, 100)), {}, 20.0),
+    "slots full": (steady(8, 30, (20, 200), (50, 150)), {"settings": {"max_running_requests": 4}}, 5.0),
+    "KV full": (steady(4, 30, (200, 600), (100, 200)), {"kv_tokens": 4000}, 5.0),
+    "rows are fixed": ([*SHORT, *LONG], {"settings": {"mixed_prefill_size": 64}}, 5.0),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("load", LOADS)
+def test_the_expected_wait_is_the_true_one(load: str, groups: int) -> None:
+    arrivals, given, over_s = LOADS[load]
+    if groups == 2:  # each request twice, but for the longest
+        arrivals = arrivals + [replace(one, at=one.at + 0.0005) for one in arrivals if one.prompt < 8000]
+    judge(gang(groups=groups, **given).run(arrivals), over_s)
+
+
+@pytest.mark.parametrize("load", ["short beside long", "bursts", "slots full", "KV full"])
+def test_a_fast_machine_is_no_other(load: str) -> None:
+    arrivals, given, _ = LOADS[load]
+    arrivals = [one if load == "bursts" else replace(one, at=one.at / 12) for one in arrivals]
+    judge(gang(EIGHT_B, **given).run(arrivals), 0.2)
+
+
+@pytest.mark.parametrize("load", ["nobody decodes", "bursts", "all long"])
+def test_a_machine_that_became_slower_is_learned(load: str) -> None:
+    """By the steps that are taken before; ranks report it."""
+    arrivals, given, over_s = LOADS[load]
+    before = steady(2, 20, (5, 400), (1, 30))
+    sim = gang(slower=1.7, **given)
+    outcomes = sim.run([*before, *(replace(one, at=one.at + 30) for one in arrivals)])
+    judge(outcomes[len(before) :], over_s)
+
+
+def test_a_prefix_that_an_open_request_computes_is_not_computed_again() -> None:
+    arrivals = [Arrival(i / 1000, 4010, 20, prefix=4000) for i in range(20)]
+    outcomes = gang().run(arrivals)
+    judge(outcomes, 2.0)
+    assert not any(one.refused for one in outcomes), "a prompt for each of them would take two minutes"
+
+
+def test_short_requests_go_to_the_rank_without_the_long_prompt() -> None:
+    """The case of which the field told: 442 of them were refused, though each was served in about a second."""
+    outcomes = gang(groups=2).run([*steady(20, 30, (3, 8), (1, 1)), LONG[0]])
+    short = [one for one in outcomes if one.arrival.prompt < 100]
+    assert not any(one.refused for one in short) and max(one.waited for one in short) < 5.0
+
+
+def test_the_estimate_recovers_as_soon_as_a_burst_is_over() -> None:
+    sim = gang()
+    served = sim.run(burst(0.0, 120))
+    assert any(one.refused for one in served)
+    over = sim.now
+    later = sim.run([Arrival(over + 0.5 + i, 50, 5) for i in range(3)])[len(served) :]
+    assert all(one.expected < SOON_S and not one.refused for one in later)
+
+
+@pytest.mark.parametrize("load", ["bursts", "slots full", "KV full"])
+def test_those_that_are_let_in_wait_no_longer_than_the_limit(load: str) -> None:
+    arrivals, given, _ = LOADS[load]
+    outcomes = gang(admits_all=False, **given).run(arrivals)
+    waits = [one.waited for one in outcomes if not one.refused]
+    assert len(waits) < len(outcomes) and max(waits) <= LIMIT_S
+    assert max(waits) > LIMIT_S / 4, "and many are let in"
+
+
+def test_refusals_by_the_hundred_cost_few_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, run_ahead = [0], Admission._run_ahead
+
+    def counted(admission: Admission, now: float) -> Any:
+        made[0] += 1
+        return run_ahead(admission, now)
+
+    monkeypatch.setattr(Admission, "_run_ahead", counted)
+    sim = gang(admits_all=False)
+    outcomes = sim.run([*burst(0.0), *(Arrival(1.0 + i / 400, 600, 20) for i in range(400))])
+    assert sum(one.refused for one in outcomes) > 300
+    assert made[0] < 60

@@ -1,0 +1,39 @@
+"""Where the balancer would send a request, and which of its prompt tokens that rank need not compute."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.actors.balance import POLICIES, Balancer, Place
+from cluster.request import SamplingParams
+from tests.unit.actors.test_balance import PAGE, PLENTY, request, run
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_a_request_would_go_is_told_and_changes_nothing(policy: str) -> None:
+    balancer = Balancer(policy, 3, PAGE, index_pages=PLENTY)
+    for number in range(20):
+        one = request(f"r{number}", 8 + 40 * (number % 4), first=100 * number)
+        before = [balancer.load(at) for at in range(3)]
+        place = balancer.place(one, 8.0)
+        assert place == balancer.place(one, 8.0) and [balancer.load(at) for at in range(3)] == before
+        assert balancer.choose(one, 8.0, place if number % 2 else None) == place.rank
+
+
+def test_prompts_of_open_requests_are_found_as_well_as_those_in_the_cache() -> None:
+    balancer = Balancer("expected_load", 1, PAGE, index_pages=PLENTY)
+
+    def found(tokens: int, **more: object) -> tuple[int, int]:
+        place: Place = balancer.place(request("next", tokens, **more), 8.0)
+        return place.cached, place.shared
+
+    assert found(41) == (0, 0)
+    balancer.choose(request("first", 21), 8.0)
+    assert (found(41), found(41, first=1)) == ((20, 20), (0, 0))
+    run(balancer, "first")
+    assert found(41) == (20, 0), "in the cache, and nobody reads it"
+    balancer.choose(request("second", 9), 8.0)
+    assert found(41) == (20, 8)
+    assert Balancer("expected_load", 1, PAGE, index_pages=0).place(request("x", 41), 8.0).cached == 0
+    scored = replace(request("scored", 41), params=SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert balancer.place(scored, 8.0).cached == 0
