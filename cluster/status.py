@@ -66,7 +66,7 @@ class RankInfo:
     and which were dequantised, `experts` which ranks hold which experts; `kv_cache_dtype` is what KV caches hold,
     `kv_bytes_per_token` what a token takes in all of them, scales included; `kv_gb` is in 10^9 bytes;
     `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
-    None where nothing was measured. `world`, `pid`, `node` (Ray's id of it), `gpus` (their ids on that
+    None where `mixed_prefill_size` replaces them. `world`, `pid`, `node` (Ray's id of it), `gpus` (their ids on that
     node, as Ray reserves them) and `interface` (of the network, between ranks) are those of the process that holds the
     rank, where one does.
     """
@@ -118,6 +118,7 @@ class EngineStatus:
 
     Steps may take other times by now than `StepCosts` say: steps of decoding alone `decode_drift` times as long, steps
     of prompt rows alone `prefill_drift` times; prompt rows beside decoding `decode_drift` times `prompt_drift`.
+    `submitted` counts all requests that were ever submitted, refused ones included: `queued_tokens` knows of these.
     """
 
     steps: int = 0
@@ -133,3 +134,4 @@ class EngineStatus:
     decode_drift: float = 1.0
     prompt_drift: float = 1.0
     prefill_drift: float = 1.0
+    submitted: int = 0

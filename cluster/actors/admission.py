@@ -27,6 +27,8 @@ from cluster.tree_shape import tree_shape
 SOON_S = 1.0  # a request that waits no longer than this, or no longer than this for others, is never refused
 HEADROOM = 0.7  # share of max_queue_wait_s: estimates err, and 99 of 100 admitted requests are to stay within it
 FRESH_S = 0.1  # how long a forecast of a rank is used again: it costs a millisecond
+TELLING_ROWS = 64  # shorter prompts take a step, whatever their rows take
+MEMORY = 0.2  # weight of the latest prompt in what a row takes
 RANKS = 8  # with more ranks than this forecasts are used for longer, so that all of them together cost no more
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
 SHORTEST = 1.0  # tokens of the request that `full` asks about
@@ -49,6 +51,7 @@ class Admission:
         self._open: dict[str, OpenRequest] = {}
         self._kv_tokens = 0
         self._pace: Pace | None = None
+        self._row_s = 0.0  # of prompts that were long enough to tell, where steps are not measured
         self.waiting = 0  # requests
         self.queued_tokens = 0.0  # of those waiting, expected ones included
         self._forecast: GangForecast | None = None
@@ -96,13 +99,11 @@ class Admission:
         if waiting and self.queued_tokens + tokens > config.max_queued_tokens:
             held = f"the queue holds {self.queued_tokens:.0f} tokens (max_queued_tokens is {config.max_queued_tokens})"
             return Overloaded(held, seconds)
-        limit = HEADROOM * config.max_queue_wait_s
-        if seconds > max(limit, SOON_S) and wait.delay > SOON_S:  # a long prompt alone waits for nobody
-            first = (
-                f"the first token would come after about {seconds:.1f} s, {wait.delay:.1f} s of it for earlier requests"
-            )
-            known = f"{HEADROOM:g} of max_queue_wait_s ({config.max_queue_wait_s:g} s)"
-            return Overloaded(f"{first}; the limits are {limit:.3g} s, which is {known}, and {SOON_S:g} s", seconds)
+        limit = max(SOON_S, HEADROOM * config.max_queue_wait_s)
+        if seconds > limit and wait.delay > SOON_S:  # a long prompt that only waits for itself would wait later too
+            first = f"the first token would come after about {seconds:.1f} s; the limit is {limit:.3g} s"
+            share = f"{HEADROOM:g} of max_queue_wait_s" if limit > SOON_S else "the least for any max_queue_wait_s"
+            return Overloaded(f"{first}, {share} ({config.max_queue_wait_s:g} s)", seconds)
         return None
 
     def entered(self, request: Request, place: Place = ALONE) -> None:
@@ -116,6 +117,13 @@ class Admission:
         self.queued_tokens += one.tokens
         self._enqueue(request.request_id, one)
 
+    def sent(self, name: str) -> None:
+        """A request was submitted to its rank; reports of the rank may count it from now on."""
+        if (one := self._open.get(name)) is not None:
+            books = self._ranks[one.rank]
+            books.sent += 1
+            one.number = books.sent
+
     def moved(self, name: str, prompt: int, place: Place) -> None:
         """A request was submitted again, with `prompt` tokens, to a gang that starts with empty caches."""
         one = self._open.get(name)
@@ -125,7 +133,7 @@ class Admission:
         self._dequeue(name, one)
         self._run_no_more(one, name)
         one.rank, one.prompt, one.left, one.shared = place.rank, prompt - one.dealt, prompt - place.cached, place.shared
-        one.entered = self._at
+        one.entered, one.number = self._at, 0
         self._enqueue(name, one)
 
     def progressed(self, name: str, tokens: int) -> None:
@@ -134,6 +142,10 @@ class Admission:
         one = self._open.get(name)
         if one is None:
             return
+        books = self._ranks[one.rank]
+        if one.left >= TELLING_ROWS and next(iter(books.queue), None) == name:
+            took = (self._at - books.since) / one.left
+            self._row_s += (MEMORY if self._row_s else 1.0) * (took - self._row_s)
         if self._dequeue(name, one):
             if not one.dealt:
                 self._served(one)
@@ -169,7 +181,7 @@ class Admission:
         self._serving = True
         self._forecast = None
         for books in self._ranks:
-            books.since = books.reported = self._at
+            books.since, books.reported, books.sent = self._at, self._at, 0
 
     def _enqueue(self, name: str, one: OpenRequest) -> None:
         books = self._ranks[one.rank]
@@ -200,11 +212,12 @@ class Admission:
                 books.read(report)
         works = [books.work(chunk_of(self._config)) for books in self._ranks]
         drift = Drift(*map(max, zip(*(books.drift for books in self._ranks), strict=True)))
-        speeds = [PrefillSpeed.of(self._config, self._pace, works, rank, drift) for rank in range(len(works))]
+        speeds = PrefillSpeed.of_ranks(self._config, self._pace, self._row_s, works, drift)
         window, slots = self._shape.window, self._config.max_running_requests
         running = [one.length for books in self._ranks for one in books.running.values()]
         longest = max((one.length for one in self._open.values() if one.most > 1), default=1)
-        per_s = self._rate.by_running(running, longest, self._pace)
+        per_s = self._rate.by_running(running, max(running, default=1), self._pace)
+        later_per_s = self._rate.by_running(running, longest, self._pace)
         lived = sum(one.dealt for one in self._open.values())
         # Spread the lengths over the learnt distribution: with the mean for each, all slots would seem to end at once.
         shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._open)))
@@ -222,7 +235,7 @@ class Admission:
                     slots=slots - len(sizes),
                     kv=self._kv_tokens - sum(kv for kv, _ in sizes),
                     spare=window,
-                    per_s=per_s,
+                    per_s=later_per_s,
                     ends=[Running(more / each, kv + more, each) for kv, more in sizes],
                     clock=min(0.0, books.since - now) if books.queue else 0.0,
                     rows=sum(one.left for one in books.queue.values()),

@@ -5,16 +5,16 @@ from typing import NamedTuple
 
 from cluster.actors.prefill_speed import Drift, Work
 
-LATE_S = 0.1  # a request that entered so shortly before a report may have reached the rank after it
-
 
 class Report(NamedTuple):
     """What a rank last said of itself: when (by the clock of the admission), how many prompt tokens of its waiting and
-    running requests it had not computed, and how far its steps are off the measured times.
+    running requests it had not computed, how many requests were submitted to it until then, and how far its steps are
+    off the measured times.
     """
 
     at: float
     queued_tokens: int
+    submitted: int
     drift: Drift = Drift()
 
 
@@ -22,7 +22,7 @@ class Report(NamedTuple):
 class OpenRequest:
     """One open request of `rank`. Of the `prompt` tokens `left` are still to compute, and `shared` are read by others
     too; `tokens` are expected in all, `most` new ones are allowed, of which it was `dealt` some. `entered` is when it
-    came to its rank.
+    came to its rank, and `number` tells which of the requests submitted to it this is, from 1 on.
     """
 
     rank: int
@@ -32,6 +32,7 @@ class OpenRequest:
     tokens: float
     most: int
     entered: float
+    number: int = 0
     dealt: int = 0
 
     @property
@@ -48,6 +49,7 @@ class OpenRequest:
 @dataclass(slots=True)
 class RankBooks:
     """The open requests of one rank: `queue` those whose prompts are not computed, in order, and `running` the others.
+    `sent` were submitted to the rank since it started.
 
     The first of the queue had its `left` prompt tokens at the time `since`, and the latest report came at `reported`,
     with this `drift`.
@@ -55,6 +57,7 @@ class RankBooks:
 
     queue: dict[str, OpenRequest] = field(default_factory=dict)
     running: dict[str, OpenRequest] = field(default_factory=dict)
+    sent: int = 0
     since: float = 0.0
     reported: float = 0.0
     drift: Drift = field(default_factory=Drift)
@@ -72,11 +75,11 @@ class RankBooks:
         return self.queue.pop(name, None)
 
     def read(self, report: Report) -> None:
-        """Note what the rank said. It may not know yet of requests that entered shortly before."""
+        """Note what the rank said."""
         if report.at <= self.reported:
             return
         self.reported, self.drift = report.at, report.drift
-        known = [one for one in self.queue.values() if one.entered < report.at - LATE_S]
+        known = [one for one in self.queue.values() if 0 < one.number <= report.submitted]
         computed = sum(one.length for one in known) - report.queued_tokens
         for one in known:  # in the order in which they are computed
             if computed <= 0:

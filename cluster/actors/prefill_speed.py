@@ -1,8 +1,8 @@
 """How fast a rank computes prompts: the rules of `engine/scheduler.py` with the times of steps that were measured.
 
 While no request of any rank decodes, a step holds as many prompt rows as `chunked_prefill_size` allows. While some
-request decodes, it holds as many as `prefill_share` pays for, or `mixed_prefill_size`. All ranks step together, so a
-step lasts as long as the slowest rank's.
+request decodes, it holds as many as `prefill_share` pays for. All ranks step together, so a step lasts as long as the
+slowest rank's. With `mixed_prefill_size` no steps are measured; then a row takes what rows of earlier prompts took.
 """
 
 from collections.abc import Sequence
@@ -54,96 +54,96 @@ class PromptSeconds(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillSpeed:
-    """The prompt rows of one rank, in seconds. `pace` None: nothing was measured, and they take no time."""
+    """The prompt rows of one rank, in seconds: by `pace` or, where that was not measured, `row_s` for each."""
 
     pace: Pace | None
+    row_s: float
     chunk: int  # the most prompt rows of a step
-    mixed: int  # the same beside decoding requests
-    fixed: bool  # `mixed` is `mixed_prefill_size`, and not what `prefill_share` pays for
     committed: Sequence[int]  # of the requests that decode on this rank; one request where no rank has any
     busiest_us: float  # the decoding of the busiest other rank
     others: Sequence[Work]  # the other ranks that compute prompts
     drift: Drift = field(default_factory=Drift)
-    _known: dict[tuple[int, int], float] = field(default_factory=dict)
+    _alone: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds of a row, by bucket and chunk
+    _beside: dict[int, tuple[float, float]] = field(default_factory=dict)  # of a step and its rows, by bucket
 
     @classmethod
-    def of(
-        cls, config: EngineConfig, pace: Pace | None, work: Sequence[Work], rank: int, drift: Drift
-    ) -> "PrefillSpeed":
-        """The speed of `rank`, where each rank does what `work` says."""
-        chunk = chunk_of(config)
-        mixed = min(chunk, config.mixed_prefill_size or chunk)
-        decodes = any(one.committed for one in work)
-        others = [one for at, one in enumerate(work) if at != rank]
-        busiest = max((pace.decoding(one.committed) for one in others), default=0.0) if pace is not None else 0.0
-        return cls(
-            pace=pace,
-            chunk=chunk,
-            mixed=mixed,
-            fixed=config.mixed_prefill_size is not None,
-            committed=work[rank].committed if decodes else (1,),
-            busiest_us=busiest,
-            others=[one for one in others if one.rows],
-            drift=drift,
-        )
+    def of_ranks(
+        cls, config: EngineConfig, pace: Pace | None, row_s: float, works: Sequence[Work], drift: Drift
+    ) -> "list[PrefillSpeed]":
+        """The speed of each rank, where each does what `works` says."""
+        chunk, decodes = chunk_of(config), any(work.committed for work in works)
+        decode_us = [0.0 if pace is None else pace.decoding(work.committed) for work in works]
+        first, second = ([*sorted(decode_us, reverse=True), 0.0])[:2]
+        return [
+            cls(
+                pace=pace,
+                row_s=row_s,
+                chunk=chunk,
+                committed=work.committed if decodes else (1,),
+                busiest_us=second if own_us == first else first,
+                others=[other for other in works if other.rows and other is not work],
+                drift=drift,
+            )
+            for work, own_us in zip(works, decode_us, strict=True)
+        ]
 
     def seconds(self, start: int, rows: int, queued: int) -> PromptSeconds:
         """How long the rank takes for the `rows` of a prompt that follow `start` tokens, of `queued` rows in all."""
+        if self.pace is None:
+            return PromptSeconds(rows * self.row_s, rows * self.row_s, 0.0)
         chunk = max(1, min(self.chunk, queued))
         middle = start + max(0, rows - chunk) // 2
         alone = self._row_alone(middle, chunk)
         late = chunk * alone if self.others else 0.0
-        return PromptSeconds(rows * self._row_beside(middle), rows * alone, late)
+        step_s, held = self._step_beside(middle)
+        return PromptSeconds(rows * step_s / held, rows * alone, late)
 
     def passing(self, start: int) -> tuple[float, float]:
         """While some request decodes: the seconds of a step, and the mean number of rows of later prompts that it holds
         beside those of a prompt of which `start` tokens are computed.
         """
         pace = self.pace
-        if pace is None or self.fixed:
+        if pace is None:
             return 0.0, 0.0
-        step_us, rows = self._beside_us(start)
+        step_s, rows = self._step_beside(start)
         beside, count = len(self.committed) * pace.tree, max(1, int(rows))
         dear = pace.cost(beside, start, count + 1) - pace.cost(beside, start, count)
         cheap = pace.cost(beside + count, 0, 1)
         # What is left is on average half of what one more row costs.
-        return step_us * US, max(0.0, (dear / cheap - 1) / 2) if cheap else 0.0
+        return step_s, max(0.0, (dear / cheap - 1) / 2) if cheap else 0.0
 
     def step_s(self, start: int, rows: int, decodes: bool) -> float:
         """How long a step takes that holds `rows` prompt rows after `start` tokens, or as many of them as fit."""
         if self.pace is None:
             return 0.0
         if decodes:
-            return self._beside_us(start)[0] * US
+            return self._step_beside(start)[0]
         return self._alone_us(start, min(rows, self.chunk)) * US
 
-    def _row_beside(self, start: int) -> float:
-        """Seconds for each prompt row while some request decodes."""
-        key = (start // BUCKET, 0)
-        if key not in self._known:
+    def _step_beside(self, start: int) -> tuple[float, float]:
+        """A step beside decoding requests: its seconds, and how many prompt rows of this rank it holds."""
+        bucket = start // BUCKET
+        if bucket not in self._beside:
             step_us, rows = self._beside_us(start)
-            self._known[key] = step_us * US / rows
-        return self._known[key]
+            self._beside[bucket] = step_us * US, rows
+        return self._beside[bucket]
 
     def _row_alone(self, start: int, chunk: int) -> float:
         """Seconds for each prompt row in steps of `chunk` rows while no request decodes."""
         key = (start // BUCKET, chunk)
-        if key not in self._known:
-            self._known[key] = self._alone_us(start, chunk) * US / chunk
-        return self._known[key]
+        if key not in self._alone:
+            self._alone[key] = self._alone_us(start, chunk) * US / chunk
+        return self._alone[key]
 
     def _beside_us(self, start: int) -> tuple[float, float]:
-        """A step beside decoding requests: its microseconds, and how many prompt rows of this rank it holds."""
+        """As `_step_beside`, in microseconds."""
         pace, others = self.pace, len(self.others)
         if pace is None:
             return 0.0, 1.0
         bargain, beside = pace.bargain(self.committed, self.busiest_us), len(self.committed) * pace.tree
-        if self.fixed:
-            cost = self.drift.prompt * pace.cost(beside, start, self.mixed, others)
-            return self.drift.decode * max(self.busiest_us, bargain.busy + cost), self.mixed
         allowance = bargain.allowance / self.drift.prompt
-        rows: float = pace.rows(beside, start, self.mixed, allowance, others)
-        least = pace.least(beside, start, self.mixed, others)
+        rows: float = pace.rows(beside, start, self.chunk, allowance, others)
+        least = pace.least(beside, start, self.chunk, others)
         if rows < least:  # it is overdrawn in one step, and paid for in later ones
             rows = least * allowance / pace.cost(beside, start, least, others)
         return self.drift.decode * (bargain.busy + bargain.allowance), max(rows, 1e-3)

@@ -208,7 +208,7 @@ class Router:
             return None
         at, status = heard
         drift = Drift(status.decode_drift, status.prompt_drift, status.prefill_drift)
-        return Report(at, status.queued_tokens, drift)
+        return Report(at, status.queued_tokens, status.submitted, drift)
 
     def _submit(self, stream: Stream) -> None:
         """Submit a stream's request to the present life."""
@@ -252,6 +252,7 @@ class Router:
         """Have a stream's request submitted with the next call to its leader."""
         line = self._lines[stream.rank]
         line.submits.append(request)
+        self._admission.sent(stream.name)
         if stream.unserved:
             line.doubted.append(stream.name)
         line.filled.set()

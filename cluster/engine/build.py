@@ -219,8 +219,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     own, taken = prepared.device_memory, 0
     if own is not None:
         taken = rehearsed(lockstep, resolved.config, prepared.context_length, own, memory.cache.table)
-    size = prepared.context_length, resolved.target.vocab_size
-    pace = measure_pace(lockstep, memory.cache, resolved.config, *size)
+    pace = _pace(prepared, lockstep)
     captured = None
     if captures is not None:
         capture = partial(capture_decoding, lockstep, resolved.config, captures.buckets)
@@ -313,6 +312,15 @@ def _check_sample(prepared: Prepared, lockstep: Lockstep) -> None:
         check_sample(sample, config, lockstep, prepared.memory.cache, prepared.context_length)
 
 
+def _pace(prepared: Prepared, lockstep: Lockstep) -> Pace | None:
+    """The measured pace; None where `mixed_prefill_size` replaces it."""
+    config = prepared.resolved.config
+    if config.mixed_prefill_size is not None:
+        return None
+    vocab_size = prepared.resolved.target.vocab_size
+    return measure_pace(lockstep, prepared.memory.cache, config, prepared.context_length, vocab_size)
+
+
 def _device(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -345,7 +353,7 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     return TextTokenizer.load(folder)
 
 
-def _info(prepared: Prepared, pace: Pace, captured: CaptureInfo | None) -> RankInfo:
+def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens, kept = pages * config.page_size, str(prepared.models.dtype).removeprefix("torch.")
@@ -379,5 +387,5 @@ def _info(prepared: Prepared, pace: Pace, captured: CaptureInfo | None) -> RankI
         kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
         kv_sized_by=memory.capacity.sized_by,
         max_request_tokens=min(prepared.context_length, tokens - shape.forcing().window),
-        step_costs=pace.costs(),
+        step_costs=None if pace is None else pace.costs(),
     )

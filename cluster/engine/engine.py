@@ -68,7 +68,7 @@ class Engine(Rank):
         self._seeds = Seeds(parts.config.random_seed)
         self._over: list[RequestOutput] = []
         self._trees = self._tree_tokens = self._anew = 0
-        self._busiest = self._prefilling = 0
+        self._busiest = self._prefilling = self._submitted = 0
 
     @property
     def has_work(self) -> bool:
@@ -111,6 +111,7 @@ class Engine(Rank):
         Raises:
             ValueError: as `check`, or the request id is in use.
         """
+        self._submitted += 1
         self.check(request)
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is in use")
@@ -198,6 +199,7 @@ class Engine(Rank):
             decode_drift=scheduler.correction.usual.value,
             prompt_drift=scheduler.correction.dearer.value,
             prefill_drift=scheduler.correction.alone.value,
+            submitted=self._submitted,
         )
 
     def sample_draft(self, tokens: tuple[int, ...]) -> EagleDraftInput:

@@ -52,6 +52,7 @@ class Outcome:
 @dataclass
 class _Rank:
     scheduler: Scheduler
+    submitted: int = 0
     report: Report | None = None
     busiest: int = 0
     prefilling: int = 0
@@ -68,6 +69,7 @@ class SimulatedGang:
     kv_tokens: int = 200_000
     settings: dict[str, Any] = field(default_factory=dict)
     admits_all: bool = True
+    measured: bool = True
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class SimulatedGang:
         self.balancer = Balancer.of(self.config)
         self.balancer.restarted(self.kv_tokens // self.config.page_size)
         self.admission = Admission(self.config, lambda: self.now, lambda rank: self._ranks[rank].report)
-        self.admission.started(self.kv_tokens, self.pace)
+        self.admission.started(self.kv_tokens, self.pace if self.measured else None)
         self._ranks = [_Rank(self._scheduler()) for _ in range(groups)]
         self._beat = 0.0
         self._open: dict[str, Outcome] = {}
@@ -137,6 +139,8 @@ class SimulatedGang:
         self.admission.entered(request, place)
         ids = list(request.prompt_token_ids)
         sequence = Sequence(request, FinishCheck(params, (), 64, None, ids), ids, len(ids), accepted=[0])
+        self.admission.sent(str(number))
+        self._ranks[place.rank].submitted += 1
         self._ranks[place.rank].scheduler.waiting.append(sequence)
         self._open[str(number)] = outcome
 
@@ -170,7 +174,7 @@ class SimulatedGang:
             for rank in self._ranks:
                 by_now = rank.scheduler.correction
                 drift = Drift(by_now.usual.value, by_now.dearer.value, by_now.alone.value)
-                rank.report = Report(self.now, rank.scheduler.queued_tokens, drift)
+                rank.report = Report(self.now, rank.scheduler.queued_tokens, rank.submitted, drift)
 
     def _given(self, rank: _Rank, sequence: Sequence, tokens: int, steps: int) -> None:
         name = sequence.request.request_id

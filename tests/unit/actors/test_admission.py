@@ -182,9 +182,10 @@ def test_the_wait_is_known_before_any_request_has_ended() -> None:
     assert full is not None
     assert full.retry_after_s == pytest.approx(9.0, rel=0.2)
     assert str(full) == (
-        "the first token would come after about 9.0 s, 9.0 s of it for earlier requests; the limits are 7 s, which is "
-        "0.7 of max_queue_wait_s (10 s), and 1 s"
+        "the first token would come after about 9.0 s; the limit is 7 s, 0.7 of max_queue_wait_s (10 s)"
     )
+    least = filled(Hand(), max_queue_wait_s=0.5).full()
+    assert str(least).endswith("the limit is 1 s, the least for any max_queue_wait_s (0.5 s)")
     assert filled(Hand(), max_queue_wait_s=20.0).full() is None
 
 

@@ -57,7 +57,6 @@ LOADS: dict[str, tuple[list[Arrival], dict[str, Any], float]] = {
     "all long": (steady(0.15, 120, (2000, 8000), (1, 100)), {}, 20.0),
     "slots full": (steady(8, 30, (20, 200), (50, 150)), {"settings": {"max_running_requests": 4}}, 5.0),
     "KV full": (steady(4, 30, (200, 600), (100, 200)), {"kv_tokens": 4000}, 5.0),
-    "rows are fixed": ([*SHORT, *LONG], {"settings": {"mixed_prefill_size": 64}}, 5.0),
 }
 
 
@@ -85,6 +84,14 @@ def test_a_machine_that_became_slower_is_learned(load: str) -> None:
     sim = gang(slower=1.7, **given)
     outcomes = sim.run([*before, *(replace(one, at=one.at + 30) for one in arrivals)])
     judge(outcomes[len(before) :], over_s)
+
+
+def test_with_a_fixed_number_of_rows_the_rows_before_tell_what_rows_take() -> None:
+    """Nothing is measured at start then."""
+    before = steady(0.5, 20, (600, 1500), (1, 30))
+    sim = gang(measured=False, settings={"mixed_prefill_size": 64})
+    outcomes = sim.run([*before, *(replace(one, at=one.at + 40) for one in LOADS["all long"][0])])
+    judge(outcomes[len(before) :], 20.0, factor=3.0)
 
 
 def test_a_prefix_that_an_open_request_computes_is_not_computed_again() -> None:

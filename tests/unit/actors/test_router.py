@@ -11,10 +11,10 @@ import pytest
 from cluster.actors.life import GangSpec
 from cluster.actors.messages import Commands, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.placement import layout_of
-from cluster.actors.router import Router
+from cluster.actors.router import Router, _pace_of
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestOutput, SamplingParams
-from cluster.status import RankInfo
+from cluster.status import EngineStatus, RankInfo, StepCosts
 from tests.info import rank_info
 
 LOSS = Loss(0, "died", 7, "target", "the process died", 0, 0.0, 0.1)
@@ -28,6 +28,7 @@ class Life:
         self.spec, self.taken, self.failed = spec, [], ""  # type: ignore[var-annotated]
         self.said: Said = asyncio.Queue()
         self.fruitful = False
+        self.status: EngineStatus | None = None
         self._taking = taking
         self.shards = [SimpleNamespace(put=SimpleNamespace(remote=self._put))]
 
@@ -46,8 +47,8 @@ class Life:
     def mark_alive(self) -> None:
         return
 
-    def heard(self, rank: int) -> None:
-        return
+    def heard(self, rank: int) -> tuple[float, EngineStatus] | None:
+        return None if self.status is None else (1e9, self.status)
 
     def mark_dead(self, rank: int, error: Exception) -> None:
         self.failed = f"dead: {error}"
@@ -218,5 +219,49 @@ def test_the_index_of_prefixes_is_as_large_as_the_cache_of_the_gang_that_came_up
             gang.life.said.put_nowait(outputs(1, f"r{i}", ended=True))
             await task
         assert router._balancer.load(0).pages == 30
+
+    with_router(body)
+
+
+COSTS = StepCosts(
+    decode_ms={"1": 10.0, "4": 12.0},
+    decode_ms_per_1000_tokens=0.1,
+    target_rows_ms={"1": 10.0, "101": 110.0},
+    prompt_prefix_ms_per_1000_tokens=0.1,
+    prompt_row_ms_per_1000_tokens=0.0,
+    crowd=0.0,
+)
+
+
+def test_waits_follow_from_the_costs_and_the_queue_that_ranks_report_also_after_a_restart() -> None:
+    """A row takes a millisecond. A gang that was lost has all prompts to compute again."""
+
+    async def body(router: Router, gang: Gang) -> None:
+        def expected() -> float:
+            router._admission._forecast = None
+            return router._admission.wait(5).seconds
+
+        gang.infos = [rank_info(page_size=4, kv_pages=30_000, step_costs=COSTS)]
+        router._admission.started(120_000, _pace_of(gang.infos[0]))
+        tasks = [asyncio.create_task(read(router, ask("long", 4000)))]
+        await until(lambda: gang.life.taken == ["long"])
+        assert expected() == pytest.approx(4.1, abs=0.3)
+        gang.life.status = EngineStatus(queued_tokens=0, submitted=0, prefill_drift=1.0)
+        assert expected() == pytest.approx(4.1, abs=0.3), "the rank does not know of it yet"
+        gang.life.status = EngineStatus(queued_tokens=1000, submitted=1, prefill_drift=2.0)
+        router._admission._ranks[0].reported = 0.0
+        assert expected() == pytest.approx(2.2, abs=0.3), "at half the speed"
+        gang.life.said.put_nowait(outputs(1, "long"))
+        await until(lambda: not router._admission._ranks[0].queue)
+        await router.on_down(LOSS)
+        life = gang.begin()
+        gang.infos = [rank_info(page_size=4, kv_pages=30_000, step_costs=COSTS)]
+        router.on_up()
+        await until(lambda: life.taken == ["long"])
+        (again,) = router._admission._ranks[0].queue.values()
+        assert (again.left, again.number, router._admission.waiting) == (4001, 1, 0)
+        assert expected() == pytest.approx(8.2, abs=0.6), "what was learned of the machine stays"
+        for task in tasks:
+            task.cancel()
 
     with_router(body)
