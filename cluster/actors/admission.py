@@ -12,11 +12,11 @@ No Ray and no event loop here: plain bookkeeping over an injected clock.
 import time
 from collections.abc import Callable
 
-from cluster.actors.balance import Place
-from cluster.actors.forecast import GangForecast, Prompt, RankForecast, Running, Wait
+from cluster.actors.balance import RankChoice
+from cluster.actors.forecast import ExpectedWait, GangForecast, QueuedPrompt, RankForecast, RunningRequest
 from cluster.actors.lengths import Lengths
 from cluster.actors.messages import Overloaded
-from cluster.actors.open_requests import OpenRequest, RankBooks, Report
+from cluster.actors.open_requests import OpenRequest, QueueReport, RankBooks
 from cluster.actors.prefill_speed import Drift, PrefillSpeed, chunk_of
 from cluster.actors.token_rate import TokenRate
 from cluster.config import EngineConfig
@@ -26,13 +26,13 @@ from cluster.tree_shape import tree_shape
 
 SOON_S = 1.0  # a request that waits no longer than this, or no longer than this for others, is never refused
 HEADROOM = 0.7  # share of max_queue_wait_s: estimates err, and 99 of 100 admitted requests are to stay within it
-FRESH_S = 0.1  # how long a forecast of a rank is used again: it costs a millisecond
+FRESH_S = 0.1  # seconds for which a forecast is used again: it costs a millisecond for each rank
 TELLING_ROWS = 64  # shorter prompts take a step, whatever their rows take
 MEMORY = 0.2  # weight of the latest prompt in what a row takes
 RANKS = 8  # with more ranks than this forecasts are used for longer, so that all of them together cost no more
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
 SHORTEST = 1.0  # tokens of the request that `full` asks about
-ALONE = Place()  # where a gang of one rank without cached prefixes serves everything
+ALONE = RankChoice()  # where a gang of one rank without cached prefixes serves everything
 
 
 class Admission:
@@ -42,7 +42,7 @@ class Admission:
         self,
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
-        report: Callable[[int], Report | None] = lambda rank: None,
+        report: Callable[[int], QueueReport | None] = lambda rank: None,
     ) -> None:
         """`report` is asked for the latest report of a rank, by its dp rank."""
         self._config, self._shape = config, tree_shape(config)
@@ -65,7 +65,7 @@ class Admission:
         """The likely number of new tokens of a request."""
         return self._lengths.expected(request.params.max_tokens)
 
-    def check(self, request: Request, place: Place = ALONE) -> None:
+    def check(self, request: Request, place: RankChoice = ALONE) -> None:
         """Refuse a request that there is no room for, and that would go to `place`.
 
         Raises:
@@ -77,19 +77,19 @@ class Admission:
 
     def full(self) -> Overloaded | None:
         """Why even the shortest request would be refused now, whatever its rank."""
-        return self._why(min(self.wait(1, Place(rank)) for rank in range(len(self._ranks))), SHORTEST)
+        return self._why(min(self.wait(1, RankChoice(rank)) for rank in range(len(self._ranks))), SHORTEST)
 
-    def wait(self, prompt: int, place: Place = ALONE) -> Wait:
+    def wait(self, prompt: int, place: RankChoice = ALONE) -> ExpectedWait:
         """How long a newcomer with `prompt` tokens would wait for its first token; 0.0 while the gang is down."""
         if not self._serving:
-            return Wait(0.0, 0.0)
+            return ExpectedWait(0.0, 0.0)
         now = self._clock()
         if self._forecast is None or now - self._forecast.made > FRESH_S * max(1.0, len(self._ranks) / RANKS):
             self._forecast = self._run_ahead(now)
-        newcomer = Prompt(place.cached, prompt - place.cached, prompt - place.shared + self._shape.window, 0.0)
+        newcomer = QueuedPrompt(place.cached, prompt - place.cached, prompt - place.shared + self._shape.window, 0.0)
         return self._forecast.wait(place.rank, newcomer, now)
 
-    def _why(self, wait: Wait, tokens: float) -> Overloaded | None:
+    def _why(self, wait: ExpectedWait, tokens: float) -> Overloaded | None:
         """Why a request with so many tokens is refused that would wait so long."""
         config, waiting, seconds = self._config, self.waiting, wait.seconds
         if seconds <= SOON_S and self._pace is not None and self._serving:
@@ -106,7 +106,7 @@ class Admission:
             return Overloaded(f"{first}, {share} ({config.max_queue_wait_s:g} s)", seconds)
         return None
 
-    def entered(self, request: Request, place: Place = ALONE) -> None:
+    def entered(self, request: Request, place: RankChoice = ALONE) -> None:
         """A request was admitted, and waits at `place` for its first token."""
         self._pass()
         prompt, most = len(request.prompt_token_ids), request.params.max_tokens
@@ -124,7 +124,7 @@ class Admission:
             books.sent += 1
             one.number = books.sent
 
-    def moved(self, name: str, prompt: int, place: Place) -> None:
+    def moved(self, name: str, prompt: int, place: RankChoice) -> None:
         """A request was submitted again, with `prompt` tokens, to a gang that starts with empty caches."""
         one = self._open.get(name)
         if one is None:
@@ -236,7 +236,7 @@ class Admission:
                     kv=self._kv_tokens - sum(kv for kv, _ in sizes),
                     spare=window,
                     per_s=later_per_s,
-                    ends=[Running(more / each, kv + more, each) for kv, more in sizes],
+                    ends=[RunningRequest(more / each, kv + more, each) for kv, more in sizes],
                     clock=min(0.0, books.since - now) if books.queue else 0.0,
                     rows=sum(one.left for one in books.queue.values()),
                 )
@@ -244,9 +244,9 @@ class Admission:
         queues = [[self._prompt(one, left(one)) for one in books.queue.values()] for books in self._ranks]
         return GangForecast(forecasts, queues, now)
 
-    def _prompt(self, one: OpenRequest, tokens: float) -> Prompt:
+    def _prompt(self, one: OpenRequest, tokens: float) -> QueuedPrompt:
         """A waiting request that is expected to get `tokens`."""
-        return Prompt(one.length - one.left, one.left, one.kv + self._shape.window, max(0.0, tokens - 1))
+        return QueuedPrompt(one.length - one.left, one.left, one.kv + self._shape.window, max(0.0, tokens - 1))
 
     def _pass(self) -> None:
         """Count the time since the last call."""

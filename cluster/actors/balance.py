@@ -52,7 +52,7 @@ class RankLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankChoice:
     """The rank that a request would go to. Of the prompt's tokens at the start, that rank has `cached` in its cache, or
     will have them when the prompts of its open requests are computed; `shared` are read by open requests as well.
     Without prompts that are not computed yet, the rank would compute `queued` tokens. `chain` names the prompt's pages.
@@ -149,7 +149,7 @@ class Balancer:
         size = (config.attn_dp_size, config.page_size)
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=chunk, index_pages=pages)
 
-    def place(self, request: Request, expected_new: float) -> Place:
+    def place(self, request: Request, expected_new: float) -> RankChoice:
         """Where `request`, which is expected to get `expected_new` tokens, would go now; changes nothing. If a request
         with its id is open, that one does not count.
 
@@ -167,9 +167,9 @@ class Balancer:
         found, shared = self._ranks[at].found(() if scored else chain)
         if earlier is not None:
             self._count(earlier, 1)
-        return Place(at, self.page_size * found, self.page_size * shared, queued[at], chain)
+        return RankChoice(at, self.page_size * found, self.page_size * shared, queued[at], chain)
 
-    def choose(self, request: Request, expected_new: float, place: Place | None = None) -> int:
+    def choose(self, request: Request, expected_new: float, place: RankChoice | None = None) -> int:
         """The dp rank for `request`, which then counts as queued there; it is expected to get `expected_new` tokens.
         `place` is what `place` has just said of it, if it was asked.
 

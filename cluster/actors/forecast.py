@@ -15,15 +15,15 @@ from typing import NamedTuple
 from cluster.actors.prefill_speed import PrefillSpeed, PromptSeconds
 
 
-class Running(NamedTuple):
-    """A running request: it ends at `ends`, until then its KV grows by `grows` tokens a second to `tokens`."""
+class RunningRequest(NamedTuple):
+    """A running request: it ends at `ends`. Until then its KV grows by `grows` tokens a second, to `tokens`."""
 
     ends: float
     tokens: float
     grows: float
 
 
-class Prompt(NamedTuple):
+class QueuedPrompt(NamedTuple):
     """A request without a token: `rows` prompt rows are left to compute after `start` tokens. It takes the KV of
     `tokens` tokens when it begins, and gets `more` tokens after its first one.
     """
@@ -34,14 +34,14 @@ class Prompt(NamedTuple):
     more: float
 
 
-class Wait(NamedTuple):
-    """A request gets its first token after `seconds`, and begins only after `delay` seconds because of earlier ones."""
+class ExpectedWait(NamedTuple):
+    """A request gets its first token after `seconds`. The first `delay` of them it waits for earlier requests."""
 
     seconds: float
     delay: float
 
 
-class Decoding:
+class DecodeIntervals:
     """When some request of the gang decodes: intervals in order, none of which touches another."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Decoding:
         return self._ends[bisect_right(self._ends, time)] if self.at(time) else time
 
     def finished(self, time: float, takes: PromptSeconds) -> float:
-        """When a prompt is computed that begins at `time`."""
+        """When a prompt is computed whose first row begins at `time`."""
         left = 1.0
         for at in range(bisect_right(self._ends, time), len(self._ends)):
             begins, ends = self._begins[at], self._ends[at]
@@ -86,13 +86,13 @@ class Decoding:
 
 @dataclass(slots=True)
 class RankForecast:
-    """One rank from now (0.0) on.
+    """One rank from now (0.0) on, in seconds.
 
-    `slots` and `kv` (in tokens) are free, but for `spare` tokens of KV for each running request. `ends` is a heap of
-    the running requests; `per_s` tells from their number how many tokens a second each of them gets. The waiting
-    requests have `rows` prompt rows in all.
-    All prompts that were added are computed at `clock`; it begins below 0.0 if the first of them has been under way
-    since then. `waiting` requests were added, `first` before the others; `free` slots are free at 0.0.
+    `slots` and `kv` (in tokens) are free; `spare` tokens of KV have to stay free for each running request. `ends` is a
+    heap of the running requests; `per_s` tells from their number how many tokens a second each of them gets. The
+    waiting requests have `rows` prompt rows in all. All prompts that were added are computed at `clock`, which begins
+    below 0.0 if the rank has been computing the first of them since then. `waiting` requests were added, `first` is the
+    first of them, and `free` slots are free at 0.0.
     """
 
     speed: PrefillSpeed
@@ -100,10 +100,10 @@ class RankForecast:
     kv: float
     spare: float
     per_s: Callable[[int], float]
-    ends: list[Running]
+    ends: list[RunningRequest]
     clock: float = 0.0
     rows: int = 0
-    first: Prompt | None = None
+    first: QueuedPrompt | None = None
     waiting: int = 0
     free: int = 0
     grown: float = 0.0  # until when `kv` counts the growth of running requests
@@ -114,7 +114,7 @@ class RankForecast:
         self.growth = sum(one.grows for one in self.ends)
         heapq.heapify(self.ends)
 
-    def add(self, prompt: Prompt, decoding: Decoding) -> None:
+    def add(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> None:
         """Let a request wait behind the others; add to `decoding` when it decodes."""
         self.first = self.first or prompt
         self.waiting += 1
@@ -127,22 +127,25 @@ class RankForecast:
         decoding.add(self.clock, ends)
         took = max(ends - self.grown, 1e-6)
         self.growth += prompt.more / took
-        heapq.heappush(self.ends, Running(ends, prompt.tokens + prompt.more, prompt.more / took))
+        heapq.heappush(self.ends, RunningRequest(ends, prompt.tokens + prompt.more, prompt.more / took))
 
-    def wait(self, prompt: Prompt, decoding: Decoding) -> Wait:
+    def wait(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> ExpectedWait:
         """How long a request waits that comes now."""
         if (passes_s := self._passes_s(prompt, decoding)) is not None:
-            return Wait(passes_s, passes_s)
+            return ExpectedWait(passes_s, passes_s)
         newcomer = replace(self, ends=[*self.ends], rows=self.rows + prompt.rows)
         newcomer._begin(prompt)
         delay = max(0.0, newcomer.clock)
         step = self.speed.step_s(prompt.start, prompt.rows, decoding.at(delay))
         # It joins the next step, and on average half of the step under way is over.
-        return Wait(max(newcomer._computed(prompt, decoding), step) + step / 2, delay)
+        return ExpectedWait(max(newcomer._computed(prompt, decoding), step) + step / 2, delay)
 
-    def _passes_s(self, prompt: Prompt, decoding: Decoding) -> float | None:
-        """When a request that came now would get its first token, if its prompt passes the first one: what a step's
-        share leaves does not pay for one more row far behind in a long prompt, but for rows of a short one.
+    def _passes_s(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float | None:
+        """When a request that comes now gets its first token, if its prompt passes the first one; None if it does not.
+
+        Beside decoding requests a step has a share of time for prompt rows. What the rows of the first prompt leave of
+        it does not pay for one more of them. It may pay for rows of a later prompt, which are cheaper because fewer
+        tokens precede them.
         """
         if self.first is None or self.waiting >= self.free:
             return None
@@ -151,14 +154,14 @@ class RankForecast:
             return None
         behind = self.rows - self.first.rows + prompt.rows
         seconds = max(1.0, behind / rows) * step
-        # Half of that time is enough: how long requests decode is a guess, and to refuse is the worse error.
+        # Half of that time is enough: how long requests decode is a guess, and a false refusal is the worse error.
         return seconds + step / 2 if 2 * decoding.until(0.0) > seconds else None
 
-    def _computed(self, prompt: Prompt, decoding: Decoding) -> float:
-        """When the rows of a prompt are computed that begins at `clock`."""
+    def _computed(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float:
+        """When a prompt is computed that begins at `clock`."""
         return decoding.finished(self.clock, self.speed.seconds(prompt.start, prompt.rows, self.rows))
 
-    def _begin(self, prompt: Prompt) -> None:
+    def _begin(self, prompt: QueuedPrompt) -> None:
         """Advance until there is a slot and KV for a request."""
         self._advance(self.clock)
         while self.ends and (self.slots < 1 or self.kv < prompt.tokens + self.spare * len(self.ends)):
@@ -184,10 +187,10 @@ class RankForecast:
 class GangForecast:
     """The ranks of a gang, which take their steps together. Forecast at the time `made`, by the caller's clock."""
 
-    def __init__(self, ranks: Sequence[RankForecast], queues: Sequence[Sequence[Prompt]], made: float) -> None:
+    def __init__(self, ranks: Sequence[RankForecast], queues: Sequence[Sequence[QueuedPrompt]], made: float) -> None:
         """`queues` are the waiting requests of each rank, in order."""
         self.ranks, self.made = ranks, made
-        self._decoding = Decoding()
+        self._decoding = DecodeIntervals()
         self._decoding.add(
             min(0.0, *(rank.clock for rank in ranks)),
             max((end.ends for rank in ranks for end in rank.ends), default=0.0),
@@ -197,12 +200,12 @@ class GangForecast:
             first = min(left, key=lambda at: ranks[at].clock)
             ranks[first].add(waiting[first].popleft(), self._decoding)
 
-    def add(self, rank: int, prompt: Prompt) -> None:
+    def add(self, rank: int, prompt: QueuedPrompt) -> None:
         """A request came to a rank, and waits behind the others."""
         self.ranks[rank].rows += prompt.rows
         self.ranks[rank].add(prompt, self._decoding)
 
-    def wait(self, rank: int, prompt: Prompt, now: float) -> Wait:
+    def wait(self, rank: int, prompt: QueuedPrompt, now: float) -> ExpectedWait:
         """How long a request waits that comes to a rank `now`."""
         found, age = self.ranks[rank].wait(prompt, self._decoding), now - self.made
-        return Wait(max(0.0, found.seconds - age), max(0.0, found.delay - age))
+        return ExpectedWait(max(0.0, found.seconds - age), max(0.0, found.delay - age))

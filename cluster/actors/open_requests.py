@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.actors.prefill_speed import Drift, Work
+from cluster.actors.prefill_speed import Drift, RankWork
 
 
-class Report(NamedTuple):
+class QueueReport(NamedTuple):
     """What a rank last said of itself: when (by the clock of the admission), how many prompt tokens of its waiting and
     running requests it had not computed, how many requests were submitted to it until then, and how far its steps are
     off the measured times.
@@ -74,7 +74,7 @@ class RankBooks:
             self.since = now
         return self.queue.pop(name, None)
 
-    def read(self, report: Report) -> None:
+    def read(self, report: QueueReport) -> None:
         """Note what the rank said."""
         if report.at <= self.reported:
             return
@@ -89,7 +89,7 @@ class RankBooks:
                 self.since = max(self.since, report.at)
             computed -= one.length
 
-    def work(self, chunk: int) -> Work:
+    def work(self, chunk: int) -> RankWork:
         """What the rank does now, where a step has at most `chunk` prompt rows."""
         rows, before = 0, 0  # of the next chunk; the tokens before them, summed over the rows
         for one in self.queue.values():
@@ -98,4 +98,4 @@ class RankBooks:
             if rows == chunk:
                 break
         committed = [one.length for one in self.running.values()]
-        return Work(committed, before // max(1, rows), sum(one.left for one in self.queue.values()))
+        return RankWork(committed, before // max(1, rows), sum(one.left for one in self.queue.values()))

@@ -32,7 +32,7 @@ class Drift(NamedTuple):
     alone: float = 1.0
 
 
-class Work(NamedTuple):
+class RankWork(NamedTuple):
     """What one rank does now. `committed`: the tokens of each request that decodes. `rows` prompt rows are left to
     compute, of which those of the next step follow `start` tokens of their prompts, on average.
     """
@@ -61,14 +61,14 @@ class PrefillSpeed:
     chunk: int  # the most prompt rows of a step
     committed: Sequence[int]  # of the requests that decode on this rank; one request where no rank has any
     busiest_us: float  # the decoding of the busiest other rank
-    others: Sequence[Work]  # the other ranks that compute prompts
+    others: Sequence[RankWork]  # the other ranks that compute prompts
     drift: Drift = field(default_factory=Drift)
     _alone: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds of a row, by bucket and chunk
     _beside: dict[int, tuple[float, float]] = field(default_factory=dict)  # of a step and its rows, by bucket
 
     @classmethod
     def of_ranks(
-        cls, config: EngineConfig, pace: Pace | None, row_s: float, works: Sequence[Work], drift: Drift
+        cls, config: EngineConfig, pace: Pace | None, row_s: float, works: Sequence[RankWork], drift: Drift
     ) -> "list[PrefillSpeed]":
         """The speed of each rank, where each does what `works` says."""
         chunk, decodes = chunk_of(config), any(work.committed for work in works)

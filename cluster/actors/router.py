@@ -16,12 +16,12 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from cluster.actors.admission import Admission
-from cluster.actors.balance import Balancer, Place
+from cluster.actors.balance import Balancer, RankChoice
 from cluster.actors.gang import Gang
 from cluster.actors.kept_grammars import named
 from cluster.actors.life import Life
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
-from cluster.actors.open_requests import Report
+from cluster.actors.open_requests import QueueReport
 from cluster.actors.peers import deployment_samples
 from cluster.actors.prefill_speed import Drift
 from cluster.actors.shared_answer import Shared
@@ -197,18 +197,18 @@ class Router:
             self._submit(stream)
         return stream
 
-    def _choose(self, stream: Stream, request: Request, place: Place) -> None:
+    def _choose(self, stream: Stream, request: Request, place: RankChoice) -> None:
         self._balancer.choose(request, self._admission.new_tokens(request), place)
         stream.place(self._gang.spec.leaders[place.rank])
 
-    def _report(self, dp_rank: int) -> Report | None:
+    def _report(self, dp_rank: int) -> QueueReport | None:
         """What a rank last said of its queue and its steps."""
         heard = None if self._life is None else self._life.heard(self._gang.spec.leaders[dp_rank])
         if heard is None:
             return None
         at, status = heard
         drift = Drift(status.decode_drift, status.prompt_drift, status.prefill_drift)
-        return Report(at, status.queued_tokens, status.submitted, drift)
+        return QueueReport(at, status.queued_tokens, status.submitted, drift)
 
     def _submit(self, stream: Stream) -> None:
         """Submit a stream's request to the present life."""

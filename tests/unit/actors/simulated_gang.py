@@ -9,7 +9,7 @@ import torch
 from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer
 from cluster.actors.messages import Overloaded
-from cluster.actors.open_requests import Report
+from cluster.actors.open_requests import QueueReport
 from cluster.actors.prefill_speed import Drift
 from cluster.config import EngineConfig
 from cluster.engine.finish import FinishCheck
@@ -53,7 +53,7 @@ class Outcome:
 class _Rank:
     scheduler: Scheduler
     submitted: int = 0
-    report: Report | None = None
+    report: QueueReport | None = None
     busiest: int = 0
     prefilling: int = 0
 
@@ -174,7 +174,7 @@ class SimulatedGang:
             for rank in self._ranks:
                 by_now = rank.scheduler.correction
                 drift = Drift(by_now.usual.value, by_now.dearer.value, by_now.alone.value)
-                rank.report = Report(self.now, rank.scheduler.queued_tokens, rank.submitted, drift)
+                rank.report = QueueReport(self.now, rank.scheduler.queued_tokens, rank.submitted, drift)
 
     def _given(self, rank: _Rank, sequence: Sequence, tokens: int, steps: int) -> None:
         name = sequence.request.request_id

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.actors.balance import POLICIES, Balancer, Place
+from cluster.actors.balance import POLICIES, Balancer, RankChoice
 from cluster.request import SamplingParams
 from tests.unit.actors.test_balance import PAGE, PLENTY, request, run
 
@@ -24,7 +24,7 @@ def test_prompts_of_open_requests_are_found_as_well_as_those_in_the_cache() -> N
     balancer = Balancer("expected_load", 1, PAGE, index_pages=PLENTY)
 
     def found(tokens: int, **more: object) -> tuple[int, int]:
-        place: Place = balancer.place(request("next", tokens, **more), 8.0)
+        place: RankChoice = balancer.place(request("next", tokens, **more), 8.0)
         return place.cached, place.shared
 
     assert found(41) == (0, 0)
