@@ -24,7 +24,9 @@ from cluster.status import EngineStatus
 
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
-PHASES = ("schedule", "agree", "draft", "target", "extend", "replay", "commit")
+REPLAY = "replay"
+DEVICE_PHASES = ("draft", "target", "extend")  # of a step that is launched call by call; a replay is one phase
+PHASES = ("schedule", "agree", *DEVICE_PHASES, REPLAY, "commit")
 PAGE_STATES = ("free", "used", "cached")
 LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
 # the usual statuses of routes; a series for any other appears with its first response
@@ -88,6 +90,18 @@ class StepStats:
     launched_anew: int = 0
     rank: int = 0
     status: EngineStatus = field(default_factory=EngineStatus)
+
+    @property
+    def device_phases(self) -> dict[str, float]:
+        """Seconds of the phases that the device ran: draft, target and extend of a step that was launched call by call,
+        or replay alone of a step that was replayed as one captured program.
+        """
+        return {name: self.phase_seconds[name] for name in (*DEVICE_PHASES, REPLAY) if name in self.phase_seconds}
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the step was replayed as one captured program, so that its device phases cannot be told apart."""
+        return REPLAY in self.phase_seconds
 
 
 class BulkHistogram(Histogram):

@@ -1,4 +1,7 @@
-"""`aerie bench`: runs measurements by name, each a module of `cases/` with `Size`, `QUICK`, `measure` and `show`."""
+"""`aerie bench`: runs measurements by name, each a module of `cases/` with `Size`, `QUICK`, `measure` and `show`.
+
+A module whose figures have goals has `goals` too: it takes what `measure` returned and returns a list of `Goal`.
+"""
 
 import argparse
 import sys
@@ -27,6 +30,7 @@ from cluster.bench.cases import (
     serving,
     strain,
 )
+from cluster.bench.goals import Goal, verdict
 from cluster.bench.made_up import PRESETS
 from cluster.bench.pair import Pair, named
 from cluster.bench.report import json_line, write_json
@@ -60,13 +64,39 @@ PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
 WITHOUT_A_DRAFT = ("peers", "roofline")  # plain decoding alone is worth measuring there
 OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options of the parts whose sizes have them
-DIFFERENT = 1
+MISSED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
+
+LASTS: dict[str, tuple[float, float]] = {  # minutes of a full run and seconds of --quick, at most, on two free cores
+    "offline": (5, 60),
+    "serving": (3, 60),
+    "acceptance": (3, 60),
+    "levels": (3, 60),
+    "grammars": (15, 90),
+    "peers": (30, 300),
+    "lockstep": (15, 90),
+    "roofline": (15, 60),
+    "overlap": (5, 60),
+    "strain": (30, 120),
+    "faults": (15, 180),
+    "crowd": (5, 90),
+    "rude": (15, 180),
+    "overload": (5, 120),
+    "kernels": (5, 30),
+    "cache": (5, 30),
+    "packed": (5, 30),
+    "radix": (5, 30),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie bench`."""
+    lasts = ", ".join(f"{part} ({full:g} min, quick {quick:g} s)" for part, (full, quick) in LASTS.items())
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)} (default: {' '.join(DEFAULT_PARTS)})"
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"any of the following, with the longest that each takes on two free cores: {lasts} "
+        f"(default: {' '.join(DEFAULT_PARTS)})",
     )
     parser.add_argument("--model", metavar="DIR", help="folder of the target (default: the demo's)")
     parser.add_argument(
@@ -91,14 +121,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="turns of each contender (default: the part's own)")
     parser.add_argument(
-        "--quick", action="store_true", help="take seconds instead of minutes: shows the output, not the speed"
+        "--quick",
+        action="store_true",
+        help="measure little: shows that the part works, not its speed; goals have looser bounds, which are printed",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per part instead of tables")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write DIR/PART.json and DIR/PART.txt")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the parts and print; 1 when outputs that must be equal differ or a part counts failures, else 0.
+    """Measure the parts and print their tables, with a line for each goal that was missed.
+
+    Returns 1 when a goal was missed, outputs that must be equal differ, or a part counts failures; else 0.
 
     Raises:
         ValueError: a part that does not exist, or a model that cannot be measured.
@@ -114,19 +148,20 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) and not set(takers) & set(parts):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is an option of {' and '.join(takers)}, which the parts leave out")
-    same = True
+    good = True
     for part in parts:
         result, text = _measure(part, args)
-        same = same and bool(result.get("identical", True)) and not result.get("failed", 0)
+        good = good and bool(result.get("identical", True)) and not result.get("failed", 0)
+        good = good and all(goal["met"] for goal in result["goals"])
         print(json_line(result) if args.json else f"{text}\n", flush=True)
         if args.out is not None:
             write_json(result, args.out / f"{part}.json")
             (args.out / f"{part}.txt").write_text(text + "\n", encoding="utf-8")
-    return 0 if same else DIFFERENT
+    return 0 if good else MISSED
 
 
 def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The figures of one part, as data and as text."""
+    """The figures of one part with its goals, as data and as text."""
     module = PARTS[part]
     size = module.QUICK if args.quick else module.Size()
     own = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
@@ -140,7 +175,22 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         result = module.measure(pair, size, say=_progress)
     else:
         result = module.measure(size, say=_progress)
-    return result, module.show(result)
+    goals = _goals(part, args, result)
+    text = "\n".join([module.show(result), *_faults(result), *([verdict(goals, args.quick)] if goals else [])])
+    return result | {"goals": [goal.facts(args.quick) for goal in goals]}, text
+
+
+def _goals(part: str, args: argparse.Namespace, result: dict[str, Any]) -> list[Goal]:
+    """The goals of a part; those of a pair are the demo's, and say nothing of another one."""
+    module = PARTS[part]
+    own = part not in OF_A_PAIR or not (args.model or args.draft or args.shape)
+    return list(module.goals(result)) if own and hasattr(module, "goals") else []
+
+
+def _faults(result: dict[str, Any]) -> list[str]:
+    """A line for each kind of failure in a result other than a missed goal."""
+    different = [] if result.get("identical", True) else ["DIFFERENT: outputs that must be equal are not"]
+    return different + ([f"FAILED: {result['failed']}"] if result.get("failed", 0) else [])
 
 
 def _progress(text: str) -> None:

@@ -24,17 +24,20 @@ CHUNK_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured: `requests` per rank; stalls: a prompt of `long_tokens` beside `steady_tokens`."""
+    """How much is measured: `requests` per rank; stalls: a prompt of `long_tokens` beside `steady_tokens`, at each of
+    the `shares`, which are values of `prefill_share`.
+    """
 
     requests: int = 4
     prompt_tokens: int = 64
     new_tokens: int = 96
     long_tokens: int = 8192
     steady_tokens: int = 384
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75)
     repeats: int = 3
 
 
-QUICK = Size(new_tokens=32, long_tokens=1024, steady_tokens=96, repeats=1)
+QUICK = Size(new_tokens=16, long_tokens=1024, steady_tokens=64, shares=(0.5,), repeats=1)
 
 
 def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:
@@ -81,7 +84,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one rank: when it began (a clock that all processes share), wall and CPU seconds, its contents."""
+    """One step of one rank: when it began (a clock that all processes share), wall and CPU seconds, its contents.
+
+    `phases` are seconds by phase, as in `StepStats.phase_seconds`: a step that was replayed has the phase `replay` in
+    place of draft, target and extend.
+    """
 
     began: float
     seconds: float

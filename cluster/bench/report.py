@@ -41,8 +41,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def medians(items: Sequence[Any]) -> dict[str, float]:
-    """The median of each field over items of one dataclass."""
-    return {own.name: median([float(getattr(item, own.name)) for item in items]) for own in fields(items[0])}
+    """The median of each field over items of one dataclass; a field that is None in an item is left out."""
+    values = {own.name: [getattr(item, own.name) for item in items] for own in fields(items[0])}
+    return {name: median([float(one) for one in of]) for name, of in values.items() if None not in of}
 
 
 def p99(values: Sequence[float]) -> float:

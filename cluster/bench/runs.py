@@ -71,7 +71,8 @@ def run_together(engine: Engine, prompts: Texts, params: Sequence[SamplingParams
         engine.submit(request)
     while engine.has_work:
         step = engine.step()
-        result.forward_seconds += step.stats.forward_seconds + step.stats.phase_seconds.get("replay", 0.0)
+        replay = sum(step.stats.device_phases.values()) if step.stats.replayed else 0.0
+        result.forward_seconds += step.stats.forward_seconds + replay
         for output in step.outputs:
             result.tokens[int(output.request_id)] += output.token_ids
             if output.speculation is not None:

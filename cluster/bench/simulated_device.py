@@ -12,11 +12,11 @@ from cluster.batch import Order
 from cluster.dp_attention.plan import Call, StepPlan
 from cluster.engine.assembler import Assembler
 from cluster.engine.rank import Rank
+from cluster.metrics import DEVICE_PHASES
 from cluster.spec.result import Decided
 from cluster.tree_shape import TreeShape
 
 TOKEN = 7
-PHASES = ("draft", "target", "extend")
 
 
 class SimulatedDevice:
@@ -77,7 +77,7 @@ class SimulatedOutput:
             first=[TOKEN] * finals,
             sound=[True] * rows,
             logprobs=None,
-            seconds=dict.fromkeys(PHASES, 0.0),
+            seconds=dict.fromkeys(DEVICE_PHASES, 0.0),
         )
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord, settings_of
 from cluster.bench.report import median, medians, p99, ratio, table
 
 LONG = "long"
-SHARES = (0.25, 0.5, 0.75)
 DEFAULT_SHARE = 0.5
 GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at DEFAULT_SHARE, for `Stall.median_ratio` and `Stall.first_ratio`
 OPENING_TOKENS = 8  # prompt of a decoding request: short, since decoding is what is measured
@@ -103,7 +103,7 @@ def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = Fal
     stalls: Stalls = {}
     for world in (2, 1):
         alone = first_of(ranks.run(alone_case(pair, size, world)))
-        for share in SHARES[:: -1 if backwards else 1]:
+        for share in size.shares[:: -1 if backwards else 1]:
             stalls[_name(world, share)] = stall_of(ranks.run(stall_case(pair, size, world, share)), alone)
     return stalls
 
@@ -151,6 +151,18 @@ def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
 def stalled(repeats: Sequence[Stalls]) -> dict[str, dict[str, float]]:
     """Medians over the repeats, JSON-ready, by case."""
     return {name: medians([stalls[name] for stalls in repeats]) for name in repeats[0]}
+
+
+def stall_goals(stalls: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+    """The goals of the default share: a step beside the prompt over a usual one, and the prompt's first token over that
+    of the prompt alone.
+    """
+    found = []
+    for name, stall in stalls.items():
+        if name.endswith(f" {DEFAULT_SHARE}"):
+            found.append(Goal(f"step / usual, {name}", stall["median_ratio"], GOAL_STEP))
+            found.append(Goal(f"first token / alone, {name}", stall["first_ratio"], GOAL_FIRST))
+    return found
 
 
 def show_stalls(stalls: Mapping[str, Mapping[str, Any]], tokens: int) -> str:

@@ -9,17 +9,18 @@ from cluster.engine import Engine
 from cluster.request import Request
 
 WARM = 3  # steady steps that are left out
-PHASES = ("draft", "target", "extend")
-REPLAY = "replay"
 
 
 class NotSteadyError(RuntimeError):
-    """There were too few steps of the kind that was asked for."""
+    """Too few steps were replayed, or launched, as the caller asked."""
 
 
 @dataclass(slots=True)
 class Steps:
-    """Steady steps of one engine: seconds of each by phase and by the host's clock, contexts, tokens that they gave."""
+    """Steady steps of one engine. `phases` holds seconds of the device by phase (`StepStats.device_phases`), `walls`
+    seconds by the host's clock, `contexts` the mean committed tokens of a request; one number per step each. `tokens`
+    counts all generated tokens.
+    """
 
     phases: dict[str, list[float]] = field(default_factory=dict)
     walls: list[float] = field(default_factory=list)
@@ -27,12 +28,14 @@ class Steps:
     tokens: int = 0
 
 
-def steady(engine: Engine, requests: Sequence[Request], count: int, phase: str) -> Steps:
-    """Steps in which all requests decode and no prompt is run, from when `WARM` of them are over; only those that have
-    the `phase`. The requests are dropped afterwards.
+def steady(engine: Engine, requests: Sequence[Request], count: int, replayed: bool) -> Steps:
+    """Run the requests and return `count` steps in which all of them decode and no prompt is run.
+
+    Only steps that were replayed as one captured program count, or, without `replayed`, only steps that were not. The
+    first `WARM` of them are left out. The requests are aborted afterwards.
 
     Raises:
-        NotSteadyError: requests ended before there were so many.
+        NotSteadyError: the requests ended before there were `count` such steps.
     """
     found, warm = Steps(), 0
     committed = {request.request_id: len(request.prompt_token_ids) - 1 for request in requests}
@@ -41,14 +44,15 @@ def steady(engine: Engine, requests: Sequence[Request], count: int, phase: str) 
     before = time.perf_counter()
     while len(found.walls) < count:
         if not engine.has_work:
-            raise NotSteadyError(f"requests ended after {len(found.walls)} steady steps with a phase {phase!r}")
+            kind = "replayed" if replayed else "launched"
+            raise NotSteadyError(f"requests ended after {len(found.walls)} steady {kind} steps; {count} were needed")
         result = engine.step()
         now, stats = time.perf_counter(), result.stats
-        if stats.decode_requests == len(requests) and not stats.prompt_rows and phase in stats.phase_seconds:
+        if stats.decode_requests == len(requests) and not stats.prompt_rows and stats.replayed == replayed:
             warm += 1
             if warm > WARM:
-                for name in (REPLAY,) if phase == REPLAY else PHASES:
-                    found.phases.setdefault(name, []).append(stats.phase_seconds[name])
+                for name, seconds in stats.device_phases.items():
+                    found.phases.setdefault(name, []).append(seconds)
                 found.walls.append(now - before)
                 found.contexts.append(mean(list(committed.values())))
                 found.tokens += sum(len(output.token_ids) for output in result.outputs)

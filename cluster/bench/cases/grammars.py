@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from cluster.bench.goals import Goal
 from cluster.bench.pair import DEFAULT, Pair
 from cluster.bench.report import Say, machine, median, ratio, table
 from cluster.bench.runs import Run, Texts, params_of, run_together
@@ -44,7 +45,7 @@ class Size:
     repeats: int = 5
 
 
-QUICK = Size(prompts=4, new_tokens=40, repeats=1)
+QUICK = Size(prompts=4, new_tokens=24, repeats=1)
 
 
 def schema_of(names: Sequence[str]) -> dict[str, Any]:
@@ -137,6 +138,20 @@ def _figures(runs: dict[str, list[Timed]]) -> dict[str, Any]:
         },
         "identical": all(first[name].tokens == first["masks"].tokens for name in forced),
     }
+
+
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The goals: steps per second with masks over those without a grammar, and the accept length that forced nodes of
+    compact output gain.
+    """
+    found = []
+    for row in result["rows"]:
+        what = f"T={row['temperature']:g}, batch {row['batch']}{', compact' if row['compact'] else ''}"
+        found.append(Goal(f"steps/s with a grammar over without, {what}", row["cost"], GOAL_COST, True))
+        if row["compact"]:
+            gain = row["gain"]["eight"]
+            found.append(Goal(f"accept length by eight forced nodes, {what}", gain, GOAL_GAIN, True, slack=1.25))
+    return found
 
 
 def show(result: dict[str, Any]) -> str:

@@ -3,6 +3,9 @@
 Two ranks as processes over gloo on loopback, one torch thread each, no Ray. Every case is a run of its own gang; the
 cases take turns in every repeat, in reverse order every other time. Figures are medians over the repeats; a ratio is
 taken within a repeat.
+
+Steps are captured by default, and a captured step is one phase. So the draft's phase is measured by two more gangs,
+which launch every step.
 """
 
 from collections.abc import Sequence
@@ -10,10 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.bench import routing
+from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair, short_path
 from cluster.bench.ranks import QUICK, Case, Job, Life, RankProcesses, Size, settings_of
 from cluster.bench.report import Say, machine, median, medians, ratio, table
-from cluster.bench.stall import Stalls, measured, show_stalls, stalled
+from cluster.bench.stall import Stalls, measured, show_stalls, stall_goals, stalled
+from cluster.metrics import REPLAY
 
 __all__ = ["QUICK", "Size", "measure", "show"]
 
@@ -22,16 +27,20 @@ ALL_ALONE = "dp1, all requests"
 IDLE = "dp2, one rank idle"
 BUSY = "dp2, both busy"
 REPLICATED = "dp2, both busy, replicated draft"
+BUSY_LAUNCHED = "dp2, both busy, launched"
+REPLICATED_LAUNCHED = "dp2, both busy, replicated draft, launched"
 UNEVEN = "dp2, uneven, exact counts"
 UNEVEN_PADDED = "dp2, uneven, padded"
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one gang; times are medians over steps without prefill in which rank 0 decodes all it has."""
+    """The figures of one gang; times are medians over steps without prefill in which rank 0 decodes all it has.
+    `draft_ms` is None where such steps were replayed as captured programs: the draft's phase is not known then.
+    """
 
     step_ms: float
-    draft_ms: float
+    draft_ms: float | None
     agree_share: float
     tokens_per_s: float
     padded_share: float
@@ -59,12 +68,13 @@ def figures(lives: Sequence[Life]) -> Figures:
     steps = list(zip(*(life.steps for life in lives), strict=True))
     most = max(step[0].decodes for step in steps)
     steady = [step for step in steps if step[0].decodes == most and not any(s.prompt_rows for s in step)]
+    drafts = [step[0].phases["draft"] for step in steady if REPLAY not in step[0].phases]
     padded, target = (sum(getattr(s, name) for step in steps for s in step) for name in ("padded_rows", "target_rows"))
     ended = max(times[-1] for life in lives for times in life.times.values())
     began = min(at for life in lives for at in life.submitted.values())
     return Figures(
         step_ms=1000 * median([step[0].seconds for step in steady]),
-        draft_ms=1000 * median([step[0].phases["draft"] for step in steady]),
+        draft_ms=None if any(REPLAY in step[0].phases for step in steady) else 1000 * median(drafts),
         # The rank that arrives last waits for no other: its time is that of the agreement itself.
         agree_share=median([ratio(min(s.phases["agree"] for s in step), step[0].seconds) for step in steady]),
         tokens_per_s=sum(len(t) for life in lives for t in life.tokens.values()) / (ended - began),
@@ -104,13 +114,20 @@ def report(
         },
         "replicated_draft": {
             "step_ratio": over(REPLICATED, BUSY),
-            "draft_phase_ratio": over(REPLICATED, BUSY, "draft_ms"),
+            "draft_phase_ratio": over(REPLICATED_LAUNCHED, BUSY_LAUNCHED, "draft_ms"),
         },
+        "launched_step_ratio": over(BUSY_LAUNCHED, BUSY),
         "gangs": {name: medians(of) for name, of in runs.items()},
         "same_texts": sum(same),
         "texts": len(same),
         "routing": [asdict(row) for row in routing.compare(0)],
     }
+
+
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The goals of the stall at the default `prefill_share`, and that every gang gives the tokens of one rank."""
+    texts = Goal("texts that differ from one rank's", result["texts"] - result["same_texts"], 0, slack=1)
+    return [*stall_goals(result["stall"]), texts]
 
 
 def show(result: dict[str, Any]) -> str:
@@ -123,13 +140,15 @@ def show(result: dict[str, Any]) -> str:
     def pace(name: str) -> str:
         return f"{gangs[name]['tokens_per_s']:.1f}"
 
+    drafts = [ms(name, "draft_ms") for name in (REPLICATED_LAUNCHED, BUSY_LAUNCHED)]
     ratios = [
         ("step, dp2 with one rank idle over dp1", result["idle_rank_step_ratio"], ms(IDLE), ms(ALONE), "ms"),
         ("step, dp2 both busy over dp1 with all", result["both_busy_step_ratio"], ms(BUSY), ms(ALL_ALONE), "ms"),
         ("tokens/s, the same", result["both_busy_throughput_ratio"], pace(BUSY), pace(ALL_ALONE), "tokens/s"),
         ("step, uneven ranks, padded over exact", padding["step_ratio"], ms(UNEVEN_PADDED), ms(UNEVEN), "ms"),
         ("step, replicated over sharded draft", draft["step_ratio"], ms(REPLICATED), ms(BUSY), "ms"),
-        ("draft phase, the same", draft["draft_phase_ratio"], ms(REPLICATED, "draft_ms"), ms(BUSY, "draft_ms"), "ms"),
+        ("draft phase, the same, launched", draft["draft_phase_ratio"], *drafts, "ms"),
+        ("step, launched over captured", result["launched_step_ratio"], ms(BUSY_LAUNCHED), ms(BUSY), "ms"),
     ]
     return "\n".join(
         [
@@ -168,6 +187,8 @@ def _cases(pair: Pair, size: Size) -> dict[str, Case]:
         IDLE: Case(two(), jobs(own)),
         BUSY: Case(two(), jobs(own, own)),
         REPLICATED: Case(two(speculative_draft_parallel="replicated"), jobs(own, own)),
+        BUSY_LAUNCHED: Case(two(capture="off"), jobs(own, own)),
+        REPLICATED_LAUNCHED: Case(two(capture="off", speculative_draft_parallel="replicated"), jobs(own, own)),
         UNEVEN: Case(two(dp_padding="exact"), jobs(own, 1)),
         UNEVEN_PADDED: Case(two(dp_padding="padded"), jobs(own, 1)),
     }

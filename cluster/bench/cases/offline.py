@@ -11,6 +11,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from cluster.bench.goals import Goal
 from cluster.bench.pair import DEFAULT, PLAIN, Pair, Shape, short_path
 from cluster.bench.reference import Transformers
 from cluster.bench.report import Say, first_difference, machine, median, ratio, table
@@ -47,7 +48,7 @@ class Size:
     repeats: int = 5
 
 
-QUICK = Size(prompts=8, alone=1, new_tokens=24, repeats=2)
+QUICK = Size(prompts=8, alone=1, new_tokens=12, repeats=1)
 
 
 @dataclass(slots=True)
@@ -133,6 +134,22 @@ def report(pair: Pair, size: Size, shapes: Sequence[Shape], contenders: dict[str
             for batch in BATCHES
         },
     }
+
+
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The goals of the demo pair: the best speedup, the share outside forwards, and plain decoding's speed over that of
+    `transformers`.
+    """
+    settings = {setting["name"]: setting for setting in result["settings"]}
+    found = []
+    for batch in BATCHES:
+        key, name = f"batch_{batch}", result["best"][f"batch_{batch}"]
+        found.append(Goal(f"best speedup at batch {batch}", settings[name][key]["speedup"], GOAL_SPEEDUP[batch], True))
+        against = result["against_transformers"][key]["ratio"]
+        found.append(Goal(f"plain over transformers at batch {batch}", against, GOAL_TRANSFORMERS[batch], True))
+    shares = {name: settings[name][f"batch_{BATCHES[-1]}"] for name in (str(PLAIN), result["best"]["overall"])}
+    found += [Goal(f"share outside forwards, {name}", s["outside_share"], GOAL_OUTSIDE) for name, s in shares.items()]
+    return found
 
 
 def show(result: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, Job, Life, RankProcesses, settings_of
 from cluster.bench.report import Say, machine, mean, median, medians, ratio, table
@@ -88,6 +89,18 @@ def figures(lives: Sequence[Life], size: Size) -> Figures:
         gaps.append(ratio(mean(life.device_gaps[WARM:]), mean(took)))
         steps.append(mean(took))
     return Figures(1000 * mean(steps), 1000 * max(hosts), 1000 * max(parts), max(gaps))
+
+
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The goals of overlapped steps: milliseconds of the host's own work, and the share of idle device."""
+    found = []
+    for row in result["rows"]:
+        what = f"{row['ranks']} ranks, device of {row['device_ms']:g} ms"
+        if row["gap_goal"] is not None:
+            found.append(Goal(f"device idle, {what}", row["gap_share"], row["gap_goal"]))
+        elif row["overlap"]:  # a device that takes no time: the host alone
+            found.append(Goal(f"parts of the host's time, ms, {what}", row["parts_ms"], result["host_goal_ms"]))
+    return found
 
 
 def show(result: dict[str, Any]) -> str:

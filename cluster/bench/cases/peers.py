@@ -28,6 +28,7 @@ import torch
 from cluster.arch import read_target
 from cluster.arch.keys import read_json
 from cluster.arch.resolve import resolve_models
+from cluster.bench.goals import Goal
 from cluster.bench.made_up import made_up, random_prompts
 from cluster.bench.pair import PLAIN, Pair, Shape, short_path
 from cluster.bench.report import Say, machine, median, ratio, table
@@ -41,6 +42,12 @@ PROGRAM = Path(__file__).resolve().parents[1] / "vllm_program.py"
 CHAIN = Shape(3)
 OURS, THEIRS = "ours", ("vllm", "tuned")  # the contenders
 TEMPERATURES = (0.0, 1.0)
+GOALS = {  # times as fast as the tuned one, by setting, temperature and batch
+    (PLAIN, 0.0): {1: 2.5, 8: 2.3, 32: 1.7},
+    (PLAIN, 1.0): {1: 2.5, 8: 2.3, 32: 1.7},
+    (CHAIN, 0.0): {1: 3.3, 8: 2.5, 32: 2.0},
+    (CHAIN, 1.0): {1: 2.5, 8: 2.4, 32: 2.0},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +286,18 @@ def _turn(
             raise RuntimeError(f"{name} made {[len(tokens) for tokens in made.tokens]} tokens, not {size.new_tokens}")
         if repeat >= 0:
             line.runs[name].append(made)
+
+
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The goals of the demo pair against vLLM as tuned, at the batches that have one."""
+    bounds = {(str(shape), t, batch): b for (shape, t), by in GOALS.items() for batch, b in by.items()}
+    found = []
+    for one in result["lines"]:
+        bound = bounds.get((one["setting"], one["temperature"], one["batch"]))
+        if bound is not None:
+            what = f"over tuned vLLM, {one['setting']}, T={one['temperature']:g}, batch {one['batch']}"
+            found.append(Goal(what, one[f"{THEIRS[-1]}_ratio"], bound, True))
+    return found
 
 
 def show(result: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cluster.bench.goals import Goal
 from cluster.bench.report import Say, machine, median, table
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
@@ -41,6 +42,12 @@ def measure(size: Size, say: Say = lambda _: None) -> dict[str, Any]:
         taken = [run() * 1e3 for _ in range(size.repeats)]
         rows.append({"operation": name, "median_ms": median(taken), "most_ms": max(taken), "goal_ms": goal})
     return {"what": "radix", "machine": machine(), "page_size": PAGE, "repeats": size.repeats, "rows": rows}
+
+
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The goals: milliseconds of CPU of the operations that have one."""
+    rows = [row for row in result["rows"] if row["goal_ms"] is not None]
+    return [Goal(f"{row['operation']}, ms of CPU", row["median_ms"], row["goal_ms"]) for row in rows]
 
 
 def show(result: dict[str, Any]) -> str:

@@ -21,20 +21,25 @@ import torch
 from cluster.arch.resolve import ResolvedModels
 from cluster.bench.ceilings import Ceilings, ceilings
 from cluster.bench.demand import Demand, least_seconds, step_demand
+from cluster.bench.goals import Goal
 from cluster.bench.loaded import Loaded, Wrap
 from cluster.bench.made_up import made_up, random_prompts
 from cluster.bench.pair import PLAIN, Pair, Shape, short_path
 from cluster.bench.report import Say, machine, mean, median, ratio, records
 from cluster.bench.runs import params_of
-from cluster.bench.steady import PHASES, REPLAY, WARM, NotSteadyError, Steps, steady
+from cluster.bench.steady import WARM, NotSteadyError, Steps, steady
 from cluster.bench.told import Counting, ToldDraft, Truth, Written
 from cluster.config import ConfigError, EngineConfig
+from cluster.metrics import DEVICE_PHASES, REPLAY
 from cluster.request import Request
 from cluster.spec.draft import Draft
 
 CHUNK = 2048  # prompt rows of a step before the steady ones
 SAMPLE_TOKENS = 256  # context that a draft's own sample may need
 HELD = 64  # more tokens than are computed of a prompt whose full pages are held
+GOAL_BATCH, GOAL_CONTEXT = 8, 256  # goals are for batches from the one on, and shares for contexts up to the other
+GOAL_LINE, GOAL_TREE = 0.70, 0.65  # shares of the possible: plain decoding and chains; trees
+EQUAL = 0.98  # captured steps over launched ones, as times as fast: less is slower by more than noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Size:
     padded: bool = False
 
 
-QUICK = Size(batches=(1, 4), contexts=(64,), steps=6)
+QUICK = Size(batches=(1, 8), contexts=(64,), steps=6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +175,7 @@ def _of_engine(
     for context in size.contexts:
         for batch in size.batches:
             try:
-                steps = steady(engine, asked[context][:batch], size.steps, REPLAY if captured else "target")
+                steps = steady(engine, asked[context][:batch], size.steps, captured)
             except NotSteadyError as error:
                 if not captured:
                     raise
@@ -223,7 +228,7 @@ def rows_of(measured: Measured, itemsize: int, best: Ceilings) -> Iterator[dict[
     tree, batch, captured, steps, models = measured
     context = mean(steps.contexts)
     demand = step_demand(models, batch, context, itemsize)
-    whole = [each for name in PHASES for each in demand[name]]
+    whole = [each for name in DEVICE_PHASES for each in demand[name]]
     facts = {"setting": str(tree), "batch": batch, "captured": captured, "context": context}
     facts |= {"accept_length": steps.tokens / len(steps.walls) / batch}
     for name, seconds in steps.phases.items():
@@ -302,6 +307,30 @@ def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The goals of the demo pair on a CPU, at batches from `GOAL_BATCH` on: the share of the possible that captured
+    steps reach behind short contexts, and how many times as fast as launched steps they are at every context.
+    """
+    steps = [one for one in result["figures"] if one["phase"] == "step" and one["batch"] >= GOAL_BATCH]
+    if result["device"] != "cpu":
+        return []
+    found = []
+    for one in (one for one in steps if one["captured"]):
+        what = f"{one['setting']}, batch {one['batch']}, context {one['context']:.0f}"
+        if one["context"] <= GOAL_CONTEXT:
+            bound = GOAL_LINE if one["setting"] == str(PLAIN) or "chain" in one["setting"] else GOAL_TREE
+            found.append(Goal(f"share of the possible, {what}", one["share"], bound, True))
+        launched = [two for two in steps if not two["captured"] and _same_load(one, two)]
+        found += [Goal(f"captured over launched, {what}", ratio(two["ms"], one["ms"]), EQUAL, True) for two in launched]
+    return found
+
+
+def _same_load(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    """Whether two figures are of the same setting, batch and asked context; contexts grow while steps are measured."""
+    near = abs(one["context"] - two["context"]) < 64
+    return near and all(one[key] == two[key] for key in ("setting", "batch"))
 
 
 def show(result: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.cases.demo import PROMPTS
+from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair
 from cluster.bench.processes import Memory, memory_of
 from cluster.bench.report import Say, machine, median, table
@@ -66,6 +67,11 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
         "memory_loaded": asdict(last.loaded),
         "memory_by_process_mib": last.by_process,
     }
+
+
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The goal of the start: seconds from the process's start to the first whole answer."""
+    return [Goal("start to first answered request, s", result["first_answer_seconds"], GOAL_START_S)]
 
 
 def show(result: dict[str, Any]) -> str:

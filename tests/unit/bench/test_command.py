@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.bench import command
-from cluster.bench.cases import acceptance, demo, offline, peers, serving
+from cluster.bench.cases import acceptance, demo, levels, offline, peers, radix, serving
+from cluster.bench.goals import Goal
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -31,21 +32,67 @@ def test_parts_run_in_order_and_write_their_files(
 ) -> None:
     monkeypatch.setattr(offline, "measure", lambda pair, size, say: {"what": "offline", "repeats": size.repeats})
     monkeypatch.setattr(offline, "show", lambda result: "the table")
+    monkeypatch.setattr(offline, "goals", lambda result: [Goal("speed", 2.0, 1.6, at_least=True)])
     monkeypatch.setattr(serving, "measure", lambda pair, size, say: serving_result())
     assert command.run(parsed("--repeats", "7", "--json", "--out", str(tmp_path))) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["what"] for line in lines] == ["offline", "serving"]
     assert lines[0]["repeats"] == 7
     assert json.loads((tmp_path / "serving.json").read_text())["first_answer_seconds"] == 9.5
-    assert (tmp_path / "offline.txt").read_text() == "the table\n"
+    assert (tmp_path / "offline.txt").read_text() == "the table\ngoals: 1 of 1 met\n"
     assert command.run(parsed("serving")) == 0
     assert "under 25" in capsys.readouterr().out
 
 
-def test_different_outputs_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptance, "measure", lambda pair, size, say: {"identical": False})
+def test_different_outputs_and_failures_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(levels, "measure", lambda pair, size, say: {"identical": False})
+    monkeypatch.setattr(levels, "show", lambda result: "")
+    assert command.run(parsed("levels")) == command.MISSED
+    assert "DIFFERENT" in capsys.readouterr().out
+    monkeypatch.setattr(levels, "measure", lambda pair, size, say: {"failed": 2})
+    assert command.run(parsed("levels")) == command.MISSED
+    assert "FAILED: 2" in capsys.readouterr().out
+
+
+def test_a_goal_that_is_missed_is_named_and_ends_with_another_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(radix, "measure", lambda size, say: {})
+    monkeypatch.setattr(radix, "show", lambda result: "the table")
+    goals = [Goal("eviction, ms", 30.0, 20.0), Goal("texts", 3, 3, at_least=True, slack=1)]
+    monkeypatch.setattr(radix, "goals", lambda result: goals)
+    assert command.run(parsed("radix")) == command.MISSED
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "the table",
+        "goals: 1 of 2 met",
+        "MISSED eviction, ms: 30, goal at most 20",
+    ]
+    assert command.run(parsed("radix", "--quick", "--json")) == 0
+    told = json.loads(capsys.readouterr().out)["goals"]
+    assert told[0] == {"what": "eviction, ms", "value": 30.0, "at_most": 80.0, "met": True}
+    assert told[1] == {"what": "texts", "value": 3, "at_least": 3, "met": True}
+    goals[1] = Goal("texts", 2, 3, at_least=True, slack=1)
+    assert command.run(parsed("radix", "--quick")) == command.MISSED
+    assert "MISSED texts: 2, goal at least 3" in capsys.readouterr().out
+
+
+def test_the_goals_of_the_demo_pair_are_not_those_of_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(acceptance, "measure", lambda pair, size, say: {})
     monkeypatch.setattr(acceptance, "show", lambda result: "")
-    assert command.run(parsed("acceptance")) == command.DIFFERENT
+    monkeypatch.setattr(acceptance, "goals", lambda result: [Goal("accept length", 1.0, 2.8, at_least=True)])
+    assert command.run(parsed("acceptance")) == command.MISSED
+    assert command.run(parsed("acceptance", "--model", str(tmp_path), "--draft", str(tmp_path))) == 0
+
+
+def test_the_help_says_how_long_each_part_lasts() -> None:
+    assert sorted(command.LASTS) == sorted(command.PARTS)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = " ".join(parser.format_help().split())
+    for part, (minutes, seconds) in command.LASTS.items():
+        assert f"{part} ({minutes:g} min, quick {seconds:g} s)" in words
 
 
 def test_every_part_has_two_sizes_a_measurement_and_a_table() -> None:
@@ -65,6 +112,7 @@ def test_a_part_gets_its_size_and_who_to_tell(part: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "measure", measure)
     monkeypatch.setattr(module, "show", lambda result: "")
+    monkeypatch.setattr(module, "goals", lambda result: [], raising=False)
     assert command.run(parsed(part, "--quick")) == 0
     assert given["size"] == module.QUICK and given["say"] is command._progress
 
@@ -73,6 +121,7 @@ def test_a_target_without_a_draft_is_compared_at_the_batches_that_are_named(monk
     given: list[Any] = []
     monkeypatch.setattr(peers, "measure", lambda pair, size, say: given.extend([pair, size]) or {})
     monkeypatch.setattr(peers, "show", lambda result: "")
+    monkeypatch.setattr(peers, "goals", lambda result: [])
     assert command.run(parsed("peers", "--model", "/a/model", "--batches", "1", "8")) == 0
     pair, size = given
     assert (pair.target, pair.draft, size.batches) == ("/a/model", "", (1, 8))

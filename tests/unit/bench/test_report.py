@@ -1,7 +1,14 @@
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.bench.report import first_difference, json_line, machine, median, ratio, table, write_json
+from cluster.bench.report import first_difference, json_line, machine, median, medians, ratio, table, write_json
+
+
+@dataclass
+class Pair:
+    one: float
+    two: float | None
 
 
 def test_a_table_puts_numbers_right_and_words_left() -> None:
@@ -22,6 +29,10 @@ def test_a_table_may_be_empty() -> None:
 def test_numbers() -> None:
     assert (median([]), median([3.0, 1.0, 2.0])) == (0.0, 2.0)
     assert (ratio(1, 0), ratio(3, 2)) == (0.0, 1.5)
+
+
+def test_a_figure_that_is_not_known_has_no_median() -> None:
+    assert medians([Pair(1.0, None), Pair(3.0, None)]) == {"one": 2.0}
 
 
 def test_first_difference() -> None:

@@ -5,14 +5,21 @@ from cluster.bench.cases.lockstep import Figures, figures, report, show
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Life, Size, StepRecord
 from cluster.bench.routing import Row
-from cluster.bench.stall import SHARES, First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
+from cluster.bench.stall import First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
 from cluster.config import EngineConfig
 
 ALONE = First(0.5, 0.25)
 
 
-def step(began: float, seconds: float = 0.1, decodes: int = 2, prompt_rows: int = 0, agree: float = 0.01) -> StepRecord:
-    phases = {"agree": agree, "draft": seconds / 4}
+def step(
+    began: float,
+    seconds: float = 0.1,
+    decodes: int = 2,
+    prompt_rows: int = 0,
+    agree: float = 0.01,
+    replayed: bool = False,
+) -> StepRecord:
+    phases = {"agree": agree, "replay": seconds / 2} if replayed else {"agree": agree, "draft": seconds / 4}
     return StepRecord(began, seconds, seconds / 2, phases, decodes, prompt_rows, decodes * 4 + prompt_rows, 0)
 
 
@@ -78,7 +85,7 @@ def test_the_stalling_cases_are_paced_by_their_share() -> None:
     for world in (2, 1):
         alone = alone_case(Pair(), size, world)
         assert [(job.name, job.dp_rank) for job in alone.jobs] == [("long", world - 1)]
-        for share in SHARES:
+        for share in size.shares:
             case = stall_case(Pair(), size, world, share)
             config = EngineConfig.from_kwargs(case.settings)
             assert (config.prefill_share, config.mixed_prefill_size) == (share, None)
@@ -108,14 +115,36 @@ def test_the_agreement_is_what_the_last_rank_spends_on_it() -> None:
     assert got.tokens_per_s == pytest.approx((15 + 15 + 9 + 10 + 1) / 2.7)
 
 
+def test_a_captured_step_is_one_phase_and_the_others_figures_are_still_there() -> None:
+    """Steps are captured by default: the first of a kind are launched, all later ones replayed."""
+    lives = two_lives()
+    for life in lives:
+        life.steps = [step(one.began, one.seconds, replayed=at > 1) for at, one in enumerate(life.steps[:10])]
+    got = figures(lives)
+    assert got.draft_ms is None, "two launched steps do not stand for the others"
+    assert got.step_ms == pytest.approx(100.0) and got.agree_share == pytest.approx(0.1)
+
+
+def test_the_drafts_phase_is_measured_where_every_step_is_launched() -> None:
+    cases = lockstep._cases(Pair(), Size(requests=2))
+    captured = {name: EngineConfig.from_kwargs(case.settings).capture for name, case in cases.items()}
+    assert {name for name, how in captured.items() if how == "off"} == {
+        lockstep.BUSY_LAUNCHED,
+        lockstep.REPLICATED_LAUNCHED,
+    }
+
+
 def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("round_robin", 1.0, 2.0, 0.1, 0.2, 1.5, 0.4, 30.0)
     monkeypatch.setattr(lockstep.routing, "compare", lambda seed: [row])
     steps = {
         lockstep.ALONE: 0.010, lockstep.ALL_ALONE: 0.020, lockstep.IDLE: 0.015, lockstep.BUSY: 0.030,
         lockstep.REPLICATED: 0.033, lockstep.UNEVEN: 0.020, lockstep.UNEVEN_PADDED: 0.025,
+        lockstep.BUSY_LAUNCHED: 0.036, lockstep.REPLICATED_LAUNCHED: 0.045,
     }  # fmt: skip
-    runs = {name: [Figures(s, s / 5, 0.04, 10 / s, 0.25)] * 3 for name, s in steps.items()}
+    runs = {
+        name: [Figures(s, s / 5 if "launched" in name else None, 0.04, 10 / s, 0.25)] * 3 for name, s in steps.items()
+    }
     texts = {name: {"a0": [1, 2]} for name in steps}
     texts[lockstep.IDLE] = {"a0": [1, 3]}
     stalls = {"other rank, 0.25": stall_of(two_lives(), ALONE), "other rank, 0.5": stall_of(two_lives(), ALONE)}
@@ -124,12 +153,22 @@ def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.
     assert result["idle_rank_step_ratio"] == pytest.approx(1.5)
     assert result["both_busy_throughput_ratio"] == pytest.approx(2 / 3)
     assert result["padding"] == {"idle_rows_share": 0.25, "step_ratio": pytest.approx(1.25)}
-    assert result["replicated_draft"]["step_ratio"] == pytest.approx(1.1)
-    assert (result["same_texts"], result["texts"]) == (6, 7)
+    assert result["replicated_draft"] == {"step_ratio": pytest.approx(1.1), "draft_phase_ratio": pytest.approx(1.25)}
+    assert result["launched_step_ratio"] == pytest.approx(1.2)
+    assert (result["same_texts"], result["texts"]) == (8, 9)
+    missed = [goal.what for goal in lockstep.goals(result) if not goal.met(quick=False)]
+    assert missed == [
+        "step / usual, other rank, 0.5",
+        "first token / alone, other rank, 0.5",
+        "texts that differ from one rank's",
+    ]
+    assert [goal.what for goal in lockstep.goals(result) if not goal.met(quick=True)] == missed[2:], (
+        "looser, but for texts"
+    )
     goals = {line[:16].strip(): line.split()[4:7:2] for line in show_stalls(stalled([stalls]), 100).splitlines()}
     assert goals["other rank, 0.5"] == ["2.20", "2.50"]
     assert goals["other rank, 0.25"] == ["-", "-"]
     text = show(result)
-    assert "6 of 7 texts" in text
+    assert "8 of 9 texts" in text
     assert "agreement: 4.0% of a step" in text
     assert "round_robin" in text

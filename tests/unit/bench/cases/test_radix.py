@@ -17,5 +17,6 @@ def test_every_operation_is_measured_and_shown() -> None:
 def test_it_is_a_part_of_aerie_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(radix, "measure", lambda size, say: {"what": "radix", "repeats": size.repeats})
     monkeypatch.setattr(radix, "show", lambda result: f"{result['repeats']} repeats")
+    monkeypatch.setattr(radix, "goals", lambda result: [])
     assert command.run(parsed("radix", "--repeats", "3")) == 0
     assert capsys.readouterr().out == "3 repeats\n\n"
