@@ -5,6 +5,7 @@
 #   make kernels  every program of Triton in its interpreter      make kernels-compile  each, for GPUs that are not here
 #   make check  lint, types, layers and unit tests      make serve   the demo pair on http://127.0.0.1:8000
 #   make bench  speculation on and off, and against transformers, side by side
+#   make real   a real Gemma-3 270M, built under REAL (default: ~/.cache/aerie/real), against transformers; some 20 minutes
 # TORCH_ARGS is passed to pip when it installs torch. Where the index has only CUDA builds and a CPU build will do:
 #   make demo TORCH_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -26,7 +27,7 @@ TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help demo serve bench test test-all parity kernels kernels-compile check clean
+.PHONY: help demo serve bench real test test-all parity kernels kernels-compile check clean
 
 help:
 	@sed -n 's/^#//p' Makefile
@@ -59,6 +60,11 @@ serve: $(VENV)/.stamp
 
 bench: $(VENV)/.stamp
 	$(BIN)/aerie bench
+
+REAL ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/aerie/real
+
+real: $(VENV)/.stamp
+	$(BIN)/python -m benchmarks.real --root "$(REAL)" --torch-args="$(TORCH_ARGS)"
 
 # What depends on floating point runs once more, first, without this CPU's vector instructions: no test may hold only
 # on the machine it was written on; test_probe, which takes long, runs only then. What starts a Ray cluster runs last and

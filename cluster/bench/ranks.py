@@ -25,7 +25,7 @@ CHUNK_ROWS = 512
 @dataclass(frozen=True, slots=True)
 class Size:
     """How much is measured: `requests` per rank; stalls: a prompt of `long_tokens` beside `steady_tokens`, at each of
-    the `shares`, which are values of `prefill_share`.
+    the `shares`, which are values of `prefill_share`; `routed` requests in the simulation of routing.
     """
 
     requests: int = 4
@@ -34,10 +34,11 @@ class Size:
     long_tokens: int = 8192
     steady_tokens: int = 384
     shares: tuple[float, ...] = (0.25, 0.5, 0.75)
+    routed: int = 800
     repeats: int = 3
 
 
-QUICK = Size(new_tokens=16, long_tokens=1024, steady_tokens=64, shares=(0.5,), repeats=1)
+QUICK = Size(2, new_tokens=12, long_tokens=1024, steady_tokens=48, shares=(0.5,), routed=60, repeats=1)
 
 
 def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:

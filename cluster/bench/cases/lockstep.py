@@ -120,7 +120,7 @@ def report(
         "gangs": {name: medians(of) for name, of in runs.items()},
         "same_texts": sum(same),
         "texts": len(same),
-        "routing": [asdict(row) for row in routing.compare(0)],
+        "routing": [asdict(row) for row in routing.compare(0, routing.Skew(requests=size.routed))],
     }
 
 

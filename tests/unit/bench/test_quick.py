@@ -6,36 +6,32 @@ says whether all are met, and that a line names each one that is not.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cluster.bench import command
 from tests.unit.bench.test_command import parsed
 
-ALONE = ("offline", "acceptance", "levels", "grammars", "roofline", "overlap", "kernels", "cache", "packed", "radix")
-OF_RANKS = ("lockstep",)
-OF_SERVERS = ("serving", "faults", "crowd", "rude", "overload", "strain")
-OTHERS = ("peers",)  # needs vLLM; a stand-in of it is measured in cases/test_peers.py
+OTHERS = {"peers"}  # needs vLLM; a stand-in of it is measured in cases/test_peers.py
+SERVED = {"serving", "faults", "crowd", "rude", "overload", "strain"}  # each starts `aerie serve`
+LONG = SERVED - {"serving"}  # a minute and more: some wait for lost ranks, some measure over fixed times
 
 
-def quick(part: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The result of a quick run, whose exit status and lines have been held to it."""
-    status = command.run(parsed(part, "--quick", "--out", str(folder)))
-    result: dict[str, Any] = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
+def marked(part: str) -> object:
+    """The part as a parameter, with the marks of what it needs, and three times as long as the help says."""
+    marks = [pytest.mark.timeout(max(300, 3 * command.LASTS[part][1]))]
+    marks += [pytest.mark.ray] if part in SERVED else []
+    return pytest.param(part, marks=[*marks, pytest.mark.slow] if part in LONG else marks)
+
+
+@pytest.mark.parametrize("part", [marked(part) for part in command.PARTS if part not in OTHERS])
+def test_a_quick_run_ends_and_judges_its_goals(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # One thread: on cores that other tests use too, threads of one step mostly wait for each other.
+    status = command.run(parsed(part, "--quick", "--num-threads", "1", "--out", str(tmp_path)))
+    result = json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8"))
     text = capsys.readouterr().out
     missed = [goal for goal in result["goals"] if not goal["met"]]
     assert bool(result["goals"]) is hasattr(command.PARTS[part], "goals")
-    assert status == (command.MISSED if missed else 0), "nothing but goals of speed may be missed"
-    for goal in missed:
-        assert f"MISSED {goal['what']}: " in text
-    return result
-
-
-def test_every_part_is_among_them() -> None:
-    assert sorted([*ALONE, *OF_RANKS, *OF_SERVERS, *OTHERS]) == sorted(command.PARTS)
-
-
-@pytest.mark.parametrize("part", ALONE)
-def test_a_quick_run_ends(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick(part, tmp_path, capsys)
+    assert "DIFFERENT" not in text and "FAILED" not in text, text
+    assert status == (command.MISSED if missed else 0)
+    assert all(f"MISSED {goal['what']}: " in text for goal in missed)

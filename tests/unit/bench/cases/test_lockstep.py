@@ -136,7 +136,7 @@ def test_the_drafts_phase_is_measured_where_every_step_is_launched() -> None:
 
 def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("round_robin", 1.0, 2.0, 0.1, 0.2, 1.5, 0.4, 30.0)
-    monkeypatch.setattr(lockstep.routing, "compare", lambda seed: [row])
+    monkeypatch.setattr(lockstep.routing, "compare", lambda seed, skew: [row])
     steps = {
         lockstep.ALONE: 0.010, lockstep.ALL_ALONE: 0.020, lockstep.IDLE: 0.015, lockstep.BUSY: 0.030,
         lockstep.REPLICATED: 0.033, lockstep.UNEVEN: 0.020, lockstep.UNEVEN_PADDED: 0.025,

@@ -17,6 +17,7 @@ from cluster.bench.steady import Steps
 from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, StepResult
+from cluster.metrics import DEVICE_PHASES
 from tests.parity.harness import config_of, tiny_pair
 from tests.test_layers import SOURCES, imports_of, module_of, tree_of
 from tests.unit.bench.test_command import parsed
@@ -108,23 +109,46 @@ def test_steps_that_are_too_large_to_capture_are_named(monkeypatch: pytest.Monke
     size = replace(SIZE, trees=(PLAIN,), accept_length=None)
     result = roofline.measure(Pair(num_threads=1), size, quiet)
     assert list(result["skipped"]) == ["plain, batch 2, captured"]
-    assert "requests ended after 0 steady steps" in result["skipped"]["plain, batch 2, captured"]
+    assert "requests ended after 0 steady replayed steps" in result["skipped"]["plain, batch 2, captured"]
     assert {(one["batch"], one["captured"]) for one in result["figures"]} == {(1, False), (1, True), (2, False)}
 
 
 def test_possible_is_the_sum_over_forwards() -> None:
     """Of a chain of 3: two levels, one verification, one extend, each bound by its own."""
     models = resolve_models(config_of(*tiny_pair()))
-    steps = Steps({name: [0.1, 0.3, 0.2] for name in roofline.PHASES}, [0.7, 0.8, 0.9], [10.0, 12.0, 14.0], 12)
+    steps = Steps({name: [0.1, 0.3, 0.2] for name in DEVICE_PHASES}, [0.7, 0.8, 0.9], [10.0, 12.0, 14.0], 12)
     best = Ceilings(1e6, 1e9)
     rows = {row["phase"]: row for row in rows_of(Measured(Shape(3), 2, False, steps, models), 8, best)}
     demand = step_demand(models, 2, 12.0, 8)
-    for name in roofline.PHASES:
+    for name in DEVICE_PHASES:
         possible = sum(max(each.read / 1e6, each.computed / 1e9) for each in demand[name])
         assert rows[name]["possible_ms"] == pytest.approx(1e3 * possible)
         assert rows[name]["share"] == pytest.approx(possible / 0.2)
     assert rows["all"]["ms"] == pytest.approx(600.0) and rows["step"]["ms"] == pytest.approx(800.0)
     assert rows["step"]["accept_length"] == 2.0 and rows["step"]["context"] == 12.0
+
+
+def test_the_goals_are_those_of_captured_steps() -> None:
+    def step(setting: str, batch: int, captured: bool, context: float, share: float, ms: float) -> dict[str, Any]:
+        return {"phase": "step", "setting": setting, "batch": batch, "captured": captured, "context": context} | {
+            "share": share,
+            "ms": ms,
+        }
+
+    figures = [
+        *(step("plain", 8, captured, 130.0 + captured, 0.6, 1.0 - captured / 2) for captured in (False, True)),
+        *(step("topk 8, 5 levels, 32 nodes", 32, captured, 140.0, 0.66, 1.0 + captured) for captured in (False, True)),
+        step("plain", 1, True, 130.0, 0.1, 1.0),
+        step("plain", 8, True, 1030.0, 0.1, 1.0),
+    ]
+    found = roofline.goals({"device": "cpu", "figures": figures})
+    assert [(goal.what, goal.value, goal.met(quick=False)) for goal in found] == [
+        ("share of the possible, plain, batch 8, context 131", 0.6, False),
+        ("captured over launched, plain, batch 8, context 131", 2.0, True),
+        ("share of the possible, topk 8, 5 levels, 32 nodes, batch 32, context 140", 0.66, True),
+        ("captured over launched, topk 8, 5 levels, 32 nodes, batch 32, context 140", 0.5, False),
+    ]
+    assert roofline.goals({"device": "a GPU", "figures": figures}) == []
 
 
 def test_bad_input_is_named() -> None:

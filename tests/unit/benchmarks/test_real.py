@@ -1,0 +1,190 @@
+"""What `make real` does apart from the model: building, comparing, judging, keeping results."""
+
+import hashlib
+import json
+import subprocess
+import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.real import __main__ as real
+from benchmarks.real import build, pieces, prompts
+from benchmarks.real.answers import body_of, cut
+from benchmarks.real.comparison import NEAR, compared, differences
+from benchmarks.real.kept import Kept
+from benchmarks.real.speed import figures
+from benchmarks.real.table import report
+from cluster.checkout import CHECKOUT, DEMO_TARGET
+
+DEMO = str(CHECKOUT / DEMO_TARGET)
+
+
+def parts(folder: Path) -> tuple[list[Path], str]:
+    """Three parts in a folder, and the SHA-256 of all of them."""
+    texts = [b"GGUF" + bytes(70_000), b"", b"end"]
+    files = [folder / f"part{at}" for at in range(3)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_bytes(text)
+    return files, hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+def test_parts_are_joined_whole_or_not_at_all(tmp_path: Path) -> None:
+    files, digest = parts(tmp_path)
+    target = tmp_path / "model.gguf"
+    with pytest.raises(ValueError, match="SHA-256"):
+        build.join(files[:2], target, digest)
+    with pytest.raises(FileNotFoundError):
+        build.join([*files, tmp_path / "part3"], target, digest)
+    assert sorted(tmp_path.iterdir()) == sorted(files), "nothing is left of a file that did not become whole"
+    build.join(files, target, digest)
+    assert hashlib.sha256(target.read_bytes()).hexdigest() == digest
+
+
+def test_a_build_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, digest = parts(tmp_path)
+    ran: list[str] = []
+
+    def run(command: list[Any], **_: Any) -> Any:
+        words = [str(word) for word in command]
+        ran.append(
+            next(name for name in ("torch", build.PACKAGE, "chunk_paths", "convert.py") if name in " ".join(words))
+        )
+        if ran[-1] == "convert.py":
+            if len(ran) < 6:
+                raise subprocess.CalledProcessError(1, words)
+            Path(words[-1]).mkdir()
+        return SimpleNamespace(stdout=json.dumps([digest, *map(str, files)]))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(build.venv, "create", lambda folder, with_pip: folder.mkdir())
+    root = tmp_path / "root"
+    with pytest.raises(subprocess.CalledProcessError):
+        build.build(root, ["--index-url", "x"], print)
+    assert ran == ["torch", build.PACKAGE, "chunk_paths", "convert.py"]
+    assert build.build(root, [], print) == root / "model"
+    assert ran[4:] == ["chunk_paths", "convert.py"], "what is installed and joined stays"
+    assert build.build(root, [], print) == root / "model" and len(ran) == 6
+
+
+def test_there_are_fifty_prompts_of_many_scripts() -> None:
+    found = prompts.read()
+    assert len(found) == 50 and sum(bool(prompt.messages) for prompt in found) >= 3
+    scripts = {unicodedata.name(c, "?").split()[0] for prompt in found for c in prompt.text if c.isalpha()}
+    many = "ARABIC HEBREW DEVANAGARI BENGALI TAMIL THAI KHMER MYANMAR TIBETAN CJK HIRAGANA HANGUL CYRILLIC GREEK"
+    assert {*many.split(), "GEORGIAN", "ARMENIAN", "ETHIOPIC"} <= scripts
+    assert any("👨‍👩‍👧‍👦" in prompt.text for prompt in found)
+    longest = max(found, key=lambda prompt: len(prompt.text))
+    assert len(longest.text) > 5000 and "Chapter 24" in longest.text and "{n}" not in longest.text
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("=== a\nx\n=== a\ny", "named a"), ("=== a | often\nx", "'often'"), ("=== a | chat\nsystem: x", "'system: x'")],
+)
+def test_a_file_of_prompts_that_is_not_understood_is_refused(tmp_path: Path, text: str, word: str) -> None:
+    (tmp_path / "prompts.txt").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=word):
+        prompts.read(tmp_path / "prompts.txt")
+
+
+def test_differences_are_judged_by_the_gap_at_the_first_of_them() -> None:
+    asked: list[tuple[list[int], int | None, int | None]] = []
+
+    def gap(context: Any, right: int | None, own: int | None) -> float:
+        asked.append((list(context), right, own))
+        return NEAR / 2 if own == 9 else -2 * NEAR
+
+    same, near, ended = [5, 6, 7], [5, 9, 1], [5]
+    found = differences(["a", "b", "c"], [[1], [2], [3]], [[5, 6, 7]] * 3, [same, near, ended], gap)
+    assert [(one.prompt, one.at, one.reference, one.ours, one.near) for one in found] == [
+        ("b", 1, 6, 9, True),
+        ("c", 1, 6, None, False),
+    ]
+    assert asked == [([2, 5], 6, 9), ([3, 5], 6, None)]
+
+
+def result(ours: list[int], text: str = "xy", sampled: list[int] | None = None) -> dict[str, Any]:
+    """The comparison of one prompt, to which `transformers` answers 5, 6, "xy"."""
+    reference = {"prompts": [[1, 2]], "greedy": {"1": [[5, 6]], "16": [[5, 7]]}, "texts": ["xy"]}
+    engine = {"prompts": [[1, 2]], "greedy": {"1": [[5, 6]], "16": [[5, 6]]}, "sampled": [[3]]}
+    served = {"greedy": [ours], "greedy_texts": [text], "sampled": [sampled or [3]]}
+    gaps = {7: 5e-4, 8: 0.5}
+    return compared(["p"], reference, engine, served, lambda _, __, own: gaps[own or 0])
+
+
+@pytest.mark.parametrize(
+    ("found", "good", "word"),
+    [
+        (result([5, 6]), True, "aerie serve, 16 streams"),
+        (result([5, 7]), True, "0.0005 apart"),
+        (result([5, 8]), False, "0.5 apart"),
+        (result([5, 6], text="x"), False, "WRONG p: 'x' was streamed"),
+        (result([5, 6], sampled=[4]), False, "same seed"),
+    ],
+)
+def test_the_table_says_what_is_wrong(found: dict[str, Any], good: bool, word: str) -> None:
+    text, verdict = report({"compared": found})
+    assert verdict is good and word in text
+    assert "0 of 1" in text, "transformers at batch 16 differs from itself, which is no fault of ours"
+
+
+def test_pieces_that_do_not_join_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = prompts.read()[:45]
+    found = pieces.checked(DEMO, asked)
+    assert (found["other_pieces"], found["other_decode"]) == (0, 0)
+    assert found["texts"] == len(asked) + -(-found["vocab_size"] // pieces.WIDTH)
+    assert report({"pieces": found})[1]
+    monkeypatch.setattr(pieces.IncrementalDetokenizer, "finish", lambda self: "!")
+    found = pieces.checked(DEMO, asked[:3], vocab_size=pieces.WIDTH)
+    assert found["other_pieces"] == 4 and not report({"pieces": found})[1]
+
+
+def test_requests_are_those_of_clients() -> None:
+    chat = next(prompt for prompt in prompts.read() if len(prompt.messages) == 3)
+    path, body = body_of(chat, 8, 0.0, 3)
+    assert path == "/v1/chat/completions" and [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
+    path, body = body_of(prompts.Prompt("a", "text"), 8, 1.0, 3)
+    assert (path, body["prompt"], body["temperature"], body["seed"]) == ("/v1/completions", "text", 1.0, 3)
+    assert cut([4, 5, 1, 0, 0], ends=[1, 106]) == [4, 5] and cut([4, 5], ends=[1]) == [4, 5]
+
+
+def test_ratios_say_how_many_times_as_fast_aerie_is() -> None:
+    assert figures({"aerie": [4.0, 6.0], "transformers": [2.0, 2.0]}, True)["times"] == 2.5
+    assert figures({"aerie": [1.0, 1.0], "transformers": [2.0, 4.0]}, False)["times"] == 3.0
+
+
+def test_what_a_stage_has_made_before_an_interruption_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "parts"
+    assert Kept(file).get("a", lambda: [1]) == [1]
+    with file.open("a", encoding="utf-8") as out:
+        out.write('["b", [')  # a process that was killed amid a line
+    kept = Kept(file)
+    assert kept.get("a", lambda: [0]) == [1] and kept.get("b", lambda: [2]) == [2]
+    assert Kept(file).get("b", lambda: [0]) == [2]
+
+
+def test_a_stage_is_run_again_where_what_it_depends_on_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    ran: list[str] = []
+
+    def run(command: list[Any], **_: Any) -> Any:
+        ran.append(command[command.index("--alone") + 1])
+        facts = {"texts": 1, "vocab_size": 1, "other_pieces": 0, "other_decode": 0, "examples": []}
+        return SimpleNamespace(stdout="a warning\n" + json.dumps(facts) + "\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    words = ["--root", str(tmp_path), "--model", str(model), "--stages", "pieces"]
+    assert real.main(real.arguments(words)) == 0 and real.main(real.arguments(words)) == 0
+    assert ran == ["pieces"]
+    (model / "model.safetensors").write_bytes(b"other weights")
+    assert real.main(real.arguments(words)) == 0
+    assert real.main(real.arguments([*words, "--new-tokens", "3"])) == 0
+    assert real.main(real.arguments([*words, "--new-tokens", "3", "--again"])) == 0
+    assert ran == ["pieces"] * 4
+    assert "every id of 1" in capsys.readouterr().out
