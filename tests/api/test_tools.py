@@ -11,7 +11,7 @@ import pytest
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica.ingress import make_app
 from cluster.chat.formats.choose import FORMATS, named
-from tests.api.scripted import Client, events, save_tokenizer
+from tests.api.scripted import MODEL, Client, events, save_tokenizer
 from tests.api.test_engine import EngineService
 from tests.tiny import draft_folder, target_folder
 
@@ -27,6 +27,7 @@ SCHEMA: dict[str, Any] = {
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 STRICT = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 HI = [{"role": "user", "content": "hi"}]
@@ -116,14 +117,41 @@ def test_a_required_call(services: list[EngineService], folder: Path, parser: st
     assert said == whole(chain, **body) == whole(plain, **body) == streamed(tree, **body)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, {"seed": 6}], ids=["greedy", "sampled"])
-def test_a_named_call_and_several(services: list[EngineService], folder: Path, sampling: dict[str, Any]) -> None:
-    choice = {"type": "function", "function": {"name": "weather"}}
-    body = {"messages": HI, "tools": [NOW, WEATHER], "tool_choice": choice, "max_tokens": 600, **sampling}
+@pytest.mark.parametrize("parser", FORMATS)
+def test_a_named_tool_is_called_once(services: list[EngineService], folder: Path, parser: str) -> None:
+    """In every format and every API, also where calls in parallel are allowed; `required` allows several."""
+    tree, chain, _ = clients(services, folder, parser)
+    sampling: dict[str, Any] = {"seed": 6}
+    if parser == "gpt-oss":
+        sampling["logit_bias"] = {str(259 + MARKS.index("<|end|>")): 100}  # or it would think for ever
+    choice = {"type": "function", "function": {"name": "now"}}
+    asked = {**sampling, "max_tokens": 400, "tools": [NOW, WEATHER], "parallel_tool_calls": True}
+    said = whole(tree, messages=HI, tool_choice=choice, **asked)
+    assert said == {
+        "content": None,
+        "tool_calls": [{"name": "now", "arguments": said["tool_calls"][0]["arguments"]}],
+        "finish_reason": "tool_calls",
+    }
+    assert json.loads(said["tool_calls"][0]["arguments"]) == {}
+    assert said == whole(chain, messages=HI, tool_choice=choice, **asked)
+    assert said == streamed(tree, messages=HI, tool_choice=choice, **asked)
+    body: dict[str, Any] = {"model": MODEL, **sampling, "max_output_tokens": 400, "input": "hi"}
+    body |= {"tools": [{"type": "function", "name": "now"}], "tool_choice": {"type": "function", "name": "now"}}
+    response = tree.post("/v1/responses", body).json()
+    assert [item["name"] for item in response["output"] if item["type"] != "reasoning"] == ["now"], response
+    body = {"model": MODEL, **sampling, "max_tokens": 400, "messages": HI}
+    body |= {"tools": [{"name": "now", "input_schema": NO_ARGUMENTS}], "tool_choice": {"type": "tool", "name": "now"}}
+    message = tree.post("/v1/messages", body).json()
+    assert [block["name"] for block in message["content"] if block["type"] != "thinking"] == ["now"], message
+    assert message["stop_reason"] == "tool_use"
+
+
+def test_required_allows_several_calls(services: list[EngineService], folder: Path) -> None:
+    body = {"messages": HI, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 600, **GREEDY}
     tree, _, plain = clients(services, folder, "llama3")
     said = whole(tree, **body)
     assert said == whole(plain, **body) == streamed(tree, **body)
-    assert said["tool_calls"]
+    assert len(said["tool_calls"]) > 1
     for call in said["tool_calls"]:
         assert call["name"] == "weather"
         jsonschema.validate(json.loads(call["arguments"]), SCHEMA)

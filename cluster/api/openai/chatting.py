@@ -79,7 +79,7 @@ def _held(format: Format, fields: ChatRequest, asked: Constraint | None, prompte
     answer: Answer = None if asked is None else _form_of(asked.grammar)
     if not tools:
         return None if asked is None else _Held(asked.field, format.form(answer, None, prompted))
-    several = fields.parallel_tool_calls
+    several = fields.parallel_tool_calls and not choice.single
     if choice.mode == "required":
         calls = format.written({tool.function.name: tool.function.schema_of_arguments for tool in tools}, several)
         return _Held("tools", format.form(None, calls, prompted))

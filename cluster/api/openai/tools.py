@@ -37,10 +37,15 @@ class Tool(Strict):
 
 
 class ToolChoice(Strict):
-    """What becomes of the tools: a mode, and the names of those that may be called where that is not all of them."""
+    """Which tools an answer may, must or must not call.
+
+    `names` are the tools that may be called, None for all of them. `single` is true for a choice that names one
+    function: OpenAI, and so this server, answers such a choice with exactly one call.
+    """
 
     mode: Literal["auto", "none", "required"]
     names: tuple[str, ...] | None = None
+    single: bool = False
 
 
 def read_choice(value: Any) -> Any:
@@ -54,7 +59,7 @@ def read_choice(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError(f"must be one of {', '.join(MODES)}, or {NAMED}, got {shown(value)}")
     if value.get("type") == "function":
-        return ToolChoice(mode="required", names=(_name(value),))
+        return ToolChoice(mode="required", names=(_name(value),), single=True)
     if value.get("type") == "allowed_tools" and isinstance(value.get("allowed_tools"), Mapping):
         allowed = value["allowed_tools"]
         mode, tools = allowed.get("mode"), allowed.get("tools")
