@@ -19,16 +19,19 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The model calls a tool: `call` counts the calls of an answer from 0, `call_id` is unique in the conversation."""
+    """The model calls a tool: `call` counts the calls of an answer from 0, `call_id` is unique in the conversation.
+    What a `custom` tool is given is a text, not a JSON object.
+    """
 
     call: int
     call_id: str
     name: str
+    custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the arguments, a JSON text, of the call that was begun as `call`."""
+    """A piece of the arguments of the call that was begun as `call`: of a JSON text, or of a custom tool's text."""
 
     call: int
     text: str

@@ -11,17 +11,20 @@ Kind = Literal["said", "thought", "call"]
 
 @dataclass(slots=True)
 class Section:
-    """One section; `index` counts those of an answer from 0. `call_id` and `name` are a call's."""
+    """One section; `index` counts those of an answer from 0. `call_id` and `name` are a call's, and `custom` is true
+    for the call of a custom tool.
+    """
 
     index: int
     kind: Kind
     call_id: str = ""
     name: str = ""
+    custom: bool = False
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """What is in it so far: a text, a thought, or the arguments of a call as JSON."""
+        """What is in it so far: a text, a thought, the arguments of a call as JSON, or the text of a custom tool."""
         return "".join(self.pieces)
 
 
@@ -77,7 +80,7 @@ class Sections:
                 continue
             if isinstance(event, CallBegun):
                 self._call = event.call
-                yield from self._begin("call", event.call_id, event.name)
+                yield from self._begin("call", event.call_id, event.name, event.custom)
             elif isinstance(event, Arguments):
                 if self._open is None or self._open.kind != "call" or self._call != event.call:
                     raise ValueError(f"arguments of call {event.call} come after it has ended")
@@ -94,9 +97,9 @@ class Sections:
             yield from self._begin("said")
         yield from self._close()
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "", custom: bool = False) -> Iterator[Change]:
         yield from self._close()
-        self._open = Section(len(self.all), kind, call_id, name)
+        self._open = Section(len(self.all), kind, call_id, name, custom)
         self.all.append(self._open)
         yield Opened(self._open)
 

@@ -31,7 +31,7 @@ OF_RESPONSES: Table = {
     "an item is a string": ({"input": ["hi"]}, "input.0", "must be an object, got 'hi'"),
     "an item without a type": ({"input": [{"a": 1}]}, "input.0.type", "None is not supported"),
     "an item of a strange type": ({"input": [{"type": []}]}, "input.0.type", "items may be message, function_call"),
-    "an item of a hosted tool": ({"input": [{"type": "web_search_call", "id": "w"}]}, "input.0.type", "items may be"),
+    "an item that was compacted": ({"input": [{"type": "compaction", "id": "w"}]}, "input.0.type", "items may be"),
     "a reference": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.type", "send the item itself"),
     "a bare reference": ({"input": [{"id": "msg_1"}]}, "input.0.type", "nothing is stored here"),
     "a message of no role": ({"input": [{"type": "message", "content": "x"}]}, "input.0.role", "required"),
@@ -64,8 +64,24 @@ OF_RESPONSES: Table = {
     "an extension": ({"top_k": -2}, "top_k", "greater than or equal to -1"),
     "tools are an object": ({"tools": TOOL}, "tools", "must be a list"),
     "a tool is a string": ({"tools": ["f"]}, "tools.0", "must be an object"),
-    "a hosted tool": ({"tools": [TOOL, {"type": "file_search"}]}, "tools.1.type", "'file_search' is not supported"),
-    "a custom tool": ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0.type", "of type 'function'"),
+    "a custom tool without a name": ({"tools": [{"type": "custom"}]}, "tools.0.name", "required"),
+    "a custom tool's grammar": (
+        {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "bnf", "definition": "x"}}]},
+        "tools.0.format.syntax", "must be 'lark' or 'regex'",
+    ),
+    "a custom tool's empty grammar": (
+        {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark"}}]},
+        "tools.0.format.definition", "required",
+    ),
+    "a namespace without tools": ({"tools": [{"type": "namespace", "name": "n"}]}, "tools.0.tools", "required"),
+    "a tool of a namespace": (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+        "tools.0.tools.0.name", "required",
+    ),
+    "two tools of a name in a namespace": (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, TOOL]}]},
+        "tools.0.tools.1.name", "the name of another tool",
+    ),
     "a tool of chats": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", "required"),
     "a tool's wrong name": ({"tools": [{**TOOL, "name": "f g"}]}, "tools.0.name", "1 to 128 letters"),
     "two tools of a name": ({"tools": [TOOL, TOOL]}, "tools.1.name", "the name of another tool"),
@@ -84,6 +100,16 @@ OF_RESPONSES: Table = {
         {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g' is none of the tools",
     ),
     "a choice without a name": ({"tool_choice": {"type": "function"}}, "tool_choice.name", "required"),
+    "a choice without tools that are called": (
+        {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "it does not run 'web_search'",
+    ),
+    "a choice among several namespaces": (
+        {
+            "tools": [{"type": "namespace", "name": name, "tools": [TOOL]} for name in "ab"],
+            "tool_choice": {"type": "function", "name": "f"},
+        },
+        "tool_choice", "a.f, b.f",
+    ),
     "a form of another type": ({"text": {"format": {"type": "xml"}}}, "text.format.type", "must be one of"),
     "a form without a schema": ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
     "a schema that is not honoured": (
@@ -162,8 +188,12 @@ OF_MESSAGES: Table = {
     "a stop that is no list": ({"stop_sequences": "x"}, "stop_sequences", "must be a list"),
     "temperature": ({"temperature": "hot"}, "temperature", "must be a number"),
     "top_k": ({"top_k": -2}, "top_k", "greater than or equal to -1"),
-    "a server's tool": (
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", "of type 'custom'",
+    "a choice of a server's tool": (
+        {
+            "tools": [MINE, {"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "tool", "name": "web_search"},
+        },
+        "tool_choice", "'web_search' is a tool of type 'web_search_20250305', which this server does not run",
     ),
     "a tool without a schema": ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "required"),
     "a tool of an array": (

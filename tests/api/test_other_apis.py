@@ -37,6 +37,8 @@ BEYOND_A_SCHEMA = {
     "a schema that is not honoured", "top_logprobs alone", "stream options without a stream", "two forms",
     "max_output_tokens is huge", "messages beyond the context", "max_tokens is huge", "half a character",
     "a use of a tool by the user", "a result by the assistant", "a result without a use", "a use to go on from",
+    "a choice among several namespaces", "two tools of a name in a namespace", "a choice of a server's tool",
+    "a choice without tools that are called", "a custom tool's empty grammar",
     "an empty stop", "too many stops", "a tool of an array", "a tool's wrong name", "a choice without a name",
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Calls of tools over HTTP with a real engine: tree, chain and plain decoding make the same calls by their schemas."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from cluster.api.openai.fields import WARNING_HEADER
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica.ingress import make_app
 from cluster.chat.formats.choose import FORMATS, named
@@ -155,6 +157,34 @@ def test_required_allows_several_calls(services: list[EngineService], folder: Pa
     for call in said["tool_calls"]:
         assert call["name"] == "weather"
         jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
+
+
+def test_a_custom_tool_follows_its_expression(services: list[EngineService], folder: Path) -> None:
+    """Where the format can hold it; elsewhere the model is told of the grammar, and the header says that it is free."""
+
+    def tool(syntax: str, definition: str) -> dict[str, Any]:
+        grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+        return {"type": "custom", "custom": {"name": "edit", "format": grammar}}
+
+    choice = {"type": "custom", "custom": {"name": "edit"}}
+    body = {"messages": HI, "tool_choice": choice, "max_tokens": 200, "seed": 3}
+    pattern = 'a"[0-9]{2}\n(x|y)'
+    tree = clients(services, folder, "hermes")[0]
+    answer = tree.chat(**body, tools=[tool("regex", pattern)])
+    assert WARNING_HEADER not in answer.headers
+    [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert call["type"] == "custom" and re.fullmatch(pattern, call["custom"]["input"]), call
+    free = {"messages": HI, "max_tokens": 2, "seed": 3}
+    for parser, grammar, why in (
+        ("hermes", tool("lark", 'start: "a"'), "only regular expressions can be"),
+        ("hermes", tool("regex", "(?=a)b"), "lookahead"),
+        ("glm45", tool("regex", pattern), "pattern"),
+    ):
+        answer = clients(services, folder, parser)[0].chat(**free, tools=[grammar])
+        assert answer.status_code == 200, answer.text
+        warning = answer.headers[WARNING_HEADER]
+        assert warning.startswith("tools.0.custom.format: the grammar is shown to the model and not enforced: ")
+        assert why in warning
 
 
 def test_a_call_that_is_cut_off_is_text(services: list[EngineService], folder: Path) -> None:

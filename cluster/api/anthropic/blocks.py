@@ -3,16 +3,25 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, PlainValidator
 
-from cluster.api.openai.content import Strict, Text, text_of_parts
+from cluster.api.openai.content import Strict, Text, read_at, text_of_parts
 from cluster.api.openai.dialogue import Dialogue
 from cluster.api.openai.errors import ApiError, shown
-from cluster.api.openai.translated import not_taken, read_at, readable_json
+from cluster.api.openai.translated import not_taken, readable_json
 
 Role = Literal["user", "assistant", "system"]
+ServerResult = Literal[
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "mcp_tool_result",
+]
 
 
 class TextBlock(Strict):
@@ -22,11 +31,24 @@ class TextBlock(Strict):
     text: Text
 
 
+class ToolReferenceBlock(Strict):
+    """A tool that a search has found, among what the search gave back."""
+
+    type: Literal["tool_reference"]
+    tool_name: Text
+
+
 def _text(value: Any) -> str:
     return "" if value is None else text_of_parts(value, {"text": "text"})
 
 
+def _result_text(value: Any) -> str:
+    """What a tool gave back: texts, and the names of tools that a search has found."""
+    return "" if value is None else text_of_parts(value, {"text": "text", "tool_reference": "tool_name"})
+
+
 Texts = Annotated[str, PlainValidator(_text, json_schema_input_type=str | list[TextBlock])]
+Given = Annotated[str, PlainValidator(_result_text, json_schema_input_type=str | list[TextBlock | ToolReferenceBlock])]
 BILLING = "x-anthropic-billing-header:"
 
 
@@ -59,19 +81,59 @@ class ToolUseBlock(Strict):
     input: Annotated[dict[str, Any], AfterValidator(readable_json)]
 
 
+class ServerToolUseBlock(Strict):
+    """A tool that another server ran while its model answered, passed back."""
+
+    type: Literal["server_tool_use", "mcp_tool_use"]
+    id: Text
+    name: Text
+    input: Annotated[dict[str, Any], AfterValidator(readable_json)]
+
+
+class ServerToolResultBlock(Strict):
+    """What a tool that another server ran gave back: pages that were found, the output of code, or an error."""
+
+    type: ServerResult
+    tool_use_id: Text
+    content: Annotated[Any, AfterValidator(readable_json)] = None
+
+    @property
+    def text(self) -> str:
+        """What the tool gave back, as text, without what is encrypted."""
+        given = _readable_part(self.content)
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _readable_part(value: Any) -> Any:
+    """The same value without encrypted texts; a list of text blocks is one text."""
+    if isinstance(value, list):
+        if value and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+            return "".join(part["text"] for part in value)
+        return [_readable_part(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _readable_part(part) for name, part in value.items() if not name.startswith("encrypted_")}
+    return value
+
+
 class ToolResultBlock(Strict):
     """What a tool gave back. `is_error` is the content's to say: chat templates have no place for it."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Texts = ""
+    content: Given = ""
     is_error: bool = False
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | ServerToolUseBlock | ServerToolResultBlock
 OF_ROLES: Mapping[str, Mapping[str, type[Block]]] = {
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
-    "assistant": {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
+    "assistant": {
+        "text": TextBlock,
+        "thinking": ThinkingBlock,
+        "tool_use": ToolUseBlock,
+        **dict.fromkeys(("server_tool_use", "mcp_tool_use"), ServerToolUseBlock),
+        **dict.fromkeys(get_args(ServerResult), ServerToolResultBlock),
+    },
     "system": {"text": TextBlock},
 }
 REMEDIES: Mapping[str, str] = {
@@ -154,7 +216,9 @@ def _assistant(made: Dialogue, blocks: Sequence[Block], path: str) -> None:
     """Texts that follow one another are joined, as are thoughts."""
     for first, run in _runs(blocks):
         origin = f"{path}.content.{first}"
-        if isinstance(run[0], ToolUseBlock):
+        if isinstance(run[0], ServerToolResultBlock):
+            made.result(run[0].tool_use_id, run[0].text, origin, "tool_use_id", "content")
+        elif isinstance(run[0], ToolUseBlock | ServerToolUseBlock):
             arguments = json.dumps(run[0].input, ensure_ascii=False)
             made.call(run[0].id, run[0].name, arguments, origin, id_at="id")
         elif isinstance(run[0], ThinkingBlock):

@@ -7,16 +7,15 @@ from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.anthropic.blocks import Message, Read, System, dialogue_of, messages_of
 from cluster.api.anthropic.fields import COUNT_TABLE, TABLE
-from cluster.api.openai.content import Strict, Text
+from cluster.api.openai.content import Strict, Text, read_at
 from cluster.api.openai.errors import shown
 from cluster.api.openai.fields import Table
+from cluster.api.openai.tools import LeftOutTool
 from cluster.api.openai.translated import (
     EXTENSIONS,
     Origins,
     Translated,
     TranslatedBody,
-    not_taken,
-    read_at,
     readable_json,
     translation,
 )
@@ -29,7 +28,6 @@ ORIGINS: Mapping[str, str] = {
     "reasoning_effort": "output_config.effort",
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-CLIENT_TOOLS_ONLY = "it is run by Anthropic's servers or known to its models; this server takes tools of type 'custom'"
 SWITCHED_ON = {"enable_thinking": True, "thinking": True}  # as templates call it; others do not look at it
 NO_THOUGHTS = "thinking is not known of this model"
 BUDGET = "thinking.budget_tokens is not a limit here; max_tokens bounds thoughts and answer together"
@@ -89,13 +87,18 @@ def _named_where_needed(choice: ToolChoice) -> ToolChoice:
     return choice
 
 
-def _tools(value: Any) -> list[CustomTool]:
+def _tools(value: Any) -> list[CustomTool | LeftOutTool]:
     if not isinstance(value, list):
         raise ValueError(f"must be a list, got {shown(value)}")
-    for at, tool in enumerate(value):
-        if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
-            raise not_taken(f"tools.{at}.type", tool["type"], CLIENT_TOOLS_ONLY)
-    return [read_at(CustomTool, tool, f"tools.{at}") for at, tool in enumerate(value)]
+    return [_tool(tool, f"tools.{at}") for at, tool in enumerate(value)]
+
+
+def _tool(value: Any, path: str) -> CustomTool | LeftOutTool:
+    """A tool that the client describes; one that only Anthropic's servers run, or its models know, is left out."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in ("", "custom"):
+        return LeftOutTool(type=kind, name=value.get("name"))
+    return read_at(CustomTool, value, path)
 
 
 class CountRequest(TranslatedBody):
@@ -107,9 +110,10 @@ class CountRequest(TranslatedBody):
     model: str | None = None
     messages: Annotated[list[Read], PlainValidator(messages_of, json_schema_input_type=Messages)]
     system: System | None = None
-    tools: Annotated[list[CustomTool], PlainValidator(_tools, json_schema_input_type=list[CustomTool])] = Field(
-        default_factory=list
-    )
+    tools: Annotated[
+        list[CustomTool | LeftOutTool],
+        PlainValidator(_tools, json_schema_input_type=list[CustomTool | LeftOutTool]),
+    ] = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, AfterValidator(_named_where_needed)] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -178,7 +182,9 @@ class MessagesRequest(CountRequest):
         return {"max_tokens": self.max_tokens, "stream": self.stream, "stop": list(self.stop_sequences)}
 
 
-def _chat_tool(tool: CustomTool) -> dict[str, Any]:
+def _chat_tool(tool: CustomTool | LeftOutTool) -> dict[str, Any]:
+    if isinstance(tool, LeftOutTool):
+        return {"type": tool.type, "name": tool.name}
     function = {"name": tool.name, "parameters": tool.input_schema}
     more = {"description": tool.description, "strict": tool.strict}
     return {"type": "function", "function": function | {name: said for name, said in more.items() if said is not None}}

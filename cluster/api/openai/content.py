@@ -6,7 +6,7 @@ Strict: `"5"`, `true` and `5.5` are not the integer 5.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +21,9 @@ from pydantic import (
 
 from cluster.api.openai.errors import ApiError, invalid, path_of, shown
 from cluster.api.openai.fields import GENERATION, Table, sort_fields
+from cluster.chat import custom
 
+Part = TypeVar("Part", bound=BaseModel)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLES_SHOWN = ", ".join(ROLES)
 
@@ -49,6 +51,20 @@ class Strict(BaseModel):
             return cls.model_validate(kept), warnings
         except ValidationError as error:
             raise invalid(error) from None
+
+
+def read_at(kind: type[Part], value: Any, path: str) -> Part:
+    """A part of a body, which stands under `path`.
+
+    Raises:
+        ApiError: 400 that names the field under `path`.
+    """
+    if not isinstance(value, dict):
+        raise ApiError(f"{path}: must be an object, got {shown(value)}", param=path, code="invalid_type")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise invalid(error, path) from None
 
 
 def readable(text: str) -> str:
@@ -128,8 +144,21 @@ Text = Annotated[str, AfterValidator(readable)]
 Content = Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str | list[dict[str, str]])]
 
 
-def _none_as_empty(value: Any) -> Any:
-    return [] if value is None else value
+def _calls(value: Any) -> Any:
+    """The calls of a message, none for null. A call of a custom tool becomes the call of a function with its text."""
+    if value is None:
+        return []
+    return [_as_function(call) for call in value] if isinstance(value, list) else value
+
+
+def _as_function(call: Any) -> Any:
+    if not isinstance(call, dict) or call.get("type") != "custom":
+        return call
+    called = call.get("custom")
+    if not isinstance(called, dict) or not isinstance(called.get("input"), str):
+        raise ValueError("a call of type custom must have custom, an object with name and input, both strings")
+    function = {"name": called.get("name"), "arguments": custom.arguments_of(called["input"])}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 class CalledFunction(Strict):
@@ -147,6 +176,24 @@ class ToolCall(Strict):
     function: CalledFunction
 
 
+class CalledCustom(Strict):
+    """The custom tool of a call, and the text that it was given."""
+
+    name: Text
+    input: Text
+
+
+class CustomToolCall(Strict):
+    """A call of a custom tool, as an answer has it and as it is sent back."""
+
+    id: Text | None = None
+    type: Literal["custom"]
+    custom: CalledCustom
+
+
+Calls = list[ToolCall | CustomToolCall]
+
+
 class ChatMessage(Strict):
     """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` is a name
     of `reasoning_content` too. Other fields are not read.
@@ -157,9 +204,9 @@ class ChatMessage(Strict):
     role: str
     content: Content | None = None
     name: Text | None = None
-    tool_calls: Annotated[
-        list[ToolCall], FailFast(), BeforeValidator(_none_as_empty, json_schema_input_type=list[ToolCall] | None)
-    ] = Field(default_factory=list)
+    tool_calls: Annotated[list[ToolCall], FailFast(), BeforeValidator(_calls, json_schema_input_type=Calls | None)] = (
+        Field(default_factory=list)
+    )
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None

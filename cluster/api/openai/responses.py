@@ -327,16 +327,16 @@ class ChatShape(Shape):
         calls: dict[int, dict[str, Any]] = {}
         for event in events:
             if isinstance(event, CallBegun):
-                function = {"name": event.name, "arguments": ""}
-                calls[event.call] = {
-                    "index": event.call,
-                    "id": event.call_id,
-                    "type": "function",
-                    "function": function,
-                }
+                kind, given = ("custom", "input") if event.custom else ("function", "arguments")
+                called = {"name": event.name, given: ""}
+                calls[event.call] = {"index": event.call, "id": event.call_id, "type": kind, kind: called}
             elif isinstance(event, Arguments):
+                # Where a call was begun in an earlier delta, it is a function's: of a custom tool both come together.
                 call = calls.setdefault(event.call, {"index": event.call, "function": {"arguments": ""}})
-                call["function"]["arguments"] += event.text
+                if "custom" in call:
+                    call["custom"]["input"] += event.text
+                else:
+                    call["function"]["arguments"] += event.text
         return {**fields, "tool_calls": list(calls.values())} if calls else fields
 
     def _end(self, delta: Delta) -> dict[str, Any]:

@@ -3,18 +3,17 @@
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict
 
 from cluster.api.openai import constraints, fields
 from cluster.api.openai.adjusting import AdjustingFields
 from cluster.api.openai.content import Strict
-from cluster.api.openai.errors import ApiError, invalid, path_of, shown
+from cluster.api.openai.errors import ApiError, path_of, shown
 from cluster.api.openai.fields import Table
 from cluster.api.openai.protocol import ChatRequest
 
-Part = TypeVar("Part", bound=BaseModel)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
 OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
 CHATS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
@@ -110,20 +109,6 @@ def table_of(harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], 
         {name: values for name, values in both.items() if name in refused or name not in harmless},
         {**{name: fields.REMEDIES[name] for name in fields.REFUSED if name in fields.REMEDIES}, **remedies},
     )
-
-
-def read_at(kind: type[Part], value: Any, path: str) -> Part:
-    """A part of a body.
-
-    Raises:
-        ApiError: 400 that names the field under `path`.
-    """
-    if not isinstance(value, dict):
-        raise ApiError(f"{path}: must be an object, got {shown(value)}", param=path, code="invalid_type")
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise invalid(error, path) from None
 
 
 def readable_json(value: Any) -> Any:

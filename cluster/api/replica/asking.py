@@ -13,6 +13,7 @@ from cluster.api.openai.response_api.request import ResponseRequest
 from cluster.api.openai.response_api.shape import ResponseShape
 from cluster.api.openai.responses import Answering, AnswerShape, ChatShape, CompletionShape
 from cluster.api.openai.service import Limits, Served
+from cluster.api.openai.tools import left_out_warnings
 from cluster.api.openai.translated import Origins
 from cluster.chat.formats.choose import NONE
 
@@ -50,7 +51,7 @@ def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, A
     if isinstance(fields, TokenizeRequest):
         return fields, warnings
     if isinstance(fields, ChatRequest):
-        warnings += unread(fields.messages)
+        warnings += left_out_warnings(fields.tools) + unread(fields.messages)
     return fields.filled(service.model.sampling), warnings
 
 
@@ -74,7 +75,8 @@ def asked_response(service: Served, limits: Limits, body: Mapping[str, Any]) -> 
         chat.check(service.model, limits)
     chat = chat.filled(service.model.sampling)
     shape = partial(ResponseShape, request, chat.temperature, chat.top_p)
-    return Asked(chat, [*warnings, *request.said_beside()], "resp_", shape, origins)
+    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside()]
+    return Asked(chat, warnings, "resp_", shape, origins)
 
 
 def asked_message(
@@ -87,4 +89,5 @@ def asked_message(
         chat.check(service.model, limits)
     chat = chat.filled(service.model.sampling)
     thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
-    return Asked(chat, [*warnings, *request.said_beside(thinks)], "msg_", MessageShape, origins, "request-id")
+    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside(thinks)]
+    return Asked(chat, warnings, "msg_", MessageShape, origins, "request-id")

@@ -120,6 +120,7 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
         assert tokenizer is not None
         warnings += [asked.origins.reworded(warning) for warning in encoded.warnings]
         chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
+        warnings += [asked.origins.reworded(warning) for warning in chat.warnings]
         constraint, prompts = chat.constraint, [tuple(encoded.ids)]
         blamed, default_tokens = ["messages"], model.room
     else:

@@ -1,14 +1,17 @@
-"""The input of a response: messages, calls of functions, what these gave back, and reasoning that is passed back."""
+"""The input of a response: messages, calls of tools, what these gave back, and reasoning that is passed back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from cluster.api.openai.content import Strict, Text, readable, text_of_parts
+from cluster.api.openai.content import Strict, Text, read_at, readable, text_of_parts
 from cluster.api.openai.dialogue import Dialogue
 from cluster.api.openai.errors import ApiError, shown
-from cluster.api.openai.translated import not_taken, read_at
+from cluster.api.openai.response_api.calls import OTHER_KINDS, Called, OtherItem
+from cluster.api.openai.response_api.tools import ResponseTool, joined, read_tools
+from cluster.api.openai.translated import not_taken
+from cluster.chat.custom import arguments_of
 
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 Role = Literal["user", "assistant", "system", "developer"]
@@ -58,15 +61,33 @@ class FunctionCallItem(Strict):
     type: Literal["function_call"]
     call_id: Text
     name: Text
+    namespace: Text | None = None
     arguments: Text
 
 
-class FunctionCallOutputItem(Strict):
-    """What a function that was called gave back."""
+class CustomCallItem(Strict):
+    """A call of a custom tool that the assistant made, with the text that it gave the tool."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    namespace: Text | None = None
+    input: Text
+
+
+class CallOutputItem(Strict):
+    """What a function or a custom tool that was called gave back."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: Output
+
+
+class AdditionalToolsItem(Strict):
+    """Tools that are declared beside those of the body."""
+
+    type: Literal["additional_tools"]
+    tools: list[Any]
 
 
 class ThoughtPart(Strict):
@@ -88,15 +109,21 @@ class ReasoningItem(Strict):
     encrypted_content: None = None
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+Item = (
+    MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem | AdditionalToolsItem | OtherItem
+)
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
-    "function_call_output": FunctionCallOutputItem,
+    "function_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
+    "additional_tools": AdditionalToolsItem,
+    **dict.fromkeys(OTHER_KINDS, OtherItem),
 }
 REFERENCE = "nothing is stored here: send the item itself (clients do so where they are told store: false)"
-NOT_TAKEN = f"items may be {', '.join(ITEMS)}"
+NOT_TAKEN = "items may be message, function_call, function_call_output, reasoning, and calls of other tools"
 
 
 def items_of(value: Any) -> list[Item]:
@@ -140,9 +167,48 @@ def dialogue_of(items: list[Item], instructions: str | None) -> Dialogue:
         elif isinstance(item, MessageItem):
             made.say(item.role, item.content, path)
         elif isinstance(item, FunctionCallItem):
-            made.call(item.call_id, item.name, item.arguments, path, id_at="call_id")
-        elif isinstance(item, FunctionCallOutputItem):
+            made.call(item.call_id, joined(item.name, item.namespace), item.arguments, path, id_at="call_id")
+        elif isinstance(item, CustomCallItem):
+            arguments = arguments_of(item.input)
+            made.call(item.call_id, joined(item.name, item.namespace), arguments, path, id_at="call_id")
+        elif isinstance(item, CallOutputItem):
             made.result(item.call_id, item.output, path, id_at="call_id", at="output")
-        elif item.content or item.summary:
+        elif isinstance(item, OtherItem):
+            _add_other(made, item, path)
+        elif isinstance(item, ReasoningItem) and (item.content or item.summary):
             made.think(item.content or item.summary, path)
     return made
+
+
+def _add_other(made: Dialogue, item: OtherItem, path: str) -> None:
+    for part in item.parts:
+        if isinstance(part, Called):
+            made.call(part.call_id, part.name, part.arguments, path, id_at="call_id")
+        else:
+            made.result(part.call_id, part.text, path, id_at="call_id", at="")
+
+
+def tools_in(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
+    """The tools that items declare, each with its path: additional ones, and those that a search has found.
+
+    Raises:
+        ApiError: 400 that names the tool and the field.
+    """
+    found: list[tuple[str, ResponseTool]] = []
+    for at, item in enumerate(items):
+        path = f"input.{at}.tools"
+        declared = item.tools if isinstance(item, AdditionalToolsItem) else None
+        if isinstance(item, OtherItem) and item.type == "tool_search_output":
+            declared = (item.model_extra or {}).get("tools")
+        if isinstance(declared, list):
+            found += [(f"{path}.{place}", tool) for place, tool in enumerate(read_tools(declared, path))]
+    return found
+
+
+def left_out(items: Sequence[Item]) -> list[str]:
+    """Warnings about items that the model is not told of, each type once."""
+    places: dict[str, int] = {}
+    for at, item in enumerate(items):
+        if isinstance(item, OtherItem) and not item.parts:
+            places.setdefault(item.type, at)
+    return [f"input.{at}: items of type {kind!r} are left out, as this model reads text" for kind, at in places.items()]

@@ -1,24 +1,27 @@
 """The body of /v1/responses: what is honoured of it, and how it becomes a chat request."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.openai.content import Strict, Text
-from cluster.api.openai.errors import ApiError, shown
+from cluster.api.openai.errors import ApiError
 from cluster.api.openai.fields import Table
 from cluster.api.openai.response_api.fields import TABLE
-from cluster.api.openai.response_api.items import Item, dialogue_of, items_of
-from cluster.api.openai.translated import (
-    Origins,
-    Translated,
-    TranslatedBody,
-    not_taken,
-    read_at,
-    readable_json,
-    translation,
+from cluster.api.openai.response_api.items import Item, dialogue_of, items_of, left_out, tools_in
+from cluster.api.openai.response_api.tools import (
+    ChoiceInput,
+    Offered,
+    ResponseTool,
+    ToolChoice,
+    ToolInput,
+    chat_choice,
+    offered,
+    read_choice,
+    read_tools,
 )
+from cluster.api.openai.translated import Origins, Translated, TranslatedBody, readable_json, translation
 
 LOGPROBS = "message.output_text.logprobs"
 # The others ask for parts of items that no answer here has, or, for reasoning, that stand in the item itself.
@@ -71,78 +74,6 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class FunctionTool(Strict):
-    """A function that may be called."""
-
-    type: Literal["function"]
-    name: Text
-    description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(readable_json)] | None = None
-    strict: bool | None = None
-
-
-Offered = Literal["web_search", "web_search_preview", "image_generation"]
-OFFERED: tuple[Offered, ...] = get_args(Offered)
-
-
-class OfferedTool(Strict):
-    """A tool that OpenAI's servers run, and clients such as Codex offer unasked. The model is not told of it."""
-
-    type: Offered
-
-
-class FunctionChoice(Strict):
-    """`tool_choice`: this function has to be called."""
-
-    type: Literal["function"]
-    name: Text
-
-
-class AllowedTools(Strict):
-    """`tool_choice`: only these of the tools may be called, or have to be."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[FunctionChoice]
-
-
-ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedTools
-CHOICES: Mapping[str, type[FunctionChoice] | type[AllowedTools]] = {
-    "function": FunctionChoice,
-    "allowed_tools": AllowedTools,
-}
-
-FUNCTIONS_ONLY = "it is run by OpenAI's servers or needs its models; this server calls tools of type 'function'"
-
-
-def _tools(value: Any) -> list[FunctionTool | OfferedTool]:
-    if not isinstance(value, list):
-        raise ValueError(f"must be a list, got {shown(value)}")
-    for at, tool in enumerate(value):
-        if isinstance(tool, dict) and tool.get("type", "function") not in ("function", *OFFERED):
-            raise not_taken(f"tools.{at}.type", tool["type"], FUNCTIONS_ONLY)
-    return [_tool(tool, f"tools.{at}") for at, tool in enumerate(value)]
-
-
-def _tool(value: Any, path: str) -> FunctionTool | OfferedTool:
-    if isinstance(value, dict) and value.get("type") in OFFERED:
-        return OfferedTool(type=value["type"])
-    return read_at(FunctionTool, value, path)
-
-
-def _tool_choice(value: Any) -> ToolChoice:
-    if isinstance(value, str):
-        if value not in ("none", "auto", "required"):
-            raise ValueError(f"must be 'none', 'auto', 'required' or an object, got {shown(value)}")
-        return value  # type: ignore[return-value]
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a string or an object, got {shown(value)}")
-    kind = value.get("type")
-    if not isinstance(kind, str) or kind not in CHOICES:
-        raise not_taken("tool_choice.type", kind, FUNCTIONS_ONLY)
-    return read_at(CHOICES[kind], value, "tool_choice")
-
-
 class ResponseRequest(TranslatedBody):
     """The body of /v1/responses. Sampling and the extensions are the chat request's own."""
 
@@ -156,11 +87,10 @@ class ResponseRequest(TranslatedBody):
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[
-        list[FunctionTool | OfferedTool],
-        PlainValidator(_tools, json_schema_input_type=list[FunctionTool | OfferedTool]),
-    ] = Field(default_factory=list)
-    tool_choice: Annotated[ToolChoice, PlainValidator(_tool_choice, json_schema_input_type=ToolChoice)] = "auto"
+    tools: Annotated[list[ResponseTool], PlainValidator(read_tools, json_schema_input_type=list[ToolInput])] = Field(
+        default_factory=list
+    )
+    tool_choice: Annotated[ToolChoice, PlainValidator(read_choice, json_schema_input_type=ChoiceInput)] = "auto"
     parallel_tool_calls: bool = True
     include: Annotated[list[Included], FailFast()] = Field(default_factory=list)
     top_logprobs: int = Field(default=0, ge=0)
@@ -182,7 +112,7 @@ class ResponseRequest(TranslatedBody):
         if self.top_logprobs and not self.wants_logprobs:
             message = f"top_logprobs: needs include: [{LOGPROBS!r}]"
             raise ApiError(message, param="top_logprobs", code="invalid_value")
-        spoken, functions = dialogue_of(self.input, self.instructions), self._functions()
+        spoken, tools = dialogue_of(self.input, self.instructions), self.offered
         chat: dict[str, Any] = {
             **self.asked_beside(),
             "model": self.model,
@@ -193,39 +123,20 @@ class ResponseRequest(TranslatedBody):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
-            "tools": [_chat_tool(tool) for tool in functions.values()] or None,
-            "tool_choice": _chat_choice(self.tool_choice),
+            "tools": tools.chat or None,
+            "tool_choice": chat_choice(self.tool_choice, tools.names),
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        names = {f"tools.{place}.function": f"tools.{at}" for place, at in enumerate(functions)}
-        return translation(chat, Origins({**ORIGINS, **spoken.origins, **names}))
+        return translation(chat, Origins({**ORIGINS, **spoken.origins, **tools.origins}))
 
-    def _functions(self) -> dict[int, FunctionTool]:
-        """The functions among the tools, by their places."""
-        return {at: tool for at, tool in enumerate(self.tools) if isinstance(tool, FunctionTool)}
+    @property
+    def offered(self) -> Offered:
+        """The tools of the body and of its items, as those of a chat request."""
+        return offered([(f"tools.{at}", tool) for at, tool in enumerate(self.tools)], tools_in(self.input))
 
     def said_beside(self) -> list[str]:
-        """Warnings about the tools that the model is not told of."""
-        offered = [(at, tool.type) for at, tool in enumerate(self.tools) if isinstance(tool, OfferedTool)]
-        return [f"tools.{at}: {kind!r} is not run by this server; the model is not told of it" for at, kind in offered]
-
-
-def _chat_choice(choice: ToolChoice) -> Any:
-    """`tool_choice` as a chat request has it."""
-    if isinstance(choice, FunctionChoice):
-        return _named(choice)
-    if isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    return choice
-
-
-def _named(choice: FunctionChoice) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": choice.name}}
-
-
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+        """Warnings about items that the model is not told of."""
+        return left_out(self.input)
 
 
 def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -7,15 +7,19 @@ from typing import Any
 from cluster.api.openai.choices import Delta
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.response_api.request import ResponseRequest
+from cluster.api.openai.response_api.tools import Own
 from cluster.api.openai.responses import Answering, logprob_entry
 from cluster.api.openai.stream import ALIVE, event
+from cluster.api.openai.tools import LeftOutTool
 from cluster.api.openai.usage import usage
 from cluster.chat.events import Said
+from cluster.chat.json_text import loaded
 from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 from cluster.request import FinishReason
 
 Sent = tuple[str, dict[str, Any]]
-ITEM_IDS = {"said": "msg", "thought": "rs", "call": "fc"}
+ITEM_IDS = {"said": "msg", "thought": "rs", "function": "fc", "custom": "ctc", "tool_search": "tsc"}
+CALL_EVENTS = {"function": "response.function_call_arguments", "custom": "response.custom_tool_call_input"}
 PARTS = {"said": "output_text", "thought": "reasoning_text"}
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
 
@@ -31,6 +35,7 @@ class ResponseShape:
     def __init__(self, asked: ResponseRequest, temperature: float, top_p: float, about: Answering) -> None:
         self._about = about
         self._repeated = repeated(asked) | {"temperature": temperature, "top_p": top_p}
+        self._names = asked.offered.names
         self._wants_logprobs = asked.wants_logprobs
         self._sections = Sections(about.extras.thought)
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
@@ -103,7 +108,8 @@ class ResponseShape:
     def _grown(self, change: Grown) -> Iterator[Sent]:
         section, delta = change.section, {"delta": change.text}
         if section.kind == "call":
-            yield "response.function_call_arguments.delta", self._at(section) | delta
+            if name := CALL_EVENTS.get(self._own(section).kind):
+                yield f"{name}.delta", self._at(section) | delta
         elif section.kind == "thought":
             yield "response.reasoning_text.delta", self._at_part(section) | delta
         else:
@@ -111,7 +117,10 @@ class ResponseShape:
 
     def _closed(self, section: Section) -> Iterator[Sent]:
         if section.kind == "call":
-            yield "response.function_call_arguments.done", self._at(section) | {"arguments": section.text}
+            kind = self._own(section).kind
+            if name := CALL_EVENTS.get(kind):
+                given = "input" if kind == "custom" else "arguments"
+                yield f"{name}.done", self._at(section) | {given: section.text}
         elif section.kind == "thought":
             yield "response.reasoning_text.done", self._at_part(section) | {"text": section.text}
         else:
@@ -131,7 +140,12 @@ class ResponseShape:
         return {**self._at(section), "content_index": 0}
 
     def _item_id(self, section: Section) -> str:
-        return f"{ITEM_IDS[section.kind]}_{self._about.call_id.removeprefix('resp_')}_{section.index}"
+        kind = self._own(section).kind if section.kind == "call" else section.kind
+        return f"{ITEM_IDS[kind]}_{self._about.call_id.removeprefix('resp_')}_{section.index}"
+
+    def _own(self, section: Section) -> Own:
+        """What the client calls the tool of a call. A name that is no tool's is the model's own, of a function."""
+        return self._names.get(section.name) or Own("function", section.name)
 
     def _status_of(self, section: Section) -> str:
         """What is cut off is not complete: the last item of an answer that reached its limit."""
@@ -147,11 +161,21 @@ class ResponseShape:
     def _item(self, section: Section, status: str) -> dict[str, Any]:
         head = {"id": self._item_id(section), "status": status}
         if section.kind == "call":
-            called = {"call_id": section.call_id, "name": section.name, "arguments": section.text}
-            return {"type": "function_call", **head, **called}
+            return self._call(section, head)
         if section.kind == "thought":
             return {"type": "reasoning", **head, "summary": [], "content": [self._part(section)]}
         return {"type": "message", **head, "role": "assistant", "content": [self._part(section)]}
+
+    def _call(self, section: Section, head: dict[str, Any]) -> dict[str, Any]:
+        """The item of a call, which the client's kind of tool decides."""
+        own = self._own(section)
+        if own.kind == "tool_search":
+            arguments = loaded(section.text) if section.text else {}
+            called = {"call_id": section.call_id, "execution": "client", "arguments": arguments}
+            return {"type": "tool_search_call", **head, **called}
+        item, given = ("custom_tool_call", "input") if own.kind == "custom" else ("function_call", "arguments")
+        space = {} if own.namespace is None else {"namespace": own.namespace}
+        return {"type": item, **head, "call_id": section.call_id, "name": own.name, given: section.text, **space}
 
     def _wait(self, delta: Delta) -> None:
         """Keep the log-probabilities of a delta for its text, which may come later; those of thoughts and calls go."""
@@ -218,8 +242,8 @@ def repeated(asked: ResponseRequest) -> dict[str, Any]:
         "store": False,
         "background": False,
         "text": {"format": form or {"type": "text"}, "verbosity": "medium"},
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump() for tool in asked.tools],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        "tools": [tool.model_dump(exclude_none=isinstance(tool, LeftOutTool)) for tool in asked.tools],
         "top_logprobs": asked.top_logprobs,
         "truncation": "disabled",
         "user": asked.user,

@@ -1,0 +1,74 @@
+"""Custom tools: tools that take one text in place of a JSON object.
+
+Chat templates and formats know only functions, whose arguments are a JSON object. So a custom tool is shown to the
+model as a function with one string, `input`, and the text is taken out of the arguments of its calls.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cluster.chat.events import Arguments, CallBegun, Event
+from cluster.chat.json_text import loaded
+from cluster.chat.reading import Reader
+
+FIELD = "input"
+
+
+def schema_of_input(pattern: str | None = None) -> dict[str, Any]:
+    """The JSON schema of the arguments that carry the text; `pattern` is a regular expression for the whole text."""
+    text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
+    return {"type": "object", "properties": {FIELD: text}, "required": [FIELD], "additionalProperties": False}
+
+
+def arguments_of(text: str) -> str:
+    """The arguments, as JSON, of a call with this text."""
+    return json.dumps({FIELD: text}, ensure_ascii=False)
+
+
+def text_of(arguments: str) -> str:
+    """The text in the arguments of a call: the string `input`, or the only string there is. Other arguments, which a
+    model may write where no grammar holds it, are the text as they are.
+    """
+    found = loaded(arguments)
+    if isinstance(found, dict):
+        given = found.get(FIELD, next(iter(found.values())) if len(found) == 1 else None)
+        if isinstance(given, str):
+            return given
+    return arguments
+
+
+class CustomReader:
+    """A reader that tells calls of custom tools with their text in place of their arguments; see `Reader`."""
+
+    def __init__(self, reader: Reader, names: Collection[str]) -> None:
+        """`names` are the custom tools; `reader` tells all arguments of a call in one event."""
+        self._reader = reader
+        self._names = names
+        self._called: set[int] = set()
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thought."""
+        return self._reader.thinks
+
+    def push(self, text: str) -> list[Event]:
+        """The events that this text completes."""
+        return self._told(self._reader.push(text))
+
+    def finish(self) -> list[Event]:
+        """The rest, at the end of the answer."""
+        return self._told(self._reader.finish())
+
+    def _told(self, events: Sequence[Event]) -> list[Event]:
+        told: list[Event] = []
+        for event in events:
+            if isinstance(event, CallBegun) and event.name in self._names:
+                self._called.add(event.call)
+                told.append(replace(event, custom=True))
+            elif isinstance(event, Arguments) and event.call in self._called:
+                told.append(Arguments(event.call, text_of(event.text)))
+            else:
+                told.append(event)
+        return told

@@ -1,0 +1,248 @@
+"""Tools that clients declare beside their functions: custom ones, namespaces, searches, and those that are left out."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from openai import OpenAI
+from openai.types.responses.tool_param import ToolParam
+
+from cluster.api.openai.fields import WARNING_HEADER
+from cluster.api.openai.response_api.request import ResponseRequest
+from cluster.api.replica.ingress import make_app
+from tests.api.listening import listening
+from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
+from tests.api.test_calls_and_thoughts import TEMPLATE, prompt_of
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+PATCH = '*** Begin "Patch"\n+é\n'
+LIST = {"type": "function", "name": "list", "description": "of a folder", "parameters": {"type": "object"}}
+CUSTOM = {"type": "custom", "name": "edit", "description": "d"}
+SPACE = {"type": "namespace", "name": "files", "description": "of files", "tools": [LIST, CUSTOM]}
+SEARCH = {"type": "tool_search", "execution": "client", "description": "d", "parameters": {"type": "object"}}
+RUN = {"type": "function", "name": "run", "strict": False, "parameters": {"type": "object", "properties": {}}}
+TOOLS: list[Any] = [RUN, CUSTOM, SPACE, SEARCH, {"type": "web_search"}]
+CALLS = (
+    ("edit", {"input": PATCH}),
+    ("files.list", {"path": "/"}),
+    ("files.edit", {"input": "x"}),
+    ("tool_search", {"query": "q"}),
+    ("run", {}),
+)
+SAID = "".join(f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in CALLS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tools"), TEMPLATE)
+
+
+@pytest.fixture
+def service(folder: Path) -> ScriptedService:
+    made = ScriptedService(folder)
+    made.model = replace(made.model, context_length=4096)
+    made.engine.script = SAID.encode()
+    return made
+
+
+@pytest.fixture
+def client(service: ScriptedService) -> Client:
+    return Client(make_app(service))
+
+
+@pytest.fixture
+def openai(service: ScriptedService) -> Iterator[OpenAI]:
+    with (
+        listening(make_app(service)) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_a_response_calls_each_kind_of_tool_by_its_own_item(openai: OpenAI, service: ScriptedService) -> None:
+    raw = openai.responses.with_raw_response.create(model=MODEL, input="hi", tools=TOOLS)
+    assert raw.headers[WARNING_HEADER] == "tools.4: 'web_search' is not run by this server; the model is not told of it"
+    assert prompt_of(service).startswith("<tool>run<tool>edit<tool>files.list<tool>files.edit<tool>tool_searchuser\n")
+    response: Any = raw.parse()
+    edit, listed, inner, search, run = response.output
+    assert (edit.type, edit.name, edit.input) == ("custom_tool_call", "edit", PATCH)
+    assert (listed.type, listed.name, listed.namespace) == ("function_call", "list", "files")
+    assert json.loads(listed.arguments) == {"path": "/"}
+    assert (inner.type, inner.name, inner.namespace, inner.input) == ("custom_tool_call", "edit", "files", "x")
+    assert (search.type, search.execution, search.arguments) == ("tool_search_call", "client", {"query": "q"})
+    assert (run.type, run.name, run.namespace) == ("function_call", "run", None)
+    assert [tool.type for tool in response.tools] == [tool["type"] for tool in TOOLS]
+    with openai.responses.stream(model=MODEL, input="hi", tools=TOOLS) as stream:
+        events: list[Any] = list(stream)
+        final = stream.get_final_response()
+
+    def content(output: Any) -> list[Any]:
+        return [item.model_dump(exclude={"id", "call_id", "parsed_arguments"}) for item in output]
+
+    assert content(final.output) == content(response.output)
+    done = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert [event.input for event in done] == [PATCH, "x"]
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == PATCH + "x"
+
+
+def test_a_conversation_with_all_kinds_of_items_is_read(openai: OpenAI, service: ScriptedService) -> None:
+    """As an answer of this server has them, and as those of other servers have them."""
+    first = openai.responses.create(model=MODEL, input="hi", tools=TOOLS)
+    service.engine.script = b"done"
+    ids = [item.call_id for item in first.output]
+    found = {"type": "function", "name": "found", "parameters": {"type": "object"}}
+    results: list[Any] = [
+        {"type": "custom_tool_call_output", "call_id": ids[0], "output": [{"type": "input_text", "text": "patched"}]},
+        {"type": "function_call_output", "call_id": ids[1], "output": "a b"},
+        {"type": "custom_tool_call_output", "call_id": ids[2], "output": "edited"},
+        {"type": "tool_search_output", "call_id": ids[3], "execution": "client", "tools": [found, RUN]},
+        {"type": "function_call_output", "call_id": ids[4], "output": "ran"},
+    ]
+    passed: list[Any] = [*HI, *(item.model_dump(exclude_none=True) for item in first.output), *results]
+    assert openai.responses.create(model=MODEL, input=passed, tools=TOOLS).output_text == "done"
+    prompt = prompt_of(service)
+    assert prompt.startswith("<tool>run<tool>edit<tool>files.list<tool>files.edit<tool>tool_search<tool>founduser\n")
+    calls = "".join(f"<tool_call>{name}{json.dumps(given, ensure_ascii=False)}</tool_call>" for name, given in CALLS)
+    assert f"assistant\n{calls}\n" in prompt
+    assert f"tool\npatched{ids[0]}\ntool\na b{ids[1]}\n" in prompt
+    exec_ = {"type": "exec", "command": ["ls"], "env": {}}
+    others: list[Any] = [
+        {"type": "local_shell_call", "id": "l", "call_id": "l1", "status": "completed", "action": exec_},
+        {"type": "local_shell_call_output", "id": "l1", "output": "a.txt"},
+        {"type": "shell_call", "call_id": "s1", "action": {"commands": ["pwd"]}},
+        {"type": "shell_call_output", "call_id": "s1", "output": [{"stdout": "/", "stderr": "", "outcome": {}}]},
+        {"type": "apply_patch_call", "call_id": "p1", "operation": {"type": "delete_file", "path": "b"}},
+        {"type": "apply_patch_call_output", "call_id": "p1", "status": "completed"},
+        {"type": "mcp_call", "id": "m1", "server_label": "s", "name": "ask", "arguments": '{"q": 1}', "output": "yes"},
+        {"type": "web_search_call", "id": "w1", "action": {"type": "search", "query": "q"}, "status": "completed"},
+        {"type": "image_generation_call", "id": "i1", "result": "AAAA", "status": "completed"},
+    ]
+    raw = openai.responses.with_raw_response.create(model=MODEL, input=[*HI, *others], tools=TOOLS[:2])
+    prompt = prompt_of(service)
+    for part in (
+        '<tool_call>local_shell{"type": "exec", "command": ["ls"], "env": {}}</tool_call>\n',
+        "tool\na.txtl1\n",
+        '<tool_call>shell{"commands": ["pwd"]}</tool_call>',
+        '"stdout": "/"',
+        '<tool_call>apply_patch{"type": "delete_file", "path": "b"}</tool_call>',
+        "tool\ncompletedp1\n",
+        '<tool_call>ask{"q": 1}</tool_call>\ntool\nyesm1\n',
+    ):
+        assert part in prompt, part
+    assert "AAAA" not in prompt
+    assert raw.headers[WARNING_HEADER] == "; ".join(
+        f"input.{at}: items of type '{kind}' are left out, as this model reads text"
+        for at, kind in ((8, "web_search_call"), (9, "image_generation_call"))
+    )
+
+
+def test_every_type_of_tool_that_the_client_knows_is_taken(client: Client, service: ScriptedService) -> None:
+    service.engine.script = b"done"
+    kinds = {get_args(get_type_hints(one)["type"])[0] for one in get_args(ToolParam)}
+    assert {"mcp", "code_interpreter", "local_shell", "shell", "apply_patch", "file_search"} <= kinds
+    needs = {"function": RUN, "custom": CUSTOM, "namespace": SPACE, "tool_search": SEARCH}
+    for kind in sorted(kinds):
+        body = {"model": MODEL, "input": "hi", "tools": [LIST, needs.get(kind, {"type": kind})]}
+        answer = client.post("/v1/responses", body)
+        assert answer.status_code == 200, (kind, answer.text)
+        assert (WARNING_HEADER in answer.headers) == (kind not in needs), kind
+
+
+def test_a_choice_names_a_tool_of_any_kind_that_is_called(client: Client, service: ScriptedService) -> None:
+    def chosen(choice: dict[str, Any]) -> Any:
+        request, _ = ResponseRequest.read({"input": "hi", "tools": TOOLS, "tool_choice": choice})
+        found = request.translated().chat.choice
+        return found.mode, found.names, found.single
+
+    assert chosen({"type": "custom", "name": "edit"}) == ("required", ("edit",), True)
+    assert chosen({"type": "function", "name": "list"}) == ("required", ("files.list",), True)
+    assert chosen({"type": "custom", "name": "edit", "namespace": "files"}) == ("required", ("files.edit",), True)
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "web_search"}, {"type": "custom", "name": "edit"}],
+    }
+    assert chosen(allowed) == ("auto", ("edit",), False)
+    for choice, words in (
+        ({"type": "web_search"}, "tool_choice.type: 'web_search' is not supported by this server"),
+        ({**allowed, "tools": [{"type": "web_search"}]}, "tool_choice: allowed_tools has no tool that this server"),
+    ):
+        answer = client.post("/v1/responses", {"model": MODEL, "input": "hi", "tools": TOOLS, "tool_choice": choice})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(words), answer.text
+
+
+def test_a_chat_calls_custom_tools(client: Client, service: ScriptedService) -> None:
+    tools = [{"type": "custom", "custom": {"name": "edit"}}, {"type": "web_search"}]
+    service.engine.script = (
+        f'<tool_call>{{"name": "edit", "arguments": {json.dumps({"input": PATCH})}}}</tool_call>'.encode()
+    )
+    answer = client.chat(messages=HI, tools=tools)
+    assert answer.headers[WARNING_HEADER].startswith("tools.1: 'web_search' is not run by this server")
+    [choice] = answer.json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert call == {"id": call["id"], "type": "custom", "custom": {"name": "edit", "input": PATCH}}
+    assert choice["finish_reason"] == "tool_calls"
+    chunks = [
+        json.loads(line[6:])
+        for line in client.chat(messages=HI, tools=tools, stream=True).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    [told] = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert (told["type"], told["custom"]) == ("custom", {"name": "edit", "input": PATCH})
+    service.engine.script = b"done"
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+    assert client.chat(messages=[*HI, turn, result], tools=tools).status_code == 200
+    assert f"<tool_call>edit{json.dumps({'input': PATCH}, ensure_ascii=False)}</tool_call>" in prompt_of(service)
+    nothing = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "custom"}]}
+    refused = client.chat(messages=[*HI, nothing], tools=tools)
+    assert refused.status_code == 400 and "name and input" in refused.json()["error"]["message"]
+
+
+def test_what_a_model_writes_for_a_custom_tool_is_its_text(client: Client, service: ScriptedService) -> None:
+    """Without a grammar a model may call it as it likes."""
+    tools = [{"type": "custom", "custom": {"name": "edit"}}]
+    for given, text in (
+        ({"input": "a"}, "a"),
+        ({"patch": "a"}, "a"),
+        ({"a": 1}, '{"a": 1}'),
+        ({"a": "b", "c": "d"}, None),
+    ):
+        written = json.dumps({"name": "edit", "arguments": given})
+        service.engine.script = f"<tool_call>{written}</tool_call>".encode()
+        [call] = client.chat(messages=HI, tools=tools).json()["choices"][0]["message"]["tool_calls"]
+        assert call["custom"]["input"] == (json.dumps(given) if text is None else text)
+
+
+def test_a_message_leaves_out_what_anthropic_runs(
+    client: Client, service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.engine.script = b"done"
+    mine = {"name": "f", "input_schema": {"type": "object"}}
+    tools = [{"type": "web_search_20250305", "name": "web_search"}, mine, {"type": "computer_99", "name": "computer"}]
+    body = {"model": MODEL, "max_tokens": 9, "messages": HI, "tools": tools}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            answer = client.post("/v1/messages", body)
+            assert answer.status_code == 200, answer.text
+    assert answer.headers[WARNING_HEADER].count("is not run by this server") == 2
+    assert prompt_of(service).startswith("<tool>fuser\n")
+    assert len([record for record in caplog.records if "computer_99" in record.getMessage()]) == 1, "once in the log"
+    use = {"type": "server_tool_use", "id": "u1", "name": "web_search", "input": {"query": "q"}}
+    page = {"type": "web_search_result", "url": "http://x", "title": "X", "encrypted_content": "SECRET"}
+    gave = {"type": "web_search_tool_result", "tool_use_id": "u1", "content": [page]}
+    other = {"type": "mcp_tool_use", "id": "u2", "name": "ask", "server_name": "s", "input": {}}
+    text = {"type": "mcp_tool_result", "tool_use_id": "u2", "content": [{"type": "text", "text": "yes"}]}
+    turn = {"role": "assistant", "content": [use, gave, {"type": "text", "text": "So."}, other, text]}
+    answer = client.post("/v1/messages", {**body, "messages": [*HI, turn, *HI]})
+    assert answer.status_code == 200, answer.text
+    prompt = prompt_of(service)
+    assert '<tool_call>web_search{"query": "q"}</tool_call>\ntool\n[{' in prompt
+    assert '"url": "http://x"' in prompt and "SECRET" not in prompt
+    assert "assistant\nSo.<tool_call>ask{}</tool_call>\ntool\nyesu2" in prompt
