@@ -18,7 +18,8 @@ class ChosenFact:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInfo:
     """How a draft was read, and why so. `aux_boundaries` are the target layers whose inputs it reads, `num_aux` of
-    them; `runners` counts its MTP layers, and is 1 for a draft of one layer that drafts every level.
+    them; `runners` counts its MTP layers, and is 1 for a draft of one layer that drafts every level. `doubts` are
+    sentences about what is odd in its folder, though it can be served.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class DraftInfo:
     runners: int
     draft_vocab_size: int
     choices: Mapping[str, ChosenFact]
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ class EngineStatus:
     Steps may take other times by now than `StepCosts` say: steps of decoding alone `decode_drift` times as long, steps
     of prompt rows alone `prefill_drift` times; prompt rows beside decoding `decode_drift` times `prompt_drift`.
     `submitted` counts all requests that were ever submitted, refused ones included: `queued_tokens` knows of these.
+    `draft_never_accepted`: many trees were verified, and no drafted token was ever accepted.
     """
 
     steps: int = 0
@@ -129,6 +132,7 @@ class EngineStatus:
     pages_used: int = 0
     pages_cached: int = 0
     accept_length: float = 0.0
+    draft_never_accepted: bool = False
     padded_rows: int = 0
     own_seconds: float = 0.0
     decode_drift: float = 1.0

@@ -232,6 +232,8 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)
     for line in info.attention:
         logger.info("rank %d: attention of the %s", mesh.rank, line)
+    for doubt in info.draft.doubts if info.draft is not None and mesh.rank == 0 else ():
+        logger.warning("draft %s: %s", resolved.config.speculative_draft_model_path, doubt)
     kept = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
     logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kept)
     if not mesh.leads:

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig
 from cluster.engine.draft_sample import take_sample
+from cluster.engine.draft_watch import DraftWatch
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.rank import Flight, Landed, Rank, StepResult
@@ -69,6 +70,8 @@ class Engine(Rank):
         self._over: list[RequestOutput] = []
         self._trees = self._tree_tokens = self._anew = 0
         self._busiest = self._prefilling = self._submitted = 0
+        draft = parts.info.draft
+        self._draft_watch = DraftWatch(parts.info.rank, () if draft is None else draft.doubts)
 
     @property
     def has_work(self) -> bool:
@@ -194,6 +197,7 @@ class Engine(Rank):
             pages_used=cache.used,
             pages_cached=cache.cached,
             accept_length=self._tree_tokens / self._trees if self._trees else 0.0,
+            draft_never_accepted=self._draft_watch.never_accepted,
             padded_rows=self._padded_rows,
             own_seconds=self._own_seconds,
             decode_drift=scheduler.correction.usual.value,
@@ -231,6 +235,8 @@ class Engine(Rank):
                 verified = len(output.token_ids), nodes if given.nodes is None else given.nodes[i]
                 sequence.count(*verified)
                 trees.append(verified)
+                if sequence.request.params.grammar is None:
+                    self._draft_watch.saw(len(output.token_ids) - 1)
             if sequence.request.params.return_tree and output.token_ids:
                 assert given.trees is not None
                 tree = given.trees.read(i, given.tokens[i][:sound], shape.drafted.num_draft_tokens)

@@ -15,7 +15,7 @@ from cluster.config import CACHES, ConfigError
 from cluster.tools.overrides import add_override_argument, overrides_of
 from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
 
-UNSHOWN = ("tensors", "spec", "choices", "folder", "quantised")
+UNSHOWN = ("tensors", "spec", "choices", "doubts", "folder", "quantised")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +72,8 @@ def _print(report: Report, tensors: bool) -> None:
             print(f"  {line}")
         for fact, choice in found.get("choices", {}).items():
             print(f"  {fact} = {choice['value']}  ({choice['source']})")
+        for doubt in found.get("doubts", ()):
+            print(f"  doubt: {doubt}")
     for key, value in (report.memory | report.features).items():
         print(f"{key}: {_shown(value)}")
     for problem in report.problems:

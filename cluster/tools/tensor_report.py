@@ -35,7 +35,7 @@ from cluster.tools.summary import ASSUMED_DEVICE, Report, described, features_of
 from cluster.tree_shape import DEFAULT_NUM_STEPS
 
 META = torch.device("meta")
-NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map")
+NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map", "doubts")
 Settings = tuple[dict[str, Any] | None, str | None]  # `speculative_draft_overrides` and `speculative_token_map`
 
 

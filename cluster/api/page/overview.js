@@ -106,6 +106,7 @@ function showDepths(state) {
   const { drafts, accepted_draft_tokens: accepted } = state.counts;
   const none = state.settings.draft === null ? "No draft is loaded: each step gives one token." : "No tree has been verified yet.";
   say(byId("trees"), drafts ? `Since the start ${drafts} trees were verified; each gave ${(1 + accepted / drafts).toFixed(2)} tokens on average. A row says how many of them were accepted to that depth.` : none);
+  showDoubts(state);
   if (!drafts) return show(byId("depths"));
   const ranks = state.ranks.slice(0, MOST_RANKS);
   const head = cells("th", ["Depth", "All ranks", ...(ranks.length > 1 ? ranks.map((rank) => `Rank ${rank.rank}`) : [])]);
@@ -118,6 +119,14 @@ function showDepths(state) {
     return cells("td", [depth + 1, bar(all, percent(all)), ...own]);
   });
   show(byId("depths"), element("thead", {}, head), element("tbody", {}, ...rows));
+}
+
+function showDoubts(state) {
+  const never = state.ranks.filter((rank) => rank.draft_never_accepted).map((rank) => rank.rank);
+  const reasons = "it was trained for another target or tokenizer, its vocabulary map (d2t) is wrong, or its config is misread, such as the target layers that it reads. Try aerie probe-draft.";
+  const told = never.length ? [`The draft was never accepted on rank ${never.join(", ")}, so it only costs time. Likely reasons: ${reasons}`] : [];
+  const noted = (state.settings.draft?.doubts ?? []).map((doubt) => `Noted when the draft was read: ${doubt}.`);
+  show(byId("doubts"), ...[...told, ...noted].map((text) => element("li", { class: "bad" }, text)));
 }
 
 function faultOf(loss) {

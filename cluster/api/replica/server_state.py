@@ -13,7 +13,7 @@ COUNTS = (
     *("generated_tokens", "prompt_tokens", "cached_tokens", "drafts", "verified_nodes", "accepted_draft_tokens"),
     *("rank_losses", "gang_restarts", "resumed_streams"),
 )
-OF_DRAFT = ("algorithm", "kind", "runners")
+OF_DRAFT = ("algorithm", "kind", "runners", "doubts")
 OF_RANK = ("generated_tokens", "drafts", "accepted_draft_tokens")
 SETTINGS = (
     *(
@@ -88,6 +88,7 @@ def _rank(rank: int, beat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
         "running": now.running,
         "waiting": now.waiting,
         "accept_length": now.accept_length,
+        "draft_never_accepted": now.draft_never_accepted,
         "pages": {"used": now.pages_used, "cached": now.pages_cached, "free": now.pages_free},
     }
 

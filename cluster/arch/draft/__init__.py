@@ -11,7 +11,7 @@ from cluster.arch.draft.mistral import read_mistral
 from cluster.arch.draft.mtp import read_mtp
 from cluster.arch.draft.recognise import is_native, kind_of
 from cluster.arch.draft.spec import Choice, DraftLayer, DraftSpec, Kind
-from cluster.arch.draft.token_map import SETTING, read_token_map
+from cluster.arch.draft.token_map import SETTING, map_doubts, read_token_map
 from cluster.arch.keys import Keys, Shapes, read_json
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
@@ -47,7 +47,9 @@ def read_draft(
     keys = Keys(read_json(folder, file), folder, file)
     facts = Facts(overrides or {})
     spec = READERS[kind_of(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
-    spec = replace(spec, choices=tuple(facts.choices))
+    if spec.vocab_map:
+        facts.doubts += map_doubts(folder, shapes, spec.draft_vocab_size, target.vocab_size)
+    spec = replace(spec, choices=tuple(facts.choices), doubts=tuple(facts.doubts))
     if token_map is None:
         return spec
     if spec.head != "target" or spec.vocab_map:

@@ -6,7 +6,15 @@ target's embedding and head. A config without `bias` means that fc has one. FR-S
 
 from cluster.arch.draft.facts import Facts
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import draft_geometry, layer_count, rope_layout, same_target, same_width, vocabulary_of
+from cluster.arch.draft.widths import (
+    draft_geometry,
+    layer_count,
+    note_window,
+    rope_layout,
+    same_target,
+    same_width,
+    vocabulary_of,
+)
 from cluster.arch.keys import Keys, Shapes, dtype_of
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
@@ -29,6 +37,9 @@ def read_eagle1(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
             f"draft {folder!r}: config.json {'asks for' if bias else 'denies'} a bias of fc (without the key bias, fc "
             f"has one) but tensor 'fc.bias' {state}; correct bias in config.json"
         )
+    if keys.data.get("sliding_window") is not None:
+        remedy = "a draft that was trained with a window accepts less beyond it"
+        note_window(facts, keys, None, "it is served with full attention, as EAGLE-1 and 2 have it", remedy)
     vocabulary = vocabulary_of(folder, keys, shapes, target, geometry.hidden, mapped=True)
     count = layer_count(folder, keys, shapes)
     return DraftSpec(

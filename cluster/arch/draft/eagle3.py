@@ -54,7 +54,7 @@ def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, fa
     if "norm.weight" in shapes and not eagle.flag("use_last_layernorm", True):
         raise ConfigError(f"draft {folder!r}: eagle_config.use_last_layernorm is false but 'norm.weight' is there")
     count = layer_count(folder, keys, shapes)
-    each = windows_of(keys, geometry, count)
+    each = windows_of(keys, geometry, count, facts)
     normed = use_aux or "layers.0.hidden_norm.weight" in shapes  # ModelOpt's heads have it without aux states too
     layers = [DraftLayer(each[0], pair=True, hidden_norm="hidden_norm" if normed else "none")]
     layers += [later_layer(each[i], shapes, f"layers.{i}", h) for i in range(1, count)]

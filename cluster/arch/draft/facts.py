@@ -21,6 +21,8 @@ class Facts:
     def __init__(self, overrides: Mapping[str, Any]) -> None:
         self._overrides = overrides
         self.choices: list[Choice] = []
+        self.doubts: list[str] = []
+        """What is odd about the draft, though it can be served: sentences without the folder's name."""
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
         """The override of `fact` if there is one, else `value`, which comes from `source`; the choice is recorded."""

@@ -81,6 +81,7 @@ class DraftSpec:
     first_index: int = 0
     chained: bool = False
     choices: tuple[Choice, ...] = ()
+    doubts: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...] = ()
     ignored_patterns: tuple[str, ...] = ()
 
@@ -145,4 +146,5 @@ class DraftSpec:
             runners=self.runners,
             draft_vocab_size=self.draft_vocab_size,
             choices={choice.fact: ChosenFact(choice.value, choice.source) for choice in self.choices},
+            doubts=self.doubts,
         )

@@ -1,13 +1,16 @@
 """FR-Spec's token map from a file (arXiv 2502.14856): the ids that a draft ranks with the target's own head.
 
-Either a JSON list of ids, or safetensors with one tensor of them; never a pickle.
+Either a JSON list of ids, or safetensors with one tensor of them; never a pickle. And what is doubtful about a map
+inside of a draft's checkpoint.
 """
 
 import json
 import struct
 from pathlib import Path
 
+from cluster.arch.keys import Shapes
 from cluster.arch.safetensors.header import read_header
+from cluster.arch.safetensors.stored import stored_tensors
 from cluster.config import ConfigError
 
 SETTING = "speculative_token_map"
@@ -53,3 +56,23 @@ def _from_tensor(path: Path) -> list[int]:
         raise ConfigError(f"{SETTING}: {str(path)!r} must hold one tensor [ids] of I64 or I32; it holds {found}")
     data = path.read_bytes()[stored.start : stored.stop]
     return list(struct.unpack(f"<{stored.shape[0]}{WIDTHS[stored.dtype]}", data))
+
+
+def map_doubts(folder: str, shapes: Shapes, size: int, vocab_size: int) -> list[str]:
+    """What is doubtful about the map `d2t` of `size` ids in a draft's folder: one that holds only zeros is the target's
+    first ids, and most likely one that was never filled in. A `t2d` that agrees with it settles that it is meant.
+
+    Raises:
+        ConfigError: a file of the folder is missing or malformed.
+    """
+    if size == vocab_size or "t2d" in shapes:
+        return []
+    path, _, stored = stored_tensors(folder)["d2t"]
+    with path.open("rb") as file:
+        file.seek(stored.start)
+        if any(file.read(stored.stop - stored.start)):
+            return []
+    return [
+        f"its vocabulary map d2t holds only zeros, and no t2d confirms it: it drafts only the target's first {size} "
+        f"ids of {vocab_size}, as if the map had never been filled in"
+    ]

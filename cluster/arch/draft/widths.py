@@ -79,16 +79,31 @@ def latent_geometry(keys: Keys, dense: bool = True) -> LayerGeometry:
     return deepseek_v3(Keys(data, keys.where, keys.file)).layer
 
 
-def windows_of(keys: Keys, geometry: LayerGeometry, count: int) -> tuple[LayerGeometry, ...]:
+def windows_of(keys: Keys, geometry: LayerGeometry, count: int, facts: Facts) -> tuple[LayerGeometry, ...]:
     """Every layer's geometry: `layer_types` says which have the `sliding_window`; without that list, all or none do.
 
-    Qwen's configs carry a `sliding_window` that applies only with `use_sliding_window` true.
+    Qwen's configs carry a `sliding_window` that applies only with `use_sliding_window` true. Llama's own config has no
+    window, so one that stands in it alone is applied to all layers and noted as a doubt.
     """
     if keys.data.get("sliding_window") is None:
         return (geometry,) * count
-    off = str(keys.data.get("model_type")).startswith("qwen")
-    used = keys.flag("use_sliding_window", not off)
+    kind = str(keys.data.get("model_type"))
+    used = keys.flag("use_sliding_window", not kind.startswith("qwen"))
+    if kind == "llama" and used and not {"layer_types", "use_sliding_window"} & keys.data.keys():
+        remedy = "set it to null if the draft was trained with full attention"
+        note_window(facts, keys, keys.integer("sliding_window"), "every layer sees so many tokens", remedy)
     return with_sliding_window(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
+
+
+def note_window(facts: Facts, keys: Keys, used: int | None, reading: str, remedy: str) -> None:
+    """Note how a `sliding_window` was read that the draft's format does not define: `used` is the window of its layers,
+    None for full attention.
+    """
+    kind, given = keys.data.get("model_type"), keys.data["sliding_window"]
+    facts.choose("sliding_window", used, f"config.json has {given}, which type {kind} does not define")
+    facts.doubts.append(
+        f"its config.json has sliding_window {given}, which type {kind} does not define; {reading}; {remedy}"
+    )
 
 
 def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: str) -> LayerGeometry:

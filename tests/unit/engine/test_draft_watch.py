@@ -1,0 +1,101 @@
+"""A draft that is never accepted, or that is odd in itself, is noticed and said."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.cli import main
+from cluster.engine import build_engine
+from cluster.engine.draft_watch import TREES, DraftWatch
+from cluster.request import Adjustments, Request, SamplingParams
+from tests.parity.harness import config_of, run
+from tests.tiny import draft_folder, target_folder
+from tests.unit.models import draft_folders as write
+from tests.unit.models.checkpoints import copy_of
+
+
+def test_a_draft_that_is_never_accepted_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch = DraftWatch(3, ("its map is odd",))
+    for _ in range(TREES - 1):
+        watch.saw(0)
+    assert not watch.never_accepted and not caplog.records
+    for _ in range(TREES):
+        watch.saw(0)
+    assert watch.never_accepted
+    [record] = caplog.records
+    text = record.getMessage()
+    assert text.startswith(f"rank 3: the draft was never accepted in {TREES} trees")
+    assert "Noted when it was read: its map is odd." in text and "probe-draft" in text
+    watch.saw(1)
+    assert not watch.never_accepted
+
+
+def test_the_engine_tells_of_a_draft_that_is_never_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The draft proposes two ids only, which the requests ban; then requests that allow no others."""
+    target = target_folder()
+    draft = draft_folder(target, own_head=False)
+    (tmp_path / "ids.json").write_text("[3, 7]")
+    engine = build_engine(config_of(target, draft, speculative_token_map=str(tmp_path / "ids.json")))
+    banned = Adjustments(bias=((3, -100.0), (7, -100.0)))
+    params = SamplingParams(max_tokens=TREES, ignore_eos=True, adjustments=banned, seed=1)
+    assert not engine.status().draft_never_accepted
+    run(engine, [Request("a", (1, 2, 3), params)])
+    assert not engine.status().draft_never_accepted, "the first token is the prompt's"
+    run(engine, [Request("b", (1, 2, 3), params)])
+    assert engine.status().draft_never_accepted and engine.status().accept_length == 1.0
+    assert caplog.text.count("never accepted") == 1
+    allowed = replace(params, adjustments=Adjustments(allowed_token_ids=(3, 7)))
+    run(engine, [Request("c", (1, 2, 3), allowed)])
+    assert not engine.status().draft_never_accepted
+
+
+def zero_map(folder: Path, without_t2d: bool) -> str:
+    """A draft of 40 of the target's ids whose map was never filled in."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["d2t"] = torch.zeros_like(tensors["d2t"])
+        tensors["t2d"] = torch.arange(len(tensors["t2d"])) < 40
+        if without_t2d:
+            del tensors["t2d"]
+
+    return copy_of(draft_folder(target_folder(), draft_vocab=40), folder, change)
+
+
+def test_a_map_that_was_never_filled_in_is_named_at_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = target_folder(), zero_map(tmp_path / "zeros", without_t2d=True)
+    caplog.set_level(logging.WARNING)
+    info = build_engine(config_of(target, draft)).info().draft
+    assert info is not None and "d2t holds only zeros" in info.doubts[0] and "first 40 ids of 64" in info.doubts[0]
+    assert f"draft {draft}: {info.doubts[0]}" in caplog.text
+    assert main(["inspect", target, "--draft", draft]) == 0
+    assert f"  doubt: {info.doubts[0]}" in capsys.readouterr().out
+    caplog.clear()
+    meant = build_engine(config_of(target, zero_map(tmp_path / "meant", without_t2d=False))).info().draft
+    assert meant is not None and not meant.doubts and "d2t" not in caplog.text, "t2d agrees, so it is meant"
+
+
+@pytest.mark.parametrize(
+    ("draft", "window", "words"),
+    [
+        (lambda: draft_folder(target_folder()), 5, "every layer sees so many tokens; set it to null"),
+        (write.eagle1, None, "it is served with full attention"),
+    ],
+    ids=["eagle3", "eagle1"],
+)
+def test_a_window_that_llama_does_not_define_is_said(
+    draft: Callable[[], str], window: int | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(draft(), tmp_path / "draft", model_type="llama", sliding_window=5)
+    assert main(["inspect", target_folder(), "--draft", folder, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["draft"]
+    assert found["choices"]["sliding_window"]["value"] == window
+    assert "type llama does not define" in found["choices"]["sliding_window"]["source"]
+    assert len(found["doubts"]) == 1 and words in found["doubts"][0]
