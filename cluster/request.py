@@ -97,7 +97,7 @@ class SamplingParams:
             (0.0 < self.top_p <= 1.0, "top_p", "lie in (0, 1]"),
             (0.0 <= self.min_p <= 1.0, "min_p", "lie in [0, 1]"),
             (0 <= self.max_tokens < MOST, "max_tokens", f"lie in [0, {MOST})"),
-            (self.seed is None or 0 <= self.seed < 2**63, "seed", "lie in [0, 2**63)"),
+            (self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "lie in [-2**63, 2**63)"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "lie in [0, 20]"),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "lie in [0, 20]"),
             (all(self.stop), "stop", "hold no empty string"),
@@ -201,6 +201,11 @@ class RequestOutput:
     error_code: ErrorCode | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     tree: StepTree | None = None
+
+
+def signed_seed(seed: int) -> int:
+    """A whole number in [-2**63, 2**64) modulo 2**64, as a seed in [-2**63, 2**63)."""
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 class Seeds:

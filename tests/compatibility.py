@@ -29,6 +29,10 @@ Every request field of the servers named, and what becomes of it here. *Honoured
 *Harmless*: taken, and it cannot change the answer. *Refused*: a 400 that names it, unless it has a value that asks for
 nothing; the remedy is in the message. An unknown field goes through with a warning in `x-aerie-warning`.
 
+- `logit_bias` may name 1,024 ids, as any object of a body may have 1,024 fields. OpenAI takes 300 to 1,024 by model.
+- `seed` is any whole number of 64 bits of either sign, -2^63 to 2^64 - 1, and is taken modulo 2^64: -2 and 2^64 - 2 are
+  one seed. -1 asks for none, as with vLLM; 2^64 - 1 is the seed with these bits.
+
 Written by `python -m tests.compatibility` from the code that reads requests.
 """
 

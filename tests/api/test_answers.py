@@ -325,6 +325,20 @@ def test_values_that_clients_send_for_the_default(client: Client, service: Scrip
     assert params.seed is not None and params.seed >= 0, "drawn by whoever admits it"
 
 
+def test_seeds_of_either_sign(client: Client, service: ScriptedService) -> None:
+    """Taken modulo 2**64 in every API: -2 and 2**64 - 2 are one seed. 2**64 - 1 is a seed, though -1 is none."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    paths = {"/v1/chat/completions": chat, "/v1/messages": chat, "/v1/responses": {"input": "hi"}}
+    for path, body in paths.items():
+        for seed, used in ((-2, -2), (2**64 - 2, -2), (-(2**63), -(2**63)), (2**63, -(2**63)), (2**64 - 1, -1), (5, 5)):
+            answer = client.post(path, {"model": MODEL, **body, "seed": seed})
+            assert answer.status_code == 200, answer.text
+            assert params_of(service).seed == used
+    texts = [client.complete(seed=seed, n=2, temperature=1).json()["choices"] for seed in (-2, 2**64 - 2, 2)]
+    said = [[choice["text"] for choice in choices] for choices in texts]
+    assert said[0] == said[1] != said[2] and said[0][0] != said[0][1]
+
+
 def test_request_ids(client: Client, service: ScriptedService) -> None:
     answers = [client.complete(request_id="mine-1").json()["id"] for _ in range(2)]
     assert answers == ["cmpl-mine-1"] * 2

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -153,6 +154,19 @@ def test_an_object_of_thousands_of_fields_is_refused(client: Client, where: Any)
     answer = client.post(COMPLETE, where({f"field_{i}": i for i in range(45_000)}))
     assert answer.status_code == 400
     assert f"at most {MAX_KEYS}" in answer.json()["error"]["message"]
+
+
+def test_a_bias_for_as_many_ids_as_openai_takes(client: Client, service: ScriptedService) -> None:
+    def asked(count: int) -> httpx.Response:
+        return client.complete(logit_bias={str(token): -1 for token in range(count)})
+
+    service.model = replace(service.model, vocab_size=2048)
+    assert asked(1024).status_code == 200
+    adjustments = service.engine.requests[-1].params.adjustments
+    assert adjustments is not None and len(adjustments.bias) == 1024
+    refused = asked(1025)
+    assert refused.status_code == 400
+    assert "at most 1024, logit_bias too (OpenAI takes 300 to 1,024" in refused.json()["error"]["message"]
 
 
 def test_as_many_fields_as_are_read_go_through(client: Client) -> None:

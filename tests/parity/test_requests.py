@@ -1,8 +1,9 @@
 """What a request asks for - ends, seeds, resuming, log-probabilities, counts - does not depend on speculation."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -130,16 +131,20 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(kind: str) -> None:
 
 
 def test_seeds_matter_and_their_lack_is_filled_in() -> None:
-    def texts(seeds: Sequence[int | None], random_seed: int) -> list[list[int]]:
+    def texts(
+        seeds: Sequence[int | None], random_seed: int, make: Callable[..., Engine] = plain_engine
+    ) -> list[list[int]]:
         asked = [
             request(f"{i}", prompts()[2], SAMPLING["0.8"], seed=seed, max_tokens=24, ignore_eos=True)
             for i, seed in enumerate(seeds)
         ]
-        return list(run(plain_engine(random_seed=random_seed), asked).tokens.values())
+        return list(run(make(random_seed=random_seed), asked).tokens.values())
 
-    seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1]
+    seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, -1, -2, -(2**31), -(2**63)]
     assert len({tuple(t) for t in texts(seeds, 0)}) == len(seeds), "every bit of a seed counts"
     assert texts(seeds, 0) == texts(seeds, 1)
+    trees = partial(engine_of, 4, 3, "model", "0.8")
+    assert texts(seeds, 0, trees) == texts(seeds, 0), "of either sign, with trees as without"
     assert texts([None] * 4, 0) == texts([None] * 4, 0) != texts([None] * 4, 1)
     assert len({tuple(t) for t in texts([None] * 4, 0)}) == 4
 

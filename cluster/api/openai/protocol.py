@@ -16,9 +16,10 @@ from cluster.api.openai.content import Strict, Text, list_of_prompts, list_of_st
 from cluster.api.openai.conversing import ConversingFields, Messages
 from cluster.api.openai.errors import ApiError, shown
 from cluster.api.openai.service import Limits, ModelInfo
-from cluster.request import GREEDY_BELOW, SamplingParams
+from cluster.request import GREEDY_BELOW, SamplingParams, signed_seed
 
 MAX_TEMPERATURE = 100.0
+NO_SEED = -1  # what clients of vLLM send for none
 Prompts = str | list[str] | list[int] | list[list[int]]
 Stops = str | list[str]
 # A client may send lists of any length, so their validation ends at the first mistake.
@@ -85,7 +86,7 @@ class GenerationFields(AdjustingFields):
     top_p: float = Field(default=1.0, ge=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=-1, lt=2**63)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Annotated[list[Text], FailFast(), BeforeValidator(list_of_stops, json_schema_input_type=Stops)] = Field(
         default_factory=list
     )
@@ -237,14 +238,15 @@ class GenerationFields(AdjustingFields):
     def seed_of(self, sample: int) -> int | None:
         """The seed of sample i of a prompt: the request's own for the first, one derived from it for the others.
 
-        None without a seed, or with -1: the router draws one for each sequence that it admits, from the server's
-        `random_seed`.
+        None without a seed, or with -1, as vLLM has it: the router draws one for each sequence that it admits, from the
+        server's `random_seed`. Other seeds are taken modulo 2**64, so 2**64 - 1 is a seed, the one whose bits -1 has.
         """
-        if self.seed is None or self.seed < 0:
+        if self.seed is None or self.seed == NO_SEED:
             return None
+        seed = signed_seed(self.seed)
         if sample == 0:
-            return self.seed
-        digest = hashlib.blake2b(f"{self.seed}/{sample}".encode(), digest_size=8).digest()
+            return seed
+        digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
 
