@@ -9,12 +9,14 @@ import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from cluster.arch.dtypes import BYTES
 from cluster.config import CACHES, ConfigError
 from cluster.tools.overrides import add_override_argument, overrides_of
 from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
 
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA on Linux, and in Windows' subsystem for it
 UNSHOWN = ("tensors", "spec", "choices", "doubts", "folder", "quantised")
 
 
@@ -27,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", type=int, default=1, help="ep_size: parts that whole experts are divided into")
     parser.add_argument("--dtype", default="auto", choices=["auto", *BYTES])
     parser.add_argument(
-        "--device", default=ASSUMED_DEVICE, choices=["cuda", "cpu"], help="what the memory is told for (default: cuda)"
+        "--device",
+        choices=["cuda", "cpu"],
+        help="what dtype and memory are told for (default: a GPU, and beside it this machine where it has none)",
     )
     parser.add_argument(
         "--kv-cache-dtype", default="auto", choices=CACHES, help="what the KV caches hold (default: auto, as --dtype)"
@@ -47,19 +51,45 @@ def run(args: argparse.Namespace) -> int:
     overrides = overrides_of(args.draft_override)
     if args.draft is None and (overrides or args.token_map):
         raise ConfigError("--draft-override and --token-map apply to a draft; give --draft DIR as well")
-    report = None
-    if args.draft is None and args.tp == args.dp == args.ep == 1 and not args.tensors and not args.json:
-        report = summary(args.path, args.dtype, args.device, args.kv_cache_dtype)
-    if report is None:
-        inspect = importlib.import_module("cluster.tools.tensor_report").inspect
-        settings = (overrides, args.token_map)
-        how = args.tp, args.dp, args.ep, args.dtype, settings, args.device, args.kv_cache_dtype
-        report = inspect(args.path, args.draft, *how)
+    report = _report(args, overrides, args.device or ASSUMED_DEVICE)
+    if args.device is None and not gpu_here():
+        report.here = _here(_report(args, overrides, "cpu"), report)
     if args.json:
         print(json.dumps(asdict(report)))
     else:
         _print(report, args.tensors)
-    return 1 if report.problems else 0
+    return 1 if report.problems or (report.here or {}).get("problems") else 0
+
+
+def gpu_here() -> bool:
+    """Whether this machine serves on a GPU. torch, which knows, is imported only where there is a driver of one."""
+    if not any(Path(driver).exists() for driver in DRIVERS):
+        return False
+    return bool(importlib.import_module("torch").cuda.is_available())
+
+
+def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: str) -> Report:
+    """The report for a device, without torch where that is possible."""
+    if args.draft is None and args.tp == args.dp == args.ep == 1 and not args.tensors and not args.json:
+        report = summary(args.path, args.dtype, device, args.kv_cache_dtype)
+        if report is not None:
+            return report
+    inspect = importlib.import_module("cluster.tools.tensor_report").inspect
+    settings = (overrides, args.token_map)
+    how = args.tp, args.dp, args.ep, args.dtype, settings, device, args.kv_cache_dtype
+    found: Report = inspect(args.path, args.draft, *how)
+    return found
+
+
+def _here(here: Report, report: Report) -> dict[str, Any]:
+    """The memory in the report for this machine, and what else it says otherwise: quantised weights, problems."""
+    found = dict(here.memory)
+    for name, one, two in (("target", here.target, report.target), ("draft", here.draft or {}, report.draft or {})):
+        if one.get("quantised") != two.get("quantised"):
+            found[f"{name}_quantised"] = one.get("quantised")
+    if here.problems != report.problems:
+        found["problems"] = here.problems
+    return found
 
 
 def _print(report: Report, tensors: bool) -> None:
@@ -76,6 +106,9 @@ def _print(report: Report, tensors: bool) -> None:
             print(f"  doubt: {doubt}")
     for key, value in (report.memory | report.features).items():
         print(f"{key}: {_shown(value)}")
+    if report.here:
+        facts = ", ".join(f"{key} {_shown(value)}" for key, value in report.here.items())
+        print(f"this machine has no GPU; here it is served with: {facts}")
     for problem in report.problems:
         print(f"problem: {problem}")
     verdict = "can be served" if not report.problems else f"cannot be served: {len(report.problems)} problem(s)"

@@ -17,13 +17,16 @@ ASSUMED_DEVICE = "cuda"  # for estimates made without an engine: only torch coul
 
 @dataclass(slots=True)
 class Report:
-    """What was found about a target and its draft; they can be served if `problems` is empty."""
+    """What was found about a target and its draft; they can be served if `problems` is empty. `here` is the memory on
+    this machine, and what else differs on it, where the report itself is for a GPU that it does not have.
+    """
 
     target: dict[str, Any] = field(default_factory=dict)
     draft: dict[str, Any] | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     features: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    here: dict[str, Any] | None = None
 
 
 def described(folder: str, arch: TargetArch) -> dict[str, Any]:

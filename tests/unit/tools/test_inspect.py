@@ -13,6 +13,7 @@ from cluster.arch.dtypes import computed_in
 from cluster.cli import main
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
+from cluster.tools.inspect import gpu_here
 from cluster.tools.summary import summary
 from cluster.tools.tensor_report import inspect
 from tests.families import made
@@ -87,6 +88,41 @@ def test_the_dtype_is_that_of_the_engine(tmp_path: Path, stored: str, device: st
     else:
         config = EngineConfig(model_path=target, dtype=dtype, device="cpu", max_total_tokens=256, mixed_prefill_size=8)
         assert build_engine(config).info().dtype == plain
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["without torch", "with torch"])
+def test_without_a_gpu_it_says_what_is_served_here_and_on_a_gpu(
+    draft: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = copy_of(target_folder(), tmp_path / "target", None, torch_dtype="bfloat16", dtype="bfloat16")
+    given = ["inspect", target, *(["--draft", draft_folder(target_folder())] if draft else [])]
+
+    def told(gpu: bool, *more: str) -> str:
+        monkeypatch.setattr("cluster.tools.inspect.gpu_here", lambda: gpu)
+        assert main([*given, *more]) == 0
+        return capsys.readouterr().out
+
+    there = told(True)
+    assert "\ndevice: cuda\n" in there and "\ndtype: bfloat16\n" in there and "no GPU" not in there
+    assert told(False, "--device", "cuda") == there
+    both = told(False)
+    lines = both.splitlines()
+    [here] = [line for line in lines if line.startswith("this machine has no GPU; here it is served with: ")]
+    assert [line for line in lines if line != here] == there.splitlines()
+    taken = int(there.split("target_bytes_per_rank: ")[1].split("\n")[0].replace(",", ""))
+    for fact in ("dtype float32", "kv_cache_dtype float32", "device cpu", f"target_bytes_per_rank {2 * taken:,}"):
+        assert f", {fact}" in here
+    found = json.loads(told(False, "--json"))
+    assert (found["memory"]["device"], found["here"]["device"], found["here"]["dtype"]) == ("cuda", "cpu", "float32")
+    assert json.loads(told(True, "--json"))["here"] is None
+
+
+def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("cluster.tools.inspect.DRIVERS", (str(tmp_path / "none"),))
+    assert not gpu_here()
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr("cluster.tools.inspect.DRIVERS", (str(tmp_path / "none"), str(tmp_path / "driver")))
+    assert gpu_here() == torch.cuda.is_available()
 
 
 def test_every_problem_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
