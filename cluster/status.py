@@ -121,7 +121,7 @@ class EngineStatus:
     Steps may take other times by now than `StepCosts` say: steps of decoding alone `decode_drift` times as long, steps
     of prompt rows alone `prefill_drift` times; prompt rows beside decoding `decode_drift` times `prompt_drift`.
     `submitted` counts all requests that were ever submitted, refused ones included: `queued_tokens` knows of these.
-    `draft_never_accepted`: many trees were verified, and no drafted token was ever accepted.
+    `draft_rejected`: many trees were verified, and hardly any of them had an accepted token.
     """
 
     steps: int = 0
@@ -132,7 +132,7 @@ class EngineStatus:
     pages_used: int = 0
     pages_cached: int = 0
     accept_length: float = 0.0
-    draft_never_accepted: bool = False
+    draft_rejected: bool = False
     padded_rows: int = 0
     own_seconds: float = 0.0
     decode_drift: float = 1.0

@@ -197,7 +197,7 @@ class Engine(Rank):
             pages_used=cache.used,
             pages_cached=cache.cached,
             accept_length=self._tree_tokens / self._trees if self._trees else 0.0,
-            draft_never_accepted=self._draft_watch.never_accepted,
+            draft_rejected=self._draft_watch.rejected,
             padded_rows=self._padded_rows,
             own_seconds=self._own_seconds,
             decode_drift=scheduler.correction.usual.value,

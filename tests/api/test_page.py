@@ -105,7 +105,7 @@ def test_the_state_is_what_the_engine_and_its_metrics_say(
     assert state["accepted_by_depth"] == [4, 4, 2]
     [rank] = state["ranks"]
     assert (rank["rank"], rank["state"], rank["drafts"], rank["accepted_by_depth"]) == (0, "idle", 6, [4, 4, 2])
-    assert rank["draft_never_accepted"] is False
+    assert rank["draft_rejected"] is False
     assert state["settings"]["speculative_num_draft_tokens"] == 1 and state["settings"]["draft"] is None
     [loss] = state["losses"]
     assert (loss["rank"], loss["kind"], loss["reason"], loss["restored_s"]) == (1, "died", LOSS.reason, 3.5)

@@ -122,9 +122,9 @@ function showDepths(state) {
 }
 
 function showDoubts(state) {
-  const never = state.ranks.filter((rank) => rank.draft_never_accepted).map((rank) => rank.rank);
-  const reasons = "it was trained for another target or tokenizer, its vocabulary map (d2t) is wrong, or its config is misread, such as the target layers that it reads. Try aerie probe-draft.";
-  const told = never.length ? [`The draft was never accepted on rank ${never.join(", ")}, so it only costs time. Likely reasons: ${reasons}`] : [];
+  const ranks = state.ranks.filter((rank) => rank.draft_rejected).map((rank) => rank.rank);
+  const reasons = "it was trained for another target, tokenizer or kind of text, its vocabulary map (d2t) is wrong, or its config is misread, such as the target layers that it reads. Try aerie probe-draft.";
+  const told = ranks.length ? [`The draft is hardly ever accepted on rank ${ranks.join(", ")}, so it only costs time. Likely reasons: ${reasons}`] : [];
   const noted = (state.settings.draft?.doubts ?? []).map((doubt) => `Noted when the draft was read: ${doubt}.`);
   show(byId("doubts"), ...[...told, ...noted].map((text) => element("li", { class: "bad" }, text)));
 }

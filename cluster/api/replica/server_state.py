@@ -88,7 +88,7 @@ def _rank(rank: int, beat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
         "running": now.running,
         "waiting": now.waiting,
         "accept_length": now.accept_length,
-        "draft_never_accepted": now.draft_never_accepted,
+        "draft_rejected": now.draft_rejected,
         "pages": {"used": now.pages_used, "cached": now.pages_cached, "free": now.pages_free},
     }
 
