@@ -9,7 +9,7 @@ from cluster.api.openai.constraints import Constraint, refused
 from cluster.api.openai.errors import ApiError
 from cluster.api.openai.protocol import ChatRequest
 from cluster.api.openai.tokenizer import ChatTokenizer
-from cluster.api.openai.tools import CustomTool, Function
+from cluster.api.openai.tools import ChatCustomTool, Function
 from cluster.chat.custom import FIELD, CustomReader, schema_of_input
 from cluster.chat.formats.plan import Answer, Form, Format, Prompted, json_value, with_tokens
 from cluster.chat.json_text import loaded
@@ -72,7 +72,7 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> Chat:
         text = json.dumps({"type": "structural_tag", "format": form})
         asked = Constraint(held.field, Grammar("chat", text))
     schemas = {function.name: function.schema_of_arguments for function in functions}
-    custom = frozenset(tool.custom.name for tool in callable_tools if isinstance(tool, CustomTool))
+    custom = frozenset(tool.custom.name for tool in callable_tools if isinstance(tool, ChatCustomTool))
     split = fields.separate_reasoning
     return Chat(format, schemas or None, split, prompted, special, asked, custom, tuple(warnings))
 
@@ -84,10 +84,11 @@ def _functions(format: Format, fields: ChatRequest) -> tuple[list[Function], lis
     functions, warnings = list[Function](), list[str]()
     for tool in fields.callable_tools:
         function = tool.function
-        if isinstance(tool, CustomTool) and tool.grammar is not None:
+        if isinstance(tool, ChatCustomTool) and tool.grammar is not None:
             why = "only regular expressions can be" if tool.grammar.syntax != "regex" else _refusal(format, function)
             if why:
                 place = f"tools.{fields.tools.index(tool)}.custom.format"
+                why = " ".join(why.split())  # a header has no line ends
                 warnings.append(f"{place}: the grammar is shown to the model and not enforced: {why}")
                 function = function.model_copy(update={"parameters": schema_of_input(), "strict": None})
         functions.append(function)

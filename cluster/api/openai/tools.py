@@ -72,7 +72,7 @@ class Custom(Strict):
     format: InputFormat | None = None
 
 
-class CustomTool(Strict):
+class ChatCustomTool(Strict):
     """A tool that takes one text. The model is shown a function with one string, `input`; see `cluster.chat.custom`."""
 
     type: Literal["custom"]
@@ -116,8 +116,8 @@ class LeftOutTool(Strict):
     name: Any = None
 
 
-CallableTool = Tool | CustomTool
-AnyTool = Tool | CustomTool | LeftOutTool
+CallableTool = Tool | ChatCustomTool
+AnyTool = Tool | ChatCustomTool | LeftOutTool
 
 
 def read_tools(value: Any) -> list[AnyTool]:
@@ -133,17 +133,17 @@ def read_tools(value: Any) -> list[AnyTool]:
 
 
 def _read(value: Any, path: str) -> AnyTool:
-    if isinstance(value, Tool | CustomTool | LeftOutTool):
+    if isinstance(value, Tool | ChatCustomTool | LeftOutTool):
         return value
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "custom":
-        return _checked(read_at(CustomTool, value, path), f"{path}.custom.format")
+        return _checked(read_at(ChatCustomTool, value, path), f"{path}.custom.format")
     if not isinstance(kind, str) or kind in ("", "function"):
         return read_at(Tool, value, path)
     return LeftOutTool(type=kind, name=value.get("name"))
 
 
-def _checked(tool: CustomTool, path: str) -> CustomTool:
+def _checked(tool: ChatCustomTool, path: str) -> ChatCustomTool:
     asked = tool.custom.format
     if asked is not None and asked.type == "grammar" and asked.grammar is None:
         raise ApiError(f"{path}.grammar: required", param=f"{path}.grammar", code="missing_required_parameter")

@@ -49,7 +49,7 @@ def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, A
     fields, warnings = kind.read(body)
     fields.check(service.model, limits)
     if isinstance(fields, TokenizeRequest):
-        return fields, warnings
+        return fields, warnings + left_out_warnings(fields.tools)
     if isinstance(fields, ChatRequest):
         warnings += left_out_warnings(fields.tools) + unread(fields.messages)
     return fields.filled(service.model.sampling), warnings

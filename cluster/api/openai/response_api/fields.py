@@ -4,7 +4,7 @@ from typing import Any
 
 from cluster.api.openai.translated import table_of
 
-# They tune what is kept of prompts, or limit tools of a kind that is refused anyway, so they cannot change the answer.
+# They tune what is kept of prompts, or limit tools of a kind that is left out anyway, so they cannot change the answer.
 HARMLESS = frozenset({"max_tool_calls", "prompt_cache_retention", "image"})
 
 # Not honoured, with the values (besides null) that ask for nothing and so pass.

@@ -1,6 +1,7 @@
 """The body of /v1/responses: what is honoured of it, and how it becomes a chat request."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
@@ -129,7 +130,7 @@ class ResponseRequest(TranslatedBody):
         }
         return translation(chat, Origins({**ORIGINS, **spoken.origins, **tools.origins}))
 
-    @property
+    @cached_property
     def offered(self) -> Offered:
         """The tools of the body and of its items, as those of a chat request."""
         return offered([(f"tools.{at}", tool) for at, tool in enumerate(self.tools)], tools_in(self.input))

@@ -30,7 +30,7 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
-class InputFormat(Strict):
+class ResponseInputFormat(Strict):
     """What the text of a custom tool may be: any text, or one in a grammar, which has a syntax and a definition."""
 
     type: Literal["text", "grammar"]
@@ -38,13 +38,13 @@ class InputFormat(Strict):
     definition: Text | None = None
 
 
-class CustomTool(Strict):
+class ResponseCustomTool(Strict):
     """A tool that takes one text."""
 
     type: Literal["custom"]
     name: Text
     description: Text | None = None
-    format: InputFormat | None = None
+    format: ResponseInputFormat | None = None
 
 
 class SearchTool(Strict):
@@ -65,14 +65,14 @@ class NamespaceTool(Strict):
     tools: list[Any]
 
 
-Single = FunctionTool | CustomTool | SearchTool | LeftOutTool
+Single = FunctionTool | ResponseCustomTool | SearchTool | LeftOutTool
 ResponseTool = Single | NamespaceTool
 
 
 class NamespaceInput(NamespaceTool):
     """A namespace as a body has it, for the description of the API."""
 
-    tools: list[FunctionTool | CustomTool | LeftOutTool]
+    tools: list[FunctionTool | ResponseCustomTool | LeftOutTool]
 
 
 class ServerSearchTool(Strict):
@@ -88,7 +88,7 @@ class OtherTool(LeftOutTool):
     type: str = Field(min_length=1, json_schema_extra={"not": {"enum": [*NAMING, "namespace", SEARCH]}})
 
 
-ToolInput = FunctionTool | CustomTool | SearchTool | NamespaceInput | ServerSearchTool | OtherTool
+ToolInput = FunctionTool | ResponseCustomTool | SearchTool | NamespaceInput | ServerSearchTool | OtherTool
 
 
 def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
@@ -107,7 +107,7 @@ def _read(value: Any, path: str, inside: bool = False) -> ResponseTool:
     """One tool; `inside` of a namespace there is no other one, and no search."""
     kind = value.get("type", "") if isinstance(value, dict) else ""
     if kind == "custom":
-        return _checked(read_at(CustomTool, value, path), f"{path}.format")
+        return _checked(read_at(ResponseCustomTool, value, path), f"{path}.format")
     if not isinstance(kind, str) or kind in ("", "function"):
         return read_at(FunctionTool, value, path)
     if kind == "namespace" and not inside:
@@ -119,7 +119,7 @@ def _read(value: Any, path: str, inside: bool = False) -> ResponseTool:
     return LeftOutTool(type=kind, name=value.get("name"))
 
 
-def _checked(tool: CustomTool, path: str) -> CustomTool:
+def _checked(tool: ResponseCustomTool, path: str) -> ResponseCustomTool:
     if tool.format is not None and tool.format.type == "grammar":
         for name in ("syntax", "definition"):
             if getattr(tool.format, name) is None:
