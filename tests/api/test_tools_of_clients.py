@@ -168,6 +168,9 @@ def test_a_choice_names_a_tool_of_any_kind_that_is_called(client: Client, servic
         "tools": [{"type": "web_search"}, {"type": "custom", "name": "edit"}],
     }
     assert chosen(allowed) == ("auto", ("edit",), False)
+    assert chosen({"type": "tool_search"}) == ("required", ("tool_search",), True)
+    spaces = {**allowed, "mode": "required", "tools": [{"type": "namespace", "name": "files"}, {"type": "tool_search"}]}
+    assert chosen(spaces) == ("required", ("files.list", "files.edit", "tool_search"), False)
     for choice, words in (
         ({"type": "web_search"}, "tool_choice.type: 'web_search' is not supported by this server"),
         ({**allowed, "tools": [{"type": "web_search"}]}, "tool_choice: allowed_tools has no tool that this server"),

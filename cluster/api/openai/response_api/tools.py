@@ -251,15 +251,20 @@ def read_choice(value: Any) -> ToolChoice:
         choice = read_at(AllowedTools, value, "tool_choice")
         tools = [_allowed(tool, f"tool_choice.tools.{at}") for at, tool in enumerate(choice.tools)]
         return choice.model_copy(update={"tools": tools})
+    if kind == SEARCH:
+        return NamedChoice(type="function", name=SEARCH)
     if kind not in NAMING:
         raise not_taken("tool_choice.type", kind, NOT_CALLED)
     return read_at(NamedChoice, value, "tool_choice")
 
 
 def _allowed(value: Any, path: str) -> NamedChoice | LeftOutTool:
+    """One of the allowed tools. A namespace, and a tool that is left out, are of any other type."""
     kind = value.get("type") if isinstance(value, dict) else None
+    if kind == SEARCH:
+        return NamedChoice(type="function", name=SEARCH)
     if isinstance(kind, str) and kind and kind not in NAMING:
-        return LeftOutTool(type=kind)
+        return LeftOutTool(type=kind, name=value.get("name"))
     return read_at(NamedChoice, value, path)
 
 
@@ -268,9 +273,19 @@ def chat_choice(choice: ToolChoice, names: Mapping[str, Own]) -> Any:
     if isinstance(choice, NamedChoice):
         return _named(choice, names)
     if isinstance(choice, AllowedTools):
-        tools = [_named(tool, names) if isinstance(tool, NamedChoice) else {"type": tool.type} for tool in choice.tools]
+        tools = [one for tool in choice.tools for one in _allowed_of(tool, names)]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     return choice
+
+
+def _allowed_of(tool: NamedChoice | LeftOutTool, names: Mapping[str, Own]) -> list[dict[str, Any]]:
+    """One of the allowed tools as a chat request has it: of a namespace all of its tools."""
+    if isinstance(tool, NamedChoice):
+        return [_named(tool, names)]
+    if tool.type != "namespace":
+        return [{"type": tool.type}]
+    members = [full for full, own in names.items() if own.namespace == tool.name]
+    return [_function_named(name) for name in members or [str(tool.name)]]
 
 
 def _named(choice: NamedChoice, names: Mapping[str, Own]) -> dict[str, Any]:
@@ -286,4 +301,8 @@ def _named(choice: NamedChoice, names: Mapping[str, Own]) -> dict[str, Any]:
             message = f"tool_choice: {shown(name)} is a tool of several namespaces; say which: {', '.join(found)[:200]}"
             raise ApiError(message, param="tool_choice", code="invalid_value")
         name = found[0] if found else name
+    return _function_named(name)
+
+
+def _function_named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
