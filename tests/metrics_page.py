@@ -25,9 +25,9 @@ VLLM = """
 ## vLLM's names
 
 The same series once more, under the names that tools for vLLM read; the text of each is that of ours. Counters end in
-`_total` here too; `rank` is called `engine`, and `depth`, from 1, `position`, from 0. As in vLLM `request_success` counts
-every end of a sequence, by `finished_reason`, and the stages of one (queue, prefill, decode) are observed when it ends; a
-sequence that is resumed after a loss is a new one.
+`_total` here too; `rank` is called `engine`, and `depth`, from 1, `position`, from 0. As in vLLM, `request_success`
+counts every end of a sequence, by `finished_reason`, and the stages of a sequence (queue, prefill, decode) are observed
+when it ends; a sequence that is resumed after a loss is a new one.
 """
 COMMON = ("model_name", "rank", "process")
 

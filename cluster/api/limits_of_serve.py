@@ -35,7 +35,7 @@ class Met:
         exceptions: Any = sys.modules["ray.serve.exceptions"]
         if isinstance(error, TimeoutError) and timeout_s is not None:
             self.timeout_s = timeout_s
-        elif isinstance(error, exceptions.BackPressureError):
+        elif isinstance(error, exceptions.BackPressureError) and len(error.args) > 1:  # else it is another call's
             self.queue = error.args[1]
 
 

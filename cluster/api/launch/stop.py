@@ -39,9 +39,9 @@ class StopSignals:
         try:
             yield
         finally:
+            self.release()  # a SIGTERM that is still pending is ours to take
             for number, handler in before.items():
                 signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
     def release(self) -> None:
         """Install the handlers again, since `ray.init` installs its own, and take a SIGTERM that is pending."""
