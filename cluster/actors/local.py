@@ -51,7 +51,7 @@ class LocalRay:
         prepare_environment(self._folder.path)
         before = set(psutil.Process().children(recursive=True))
         try:
-            with _lean_head(with_logs=self.verbose), _children_take_sigterm():
+            with _lean_head(with_logs=self.verbose), _own_group():
                 ray.init(
                     address="local",
                     num_cpus=self.num_cpus,
@@ -132,23 +132,35 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _children_take_sigterm() -> Iterator[None]:
-    """Have the processes that `ray.init` starts take SIGTERM where this thread holds it; without that, in a version of
-    Ray with other internal names, they end by SIGKILL alone.
+def _own_group() -> Iterator[None]:
+    """Have `ray.init` start Ray's processes in one process group of their own, and with SIGTERM let through.
+
+    What is sent to this process's group, as by Ctrl-C in a terminal or by `timeout`, then reaches this process alone,
+    which ends Ray in order. Ray's reaper, which ends its group once this process is gone, is in that group. A version
+    of Ray with other internal names starts them in this process's group, with SIGTERM held where this thread holds it.
     """
     services: Any = ray._private.services
     popen = getattr(services, "ConsolePopen", None)
     if popen is None:
         yield
         return
+    leader = 0  # the first process that is started
 
     def start(*args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> Any:
+        nonlocal leader
+
         def prepare() -> None:
             if preexec_fn is not None:
                 preexec_fn()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+            try:
+                os.setpgid(0, leader)
+            except OSError:  # the leader has ended, and its group with it
+                os.setpgid(0, 0)
 
-        return popen(*args, preexec_fn=prepare, **options)
+        process = popen(*args, preexec_fn=prepare, **options)
+        leader = leader or process.pid
+        return process
 
     services.ConsolePopen = start
     try:

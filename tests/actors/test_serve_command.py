@@ -233,7 +233,7 @@ def test_a_signal_before_it_is_ready_stops_it_too(stop: signal.Signals, tmp_path
         ):
             time.sleep(after_s)
             children = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(stop)
+            os.killpg(process.pid, stop)  # as `timeout` and terminals do
             assert process.wait(timeout=60) == 0, after_s
             _, alive = psutil.wait_procs(children, timeout=2)
             assert alive == [] and not any(Path(folder).iterdir()), after_s

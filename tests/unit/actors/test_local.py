@@ -1,12 +1,15 @@
 """The end of a Ray of one's own: nothing of it stays, whatever its processes do meanwhile."""
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil  # Ray's own copy, as in `cluster.actors.local`
 import pytest
 import ray
+
+import psutil  # isort: skip  # Ray's own copy: importable once Ray is
 
 from cluster.actors import local
 from cluster.actors.local import LocalRay
@@ -55,6 +58,25 @@ def test_the_folder_goes_whatever_happens(monkeypatch: pytest.MonkeyPatch, way: 
         with pytest.raises(OSError, match="no"):
             getattr(cluster, way)()
     assert folder.removed
+
+
+def test_rays_processes_are_in_one_group_that_is_not_ours_and_take_sigterm() -> None:
+    services: Any = ray._private.services
+    before = services.ConsolePopen
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with local._own_group():
+            started += [services.ConsolePopen(command) for command in (["sleep", "60"], ["true"], ["sleep", "60"])]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert services.ConsolePopen is before
+    first, short, last = started
+    short.wait()
+    assert os.getpgid(first.pid) == os.getpgid(last.pid) == first.pid != os.getpgid(0)
+    for process in (first, last):
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
 
 
 def test_rays_token_is_in_the_home_folder_or_beside_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
