@@ -211,7 +211,7 @@ class Admission:
             if (report := self._report(rank)) is not None:
                 books.read(report)
         works = [books.work(chunk_of(self._config)) for books in self._ranks]
-        drift = Drift(*map(max, zip(*(books.drift for books in self._ranks), strict=True)))
+        drift = Drift.of_gang([books.drift for books in self._ranks])
         speeds = PrefillSpeed.of_ranks(self._config, self._pace, self._row_s, works, drift)
         window, slots = self._shape.window, self._config.max_running_requests
         running = [one.length for books in self._ranks for one in books.running.values()]

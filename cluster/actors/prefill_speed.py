@@ -31,6 +31,12 @@ class Drift(NamedTuple):
     prompt: float = 1.0
     alone: float = 1.0
 
+    @classmethod
+    def of_gang(cls, ranks: Sequence["Drift"]) -> "Drift":
+        """The largest of the ranks' figures, as the slowest rank decides; 1.0 is that of a rank that knows nothing."""
+        columns = zip(*ranks, strict=True)
+        return cls(*(max((value for value in column if value != 1.0), default=1.0) for column in columns))
+
 
 class RankWork(NamedTuple):
     """What one rank does now. `committed`: the tokens of each request that decodes. `rows` prompt rows are left to

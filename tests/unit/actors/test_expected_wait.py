@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.admission import HEADROOM, SOON_S, Admission
+from cluster.actors.prefill_speed import Drift
 from tests.unit.actors.simulated_gang import ACCEPT, Arrival, Outcome, SimulatedGang
 from tests.unit.engine.test_prefill_share import CPU, EIGHT_B, Machine
 
@@ -93,6 +94,11 @@ def test_with_a_fixed_number_of_rows_the_rows_before_tell_what_rows_take() -> No
     sim = gang(measured=False, settings={"mixed_prefill_size": 64})
     outcomes = sim.run([*before, *(replace(one, at=one.at + 40) for one in LOADS["all long"][0])])
     judge(outcomes[len(before) :], 20.0, factor=3.0)
+
+
+def test_a_rank_that_has_learned_nothing_hides_no_drift() -> None:
+    """What was measured on a busy machine is too slow: one rank knows, the other never had a long prompt."""
+    assert Drift.of_gang([Drift(0.5, 1.0, 0.4), Drift(0.6, 1.0, 1.0)]) == (0.6, 1.0, 0.4)
 
 
 def test_a_prefix_that_an_open_request_computes_is_not_computed_again() -> None:
