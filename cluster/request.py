@@ -204,7 +204,13 @@ class RequestOutput:
 
 
 def signed_seed(seed: int) -> int:
-    """A whole number in [-2**63, 2**64) modulo 2**64, as a seed in [-2**63, 2**63)."""
+    """A whole number in [-2**63, 2**64) modulo 2**64, as a seed in [-2**63, 2**63).
+
+    Raises:
+        ValueError: it is outside.
+    """
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must lie in [-2**63, 2**64), got {seed}")
     return seed - 2**64 if seed >= 2**63 else seed
 
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
-from cluster.request import Request, RequestOutput, SamplingParams
+from cluster.request import Request, RequestOutput, SamplingParams, signed_seed
 from cluster.text import StoppedText
 from cluster.tools.engine_flags import add_engine_arguments
 from cluster.tools.local_engine import engine_of, steps
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="64 bits, of either sign (default: 0)")
     parser.add_argument("--max-tokens", type=int, help=f"(default: {MAX_TOKENS}, or as many as fit)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--ignore-eos", action="store_true")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
-        seed=args.seed,
+        seed=signed_seed(args.seed),
         max_tokens=max(1, min(MAX_TOKENS, room)) if args.max_tokens is None else args.max_tokens,
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,

@@ -107,8 +107,8 @@ def _print(report: Report, tensors: bool) -> None:
     for key, value in (report.memory | report.features).items():
         print(f"{key}: {_shown(value)}")
     if report.here:
-        facts = ", ".join(f"{key} {_shown(value)}" for key, value in report.here.items())
-        print(f"this machine has no GPU; here it is served with: {facts}")
+        here = ", ".join(f"{key} {_shown(value)}" for key, value in report.here.items())
+        print(f"this machine has no GPU; here it is served with: {here}")
     for problem in report.problems:
         print(f"problem: {problem}")
     verdict = "can be served" if not report.problems else f"cannot be served: {len(report.problems)} problem(s)"
