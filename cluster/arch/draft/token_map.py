@@ -5,6 +5,7 @@ inside of a draft's checkpoint.
 """
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def _from_tensor(path: Path) -> list[int]:
 def map_doubts(folder: str, shapes: Shapes, size: int, vocab_size: int) -> list[str]:
     """What is doubtful about the map `d2t` of `size` ids in a draft's folder: one that holds only zeros is the target's
     first ids, and most likely one that was never filled in. A `t2d` that agrees with it settles that it is meant.
+    Nothing is said of a file that has its header and its size but no data, as an outline of a remote file has.
 
     Raises:
         ConfigError: a file of the folder is missing or malformed.
@@ -69,6 +71,8 @@ def map_doubts(folder: str, shapes: Shapes, size: int, vocab_size: int) -> list[
         return []
     path, _, stored = stored_tensors(folder)["d2t"]
     with path.open("rb") as file:
+        if file.seek(stored.start, os.SEEK_HOLE) < stored.stop:
+            return []  # zeros there are a hole in the file
         file.seek(stored.start)
         if any(file.read(stored.stop - stored.start)):
             return []

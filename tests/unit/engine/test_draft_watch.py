@@ -2,14 +2,17 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from cluster.arch.draft.token_map import map_doubts
 from cluster.cli import main
 from cluster.engine import build_engine
 from cluster.engine.draft_watch import TREES, DraftWatch
@@ -89,6 +92,17 @@ def test_a_map_that_was_never_filled_in_is_named_at_load(
     caplog.clear()
     meant = build_engine(config_of(target, zero_map(tmp_path / "meant", without_t2d=False))).info().draft
     assert meant is not None and not meant.doubts and "d2t" not in caplog.text, "t2d agrees, so it is meant"
+
+
+def test_nothing_is_said_of_a_map_that_is_not_there(tmp_path: Path) -> None:
+    """An outline of a remote file has its header and its size, and a hole in place of the tensors."""
+    file, shapes = tmp_path / "model.safetensors", {"d2t": (4096,)}
+    save_file({"d2t": torch.zeros(4096, dtype=torch.int64)}, file)
+    assert len(map_doubts(str(tmp_path), shapes, 4096, 8192)) == 1
+    whole = file.read_bytes()
+    file.write_bytes(whole[: 8 + int.from_bytes(whole[:8], "little")])
+    os.truncate(file, len(whole))
+    assert map_doubts(str(tmp_path), shapes, 4096, 8192) == []
 
 
 @pytest.mark.parametrize(
