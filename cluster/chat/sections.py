@@ -11,15 +11,12 @@ Kind = Literal["said", "thought", "call"]
 
 @dataclass(slots=True)
 class Section:
-    """One section; `index` counts those of an answer from 0. `call_id` and `name` are a call's, and `custom` is true
-    for the call of a custom tool.
-    """
+    """One section; `index` counts those of an answer from 0. `call_id` and `name` are a call's."""
 
     index: int
     kind: Kind
     call_id: str = ""
     name: str = ""
-    custom: bool = False
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -80,7 +77,7 @@ class Sections:
                 continue
             if isinstance(event, CallBegun):
                 self._call = event.call
-                yield from self._begin("call", event.call_id, event.name, event.custom)
+                yield from self._begin("call", event.call_id, event.name)
             elif isinstance(event, Arguments):
                 if self._open is None or self._open.kind != "call" or self._call != event.call:
                     raise ValueError(f"arguments of call {event.call} come after it has ended")
@@ -97,9 +94,9 @@ class Sections:
             yield from self._begin("said")
         yield from self._close()
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "", custom: bool = False) -> Iterator[Change]:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
         yield from self._close()
-        self._open = Section(len(self.all), kind, call_id, name, custom)
+        self._open = Section(len(self.all), kind, call_id, name)
         self.all.append(self._open)
         yield Opened(self._open)
 

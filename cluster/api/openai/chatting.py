@@ -23,7 +23,7 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 @dataclass(frozen=True, slots=True)
 class Chat:
     """How one chat is answered: by a format, or as mere text without one. `tools` are those that may be called, and
-    `custom` the names of those among them that take a text. `warnings` are about what is not held to.
+    `custom` the names of all tools that take a text. `warnings` are about what is not held to.
     """
 
     format: Format | None = None
@@ -72,7 +72,7 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> Chat:
         text = json.dumps({"type": "structural_tag", "format": form})
         asked = Constraint(held.field, Grammar("chat", text))
     schemas = {function.name: function.schema_of_arguments for function in functions}
-    custom = frozenset(tool.custom.name for tool in callable_tools if isinstance(tool, ChatCustomTool))
+    custom = frozenset(tool.custom.name for tool in fields.served_tools if isinstance(tool, ChatCustomTool))
     split = fields.separate_reasoning
     return Chat(format, schemas or None, split, prompted, special, asked, custom, tuple(warnings))
 
