@@ -1,39 +1,51 @@
-"""What a checkpoint's config says of its quantised weights; which tensors are quantised, and how, the tensors tell."""
+"""What a checkpoint's config says of its quantised weights; which tensors are quantised, the tensors tell."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cluster.arch.keys import Keys, Shapes, read_json
+from cluster.arch.quantisation_rules import Rule, Scheme, auto_round_rules, compressed_rules, gptq_rules
 from cluster.config import ConfigError
 
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "fbgemm_fp8")
 # Of compressed-tensors; "mixed-precision" has several of the others.
 FORMATS = ("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
-MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
+# ModelOpt's algorithms, and how many outputs and inputs of a matrix share a scale (see `Scheme.block`).
+MODELOPT = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128), "MXFP8": (1, 32)}
 AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round:auto_awq": 0}  # AutoRound's packings, and what their zeros lack
 # Where a rotation is part of the weights, and nothing is left to do.
 IN_WEIGHTS = (None, "weight_input", "weight_output")
+Packing = Literal["gptq", "awq"]
+NOTHING = Scheme()
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """`bits` are those of codes that share an int32. Of AWQ and GPTQ `group` is how many inputs share a scale, None
-    where all do, or it is not said. `zero_offset` is what GPTQ's stored zeros lack; `by_activation`: its groups are of
-    inputs in an order of their own. `activations`: the config wants them quantised too.
+    """What a config says of quantised matrices: `scheme` of those that none of the `rules` names.
+
+    `packing` is how an int32 holds codes under the name `qweight`; None: the config does not say. `zero_offset` is what
+    GPTQ's stored zeros lack. `by_activation`: inputs of a group need not be neighbours (GPTQ's `desc_act`), which
+    their `g_idx` tells for sure. `activations`: the config wants activations quantised too.
     """
 
-    bits: int = 4
-    group: int | None = None
+    scheme: Scheme = NOTHING
+    rules: tuple[Rule, ...] = ()
+    packing: Packing | None = None
     zero_offset: int = 1
     by_activation: bool = False
     activations: bool = False
+
+    def of(self, *names: str) -> Scheme:
+        """The scheme of the module that has these `names`; the first rule that fits one of them counts."""
+        return next((rule.scheme for rule in self.rules if any(map(rule.fits, names))), self.scheme)
 
 
 def read_quantisation(folder: str) -> Quantisation:
     """What the config.json of `folder` says; a folder without one says nothing.
 
     Raises:
-        ConfigError: a method or format that is not served.
+        ConfigError: a method or format that is not served, or a field of the wrong kind.
     """
     if not (Path(folder) / "config.json").is_file():
         return Quantisation()
@@ -55,59 +67,93 @@ def quantisation_of(config: Keys) -> Quantisation:
         return _compressed(own)
     if method == "modelopt":
         _known(own, "quant_algo", (None, *MODELOPT))
+        algorithm = own.data.get("quant_algo")
+        said = f"quant_algo is {algorithm}"
+        return Quantisation(NOTHING if algorithm is None else Scheme(block=MODELOPT[algorithm], said=said))
     if method == "awq":
         _known(own, "version", (None, "gemm", "GEMM"))
         _known(own, "bits", (None, 4))
-        return Quantisation(4, _group(own))
+        return Quantisation(_groups(own), packing="awq")
     if method == "gptq":
-        _known(own, "bits", (None, 4, 8))
-        _known(own, "checkpoint_format", (None, "gptq", "gptq_v2"))
-        offset = 0 if own.data.get("checkpoint_format") == "gptq_v2" else 1
-        group = None if own.section("dynamic").data else _group(own)  # its rules may have others for some layers
-        return Quantisation(own.integer("bits", 4), group, offset, own.flag("desc_act"))
+        return _gptq(own)
     if method == "auto-round":
         _known(own, "packing_format", tuple(AUTO_ROUND))
         _known(own, "data_type", (None, "int"))
-        return Quantisation(own.integer("bits", 4), zero_offset=AUTO_ROUND[own.data["packing_format"]])
-    return Quantisation(activations=method == "fbgemm_fp8")
+        packing = own.data["packing_format"]
+        common = _groups(own)
+        rules = auto_round_rules(own.section("extra_config"), common)
+        return Quantisation(common, rules, "awq" if "awq" in packing else "gptq", AUTO_ROUND[packing])
+    if method == "fbgemm_fp8":
+        return Quantisation(Scheme(block=(1, 0), said="quant_method is fbgemm_fp8"), activations=True)
+    return Quantisation(_blocks(own))
+
+
+def _gptq(own: Keys) -> Quantisation:
+    _known(own, "bits", (None, 4, 8))
+    _known(own, "checkpoint_format", (None, "gptq", "gptq_v2"))
+    offset = 0 if own.data.get("checkpoint_format") == "gptq_v2" else 1
+    common = _groups(own)
+    return Quantisation(common, gptq_rules(own.section("dynamic"), common), "gptq", offset, own.flag("desc_act"))
 
 
 def _compressed(own: Keys) -> Quantisation:
     """What compressed-tensors says."""
     _known(own, "format", (None, *FORMATS))
     _known(own.section("sparsity_config"), "format", (None, "dense"))
-    groups = _sections(own.section("config_groups"))
-    for group in groups:
+    groups = own.section("config_groups")
+    each = _sections(groups)
+    for group in each:
         _known(group.section("weights"), "num_bits", (None, 4, 8))
     for rotation in _sections(own.section("transform_config").section("config_groups")):
         for at in rotation.data.get("apply") or ():
             _known(Keys(at, own.where), "location", IN_WEIGHTS)
-    bits = {group.section("weights").integer("num_bits", 4) for group in groups}
-    asks = any(group.data.get("input_activations") for group in groups)
-    return Quantisation(8 if bits == {8} else 4, activations=asks)
+    rest, rules = compressed_rules(groups)
+    return Quantisation(rest, rules, activations=any(group.data.get("input_activations") for group in each))
+
+
+def _blocks(own: Keys) -> Scheme:
+    """The `weight_block_size` of DeepSeek's FP8, which is [outputs, inputs]."""
+    size = own.numbers("weight_block_size")
+    if size is None:
+        return NOTHING
+    if len(size) != 2 or min(size) < 1:
+        raise ConfigError(
+            f"{own.file} of {own.where!r}: weight_block_size must be two positive integers, outputs and inputs, got "
+            f"{size}"
+        )
+    return Scheme(block=(size[0], size[1]), said=f"weight_block_size is {size}")
+
+
+def _groups(own: Keys) -> Scheme:
+    """The `bits` and `group_size` of AWQ, GPTQ and AutoRound; -1: all inputs of an output are one group."""
+    bits = None if own.data.get("bits") is None else own.integer("bits")
+    if own.data.get("group_size") == -1:
+        return Scheme(bits, (1, 0), "group_size is -1")
+    if own.data.get("group_size") is None:
+        return Scheme(bits)
+    size = own.integer("group_size")
+    return Scheme(bits, (1, size), f"group_size is {size}")
 
 
 def _sections(keys: Keys) -> list[Keys]:
     return [keys.section(name) for name in keys.data]
 
 
-def with_whole(shapes: dict[str, tuple[int, ...]], bits: int) -> Shapes:
+def with_whole(shapes: dict[str, tuple[int, ...]], quantisation: Quantisation) -> Shapes:
     """`shapes`, and those of the matrices that lie in int32, under the names that they would have unquantised."""
     whole = dict(shapes)
     for name, shape in shapes.items():
-        stem = name.removesuffix(".weight_packed")
-        if stem != name and len(shape) == 2:
-            whole[f"{stem}.weight"] = shape[0], shape[1] * 32 // bits
-        stem = name.removesuffix(".qweight")
+        stem = name.removesuffix(".weight_packed").removesuffix(".qweight")
+        if stem == name or len(shape) != 2:
+            continue
+        lot = 32 // (quantisation.of(f"model.{stem}", stem).bits or 4)
         scales = shapes.get(f"{stem}.scales", ())
-        if stem != name and len(shape) == len(scales) == 2:
-            inputs = shape[0] * 32 // bits if shape[1] == scales[1] else shape[0]  # GPTQ; AWQ
+        if name.endswith(".weight_packed"):
+            whole[f"{stem}.weight"] = shape[0], shape[1] * lot
+        elif len(scales) == 2:
+            inputs = shape[0] * lot if shape[1] == scales[1] else shape[0]  # GPTQ; AWQ
             whole[f"{stem}.weight"] = scales[1], inputs
     return whole
-
-
-def _group(keys: Keys) -> int | None:
-    return None if keys.data.get("group_size") == -1 else keys.integer("group_size", 0) or None
 
 
 def _known(keys: Keys, key: str, known: tuple[object, ...]) -> None:

@@ -27,7 +27,7 @@ from cluster.arch.safetensors.tensors import parameters, target_tensors
 from cluster.config import ConfigError
 from cluster.kv.free_memory import free_memory
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.formats import Index
+from cluster.models.stored import Index
 
 COMMON: dict[str, Any] = {
     "hidden_act": "silu",

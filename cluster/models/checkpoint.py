@@ -3,19 +3,20 @@
 import logging
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cluster.arch.quantisation import read_quantisation, with_whole
+from cluster.arch.quantisation_rules import Scheme
 from cluster.arch.safetensors.header import Stored
-from cluster.arch.safetensors.stored import stored_tensors, weight_files
+from cluster.arch.safetensors.stored import left_out, missing_tensor, stored_tensors
 from cluster.arch.safetensors.tensors import ATTENTION_SCALES, IGNORED, blank_biases
 from cluster.config import ConfigError
 from cluster.kernels.quantised import Quantised
-from cluster.models.formats import Asked, Index, Span, format_of, mxfp4, place_of
+from cluster.models.formats import format_of, mxfp4, place_of
 from cluster.models.slices import SliceReader
+from cluster.models.stored import Asked, Index, Span
 from cluster.models.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,10 @@ class Checkpoint:
         self.reader = SliceReader()
         self._taken: set[str] = set()
         self.tally = Tally()
-        self._paths, self._promised = weight_files(folder)
         self._files = stored_tensors(folder)
         self.quantisation = read_quantisation(folder)
         held = {name: stored.shape for name, (_, _, stored) in self._files.items()}
-        self.shapes = with_whole(held, self.quantisation.bits)
+        self.shapes = with_whole(held, self.quantisation)
 
     def holds(self, name: str) -> bool:
         """Whether there is a tensor `name`."""
@@ -129,8 +129,7 @@ class Checkpoint:
             ConfigError: missing, or of another shape.
         """
         if stored not in self._files:
-            single = self._paths[0] if len(self._paths) == 1 else Path(self.folder)
-            raise ConfigError(f"tensor {stored!r} is missing in {str(self._promised.get(stored, single))!r}")
+            raise missing_tensor(self.folder, stored)
         entry = self._files[stored][2]
         if shape is not None and entry.shape != shape:
             raise self.wrong(stored, f"is {list(entry.shape)} but the config requires {list(shape)}")
@@ -140,6 +139,12 @@ class Checkpoint:
     def skip(self, stored: str) -> None:
         """Count it as used if it is there."""
         self._taken.add(stored)
+
+    def scheme(self, stored: str) -> Scheme:
+        """What the config says of the quantised matrix `stored`; configs name modules as checkpoints do."""
+        module = stored.removesuffix(".weight")
+        raw = self._files[place_of(self, stored)][1].rpartition(".")[0]
+        return self.quantisation.of(raw, f"model.{module}", module)
 
     def wrong(self, stored: str, problem: str) -> ConfigError:
         """That there is a `problem` with it; the message names it and its file."""
@@ -196,6 +201,13 @@ class Checkpoint:
         if self._dry:
             return said
         others = len(unused) - len(blank) - scales
+        if ignored := left_out(self.folder):
+            log.info(
+                "%s: %d tensors were not read, as the index of the weights names another file for them or none: %s",
+                self.folder,
+                len(ignored),
+                ", ".join(f"{raw} in {path.name}" for path, raw in ignored[:4]),
+            )
         if others:
             log.info("%s: %d tensors belong to parts that are not served and were not read", self.folder, others)
         for line in said:

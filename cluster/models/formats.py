@@ -5,21 +5,15 @@ G groups of inputs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cluster.arch.quantisation import Quantisation
-from cluster.arch.safetensors.header import Stored
-from cluster.config import ConfigError
 from cluster.kernels.quantised import Kind, Quantised
 from cluster.models.arithmetic import chosen
+from cluster.models.scales import beside, group_size, groups_of, of_inputs
+from cluster.models.stored import Asked, Files, Index, Span
 
-Span = tuple[int, int]
-Index = tuple[slice | int, ...]
-BLOCK = 128  # outputs and inputs that share a scale in FP8's blocks
 MX_GROUP = 32  # inputs that share one in MXFP4 (OCP Microscaling Formats 1.0)
 FLOAT8: dict[str, Kind] = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"}
 INTEGERS: dict[int, Kind] = {4: "int4", 8: "int8"}
@@ -36,61 +30,6 @@ ACTIVATION_SCALES = (
     ".input_zero_point",
 )
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ keeps eight neighbouring outputs in an int32
-
-
-class Files(Protocol):
-    """What a format asks of a checkpoint; names are those on disk."""
-
-    quantisation: Quantisation
-
-    def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> Stored:
-        """Where it lies, counted as used; refused if it is missing or of another shape."""
-        ...
-
-    def has(self, stored: str) -> bool:
-        """Whether it is there."""
-        ...
-
-    def read(self, stored: str, index: Index = (), device: torch.device | None = None) -> Tensor:
-        """What `index` selects of it, on `device`, else on the CPU; counted as used."""
-        ...
-
-    def skip(self, stored: str) -> None:
-        """Count it as used if it is there."""
-        ...
-
-    def wrong(self, stored: str, problem: str) -> ConfigError:
-        """That there is a `problem` with it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A part of the matrix `stored` `[.., O, I]` of `shape`: its outputs in `rows`, its inputs in `columns`; what it is
-    made of goes to the `device` as it is stored, and is unpacked there. None: the CPU.
-    """
-
-    stored: str
-    shape: tuple[int, ...]
-    rows: Span | None = None
-    columns: Span | None = None
-    expert: int | None = None
-    device: torch.device | None = None
-
-    @property
-    def stem(self) -> str:
-        """What its tensors have in common."""
-        return self.stored.removesuffix(".weight")
-
-    @property
-    def outputs(self) -> Span:
-        """The outputs asked for."""
-        return (0, self.shape[-2]) if self.rows is None else self.rows
-
-    @property
-    def inputs(self) -> Span:
-        """The inputs asked for."""
-        return (0, self.shape[-1]) if self.columns is None else self.columns
 
 
 def place_of(files: Files, stored: str) -> str:
@@ -110,8 +49,8 @@ def format_of(files: Files, stored: str) -> Callable[[Files, Asked], Quantised] 
 
 
 def float8(files: Files, asked: Asked) -> Quantised:
-    """FP8 with a scale for the tensor, for each output, or for each block of 128 x 128; DeepSeek's `weight_scale_inv`
-    is multiplied, despite its name.
+    """FP8 with a scale for the tensor, for each output, for each group of inputs, or for each block; DeepSeek's
+    `weight_scale_inv` is multiplied, despite its name.
     """
     kind = FLOAT8[files.entry(asked.stored, asked.shape).dtype]
     names = [f"{asked.stored}{end}" for end in SCALES] + [f"{asked.stem}.qscale_weight"]
@@ -119,7 +58,7 @@ def float8(files: Files, asked: Asked) -> Quantised:
     if len(found) != 1:
         raise files.wrong(asked.stored, f"is FP8 and needs one scale, {names[0]!r}; has {found}")
     codes = _part(files, asked).view(torch.uint8)
-    scales, group = _beside(files, asked, _scales(files, asked, found[0]))
+    scales, group = beside(files, asked, _scales(files, asked, found[0]))
     return Quantised(kind, codes, _of_scales(scales), None, group)
 
 
@@ -127,46 +66,47 @@ def int8(files: Files, asked: Asked) -> Quantised:
     """compressed-tensors' int-quantized."""
     files.entry(asked.stored, asked.shape)
     codes = _from_zero(_part(files, asked))
-    scales, group = _beside(files, asked, _scales(files, asked, f"{asked.stored}_scale"))
+    scales, group = beside(files, asked, _scales(files, asked, f"{asked.stored}_scale"))
     zeros, stored = None, f"{asked.stored}_zero_point"
     if files.has(stored):
-        zeros = _from_zero(_beside(files, asked, stored)[0])
+        zeros = _from_zero(beside(files, asked, stored)[0])
     return Quantised("int8", codes, _of_scales(scales), zeros, group)
 
 
 def compressed(files: Files, asked: Asked) -> Quantised:
     """compressed-tensors' pack-quantized: neighbouring inputs in an int32, and neighbouring outputs' zeros."""
     name, (outputs, inputs) = f"{asked.stem}.weight_packed", asked.shape
-    bits = _bits(files, name, inputs, 1)
+    bits = _bits(files, asked, name, 1)
     files.entry(name, (outputs, -(-inputs * bits // 32)))
     declared = f"{asked.stem}.weight_shape"
     if files.has(declared) and not (held := files.read(declared)).is_meta and tuple(held.tolist()) != asked.shape:
         raise files.wrong(declared, f"says {held.tolist()} but the config requires {list(asked.shape)}")
     words, cut = _words(asked.inputs, bits)
     codes = unpacked(files.read(name, (slice(*asked.outputs), words), asked.device), bits)[:, cut]
-    scales, group = _beside(files, asked, _scales(files, asked, f"{asked.stem}.weight_scale"))
+    scaled = _scales(files, asked, f"{asked.stem}.weight_scale")
+    scales, group = beside(files, asked, scaled)
     zeros, stored = None, f"{asked.stem}.weight_zero_point"
     if files.has(stored):
-        groups = files.entry(f"{asked.stem}.weight_scale").shape[-1]
+        groups = files.entry(scaled).shape[-1]
         files.entry(stored, (-(-outputs * bits // 32), groups))
         words, cut = _words(asked.outputs, bits)
-        zeros = _of_inputs(files, asked, unpacked(files.read(stored, (words,), asked.device).t(), bits)[:, cut].t())[0]
+        zeros = unpacked(files.read(stored, (words,), asked.device).t(), bits)[:, cut].t()
+        zeros = of_inputs(files, asked, zeros, group_size(files, asked, scaled, groups))[0]
     return Quantised(INTEGERS[bits], codes, _of_scales(scales), zeros, group)
 
 
 def qweight(files: Files, asked: Asked) -> Quantised:
     """GPTQ, neighbouring inputs in an int32, or AWQ, eight outputs in an order of its own; zeros by outputs in both."""
-    name, (outputs, inputs) = f"{asked.stem}.qweight", asked.shape
-    awq = files.entry(name).shape == (inputs, outputs // 8)
-    bits = 4 if awq else _bits(files, name, inputs, 0)
-    if not awq:
-        files.entry(name, (inputs * bits // 32, outputs))
-    groups = files.entry(f"{asked.stem}.scales").shape[0]
-    files.entry(f"{asked.stem}.scales", (groups, outputs))
-    files.entry(f"{asked.stem}.qzeros", (groups, outputs * bits // 32))
-    if inputs % groups or files.quantisation.group not in (None, inputs // groups):
-        said = files.quantisation.group
-        raise files.wrong(f"{asked.stem}.scales", f"has {groups} groups of {inputs} inputs, and group_size is {said}")
+    name, (outputs, inputs), packing = f"{asked.stem}.qweight", asked.shape, files.quantisation.packing
+    by_outputs = inputs, -(-outputs // 8)  # the shape of AWQ's int32
+    awq = packing == "awq" or (packing is None and files.entry(name).shape == by_outputs)
+    bits = 4 if awq else _bits(files, asked, name, 0)
+    files.entry(name, by_outputs if awq else (-(-inputs * bits // 32), outputs))
+    scaled = _scales(files, asked, f"{asked.stem}.scales")
+    groups = files.entry(scaled).shape[0]
+    files.entry(scaled, (groups, outputs))
+    files.entry(f"{asked.stem}.qzeros", (groups, -(-outputs * bits // 32)))
+    each = group_size(files, asked, scaled, groups)
     words, cut = _words(asked.outputs, bits)
     zeros = files.read(f"{asked.stem}.qzeros", (slice(None), words), asked.device)
     if awq:
@@ -176,16 +116,15 @@ def qweight(files: Files, asked: Asked) -> Quantised:
         inner, within = _words(asked.inputs, bits)
         codes = unpacked(files.read(name, (inner, slice(*asked.outputs)), asked.device).t(), bits)[:, within]
     zeros = unpacked(zeros, bits, awq)[:, cut]
-    scales = files.read(
-        _scales(files, asked, f"{asked.stem}.scales"), (slice(None), slice(*asked.outputs)), asked.device
-    ).t()
-    scales, group = _of_inputs(files, asked, scales)
-    return Quantised(INTEGERS[bits], codes, _of_scales(scales), _of_inputs(files, asked, zeros.t())[0], group)
+    scales = files.read(scaled, (slice(None), slice(*asked.outputs)), asked.device).t()
+    scales, group = of_inputs(files, asked, scales, each)
+    return Quantised(INTEGERS[bits], codes, _of_scales(scales), of_inputs(files, asked, zeros.t(), each)[0], group)
 
 
 def mxfp4(files: Files, asked: Asked) -> Quantised:
     """MXFP4: `_blocks` `[.., O, G, 16]` of two numbers a byte, low half first; `_scales` `[.., O, G]`, powers of 2."""
-    inputs, index = asked.shape[-1], () if asked.expert is None else (asked.expert,)
+    inputs = asked.shape[-1]
+    index: Index = () if asked.expert is None else (asked.expert,)
     if inputs % MX_GROUP:
         raise files.wrong(f"{asked.stored}_blocks", f"has {inputs} inputs, not a multiple of {MX_GROUP}")
     groups, (start, stop) = inputs // MX_GROUP, asked.inputs
@@ -199,7 +138,7 @@ def mxfp4(files: Files, asked: Asked) -> Quantised:
     codes = halves(parts[0]).flatten(-2)[..., first : first + stop - start]
     scales, group = powers(parts[1]), MX_GROUP
     if first or (stop % MX_GROUP and stop != inputs):
-        scales, group = chosen(scales, _groups(first, first + stop - start, MX_GROUP, scales), -1), 1
+        scales, group = chosen(scales, groups_of(first, first + stop - start, MX_GROUP, scales), -1), 1
     return Quantised("fp4", codes, scales, None, group)
 
 
@@ -217,73 +156,26 @@ def _scales(files: Files, asked: Asked, name: str) -> str:
     return name
 
 
-def _beside(files: Files, asked: Asked, name: str) -> tuple[Tensor, int]:
-    """Scales or zeros `name` of the tensor, of each output, of its groups of inputs, or of blocks -> `[O, G]`, of the
-    part asked for, and how many inputs share one.
+def _bits(files: Files, asked: Asked, name: str, dim: int) -> int:
+    """How many bits a code has of which the int32 `name` hold those of all inputs along `dim`.
+
+    Raises:
+        ConfigError: the shape allows neither 4 nor 8 bits, or not those that the config says.
     """
-    (outputs, inputs), (start, stop), held = asked.shape, asked.outputs, files.read(name, (), asked.device)
-    if held.numel() == 1:
-        return held.view(1, 1).expand(stop - start, 1), asked.inputs[1] - asked.inputs[0]
-    if held.shape == (outputs,):
-        held = held[:, None]
-    if held.dim() == 4 and held.shape[1] == held.shape[3] == 1:  # ModelOpt's FP8_PB_WO
-        held = held[:, 0, :, 0]
-    blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
-    if held.shape == blocks and outputs != blocks[0]:
-        return _of_inputs(files, asked, chosen(held, _groups(start, stop, BLOCK, held), 0), BLOCK)
-    if held.dim() != 2 or held.shape[0] != outputs or inputs % held.shape[1]:
+    entry, inputs, said = files.entry(name), asked.shape[-1], files.scheme(asked.stored).bits
+    whole = entry.dtype == "I32" and len(entry.shape) == 2
+    found = [bits for bits in INTEGERS if whole and entry.shape[dim] == -(-inputs * bits // 32)]
+    if not found:
+        raise files.wrong(
+            name, f"is {entry.dtype} {list(entry.shape)}, which holds {inputs} inputs neither in 4 nor 8 bits"
+        )
+    if said is not None and said not in found:
         raise files.wrong(
             name,
-            f"is {list(held.shape)} but {asked.stored!r} of {list(asked.shape)} needs {list(blocks)}, one per block of "
-            f"{BLOCK} x {BLOCK}, or some for each of its outputs",
+            f"is {list(entry.shape)}, which holds {inputs} inputs in {found[0]} bits, but quantization_config of "
+            f"config.json says that it has {said}",
         )
-    return _of_inputs(files, asked, held[start:stop])
-
-
-def _of_inputs(files: Files, asked: Asked, given: Tensor, group: int | None = None) -> tuple[Tensor, int]:
-    """What each group of all inputs has, `[O, G]` -> that of the inputs asked for, and how many of them share one: 1
-    where they are not whole groups that lie together.
-    """
-    inputs, groups, (start, stop) = asked.shape[-1], given.shape[1], asked.inputs
-    each = inputs // groups if group is None else group
-    own = _groups_by_activation(files, asked.stem, each)
-    if groups == 1:
-        return given, stop - start
-    if own is None and start % each == 0 and (stop % each == 0 or stop == inputs):
-        return given[:, start // each : -(-stop // each)], each
-    own = _groups(0, inputs, each, given) if own is None else own
-    return chosen(given, own[start:stop], 1), 1
-
-
-def _groups(start: int, stop: int, each: int, given: Tensor) -> Tensor:
-    """The groups of `each` neighbours in which numbers from `start` to `stop` are, to choose of `given` by."""
-    device = "cpu" if given.is_meta else given.device  # see `joined`
-    return torch.arange(start, stop, device=device) // each
-
-
-def _groups_by_activation(files: Files, stem: str, each: int) -> Tensor | None:
-    """The group of each input where they were ordered by activation; None: `each` neighbours make a group."""
-    for name, always in ((f"{stem}.weight_g_idx", True), (f"{stem}.g_idx", files.quantisation.by_activation)):
-        if files.has(name):
-            held = files.read(name)
-            if held.is_meta:
-                return held if always else None
-            if held.min() < 0 or not held.any():  # left blank
-                return None
-            regular = torch.equal(held.long(), torch.arange(len(held), device=held.device) // each)
-            return None if regular else held.long()
-    return None
-
-
-def _bits(files: Files, name: str, inputs: int, dim: int) -> int:
-    """How many bits a code has of which int32 hold `inputs` along `dim`."""
-    entry = files.entry(name)
-    for bits in INTEGERS:
-        if entry.dtype == "I32" and len(entry.shape) == 2 and entry.shape[dim] == -(-inputs * bits // 32):
-            return bits
-    raise files.wrong(
-        name, f"is {entry.dtype} {list(entry.shape)}, which holds {inputs} inputs neither in 4 nor 8 bits"
-    )
+    return found[0] if said is None else said
 
 
 def _words(span: Span, bits: int) -> tuple[slice, slice]:

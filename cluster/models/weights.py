@@ -14,7 +14,7 @@ from cluster.mesh import Part
 from cluster.models.arithmetic import chosen, joined
 from cluster.models.checkpoint import Checkpoint, Matrix, placed
 from cluster.models.context import ModelContext
-from cluster.models.formats import Span
+from cluster.models.stored import Span
 
 
 class _UnlikeError(Exception):

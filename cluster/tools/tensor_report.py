@@ -26,9 +26,10 @@ from cluster.kernels.torch_kernels import TorchKernels
 from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint, Matrix
 from cluster.models.context import WHOLE, ModelContext, Sharding, where_experts_are
-from cluster.models.formats import Span, place_of
+from cluster.models.formats import place_of
 from cluster.models.load import local_heads
 from cluster.models.registry import DRAFTS
+from cluster.models.stored import Span
 from cluster.models.target import DecoderTarget
 from cluster.spec.multilayer import kept_bytes
 from cluster.tools.summary import ASSUMED_DEVICE, Report, described, features_of

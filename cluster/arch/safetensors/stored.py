@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.arch.keys import Shapes, check_folder
@@ -10,6 +11,7 @@ from cluster.arch.safetensors.header import Stored, read_header
 from cluster.config import ConfigError
 
 FILES = ("model.safetensors", "consolidated.safetensors")
+DECODER = ("layers", "embed_tokens", "norm")  # the parts of a model that `model.` begins in most checkpoints
 RENAMES = (
     (re.compile(r"^(model\.)?(language_model\.)?(model\.)?"), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -27,7 +29,7 @@ def normal_name(name: str) -> str:
 
 
 def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
-    """A folder's weight files, and for each normalised tensor name the file that its index, if it has one, gives.
+    """A folder's weight files, and the file of each tensor that their index lists; nothing without an index.
 
     `model.safetensors` or `consolidated.safetensors`, or the files that the weight index of one of them lists; else the
     one file of safetensors that there is, as AutoGPTQ names it after its settings.
@@ -40,13 +42,13 @@ def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
     for name in FILES:
         index = root / f"{name}.index.json"
         if index.is_file():
-            files, promised = _indexed(index)
+            files, places = _indexed(index)
             if root / name not in files and (root / name).is_file():
                 raise ConfigError(
                     f"{folder!r} has {name} and, beside it, {index.name}, which names other files; remove those that "
                     "are not meant"
                 )
-            return files, promised
+            return files, places
         if (root / name).is_file():
             return [root / name], {}
     files = sorted(root.glob("*.safetensors"))
@@ -57,35 +59,77 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     folder = str(index.parent)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        places = {str(tensor): str(file) for tensor, file in weight_map.items()}
-        if not places:
+        named = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        if not named:
             raise ValueError("no tensor")
     except OSError as error:
         raise ConfigError(f"{index.name} in {folder!r} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{index.name} in {folder!r} is not a weight index; write it again") from None
-    names = sorted(set(places.values()))
+    names = sorted(set(named.values()))
     for name in names:
         if Path(name).name != name:
             raise ConfigError(f"{index.name} in {folder!r} names {name!r}, which is outside the folder")
-    promised = {normal_name(tensor): index.parent / file for tensor, file in places.items()}
-    return [index.parent / name for name in names], promised
+    return [index.parent / name for name in names], {tensor: index.parent / file for tensor, file in named.items()}
 
 
 def stored_tensors(folder: str) -> dict[str, tuple[Path, str, Stored]]:
     """Every tensor of a folder under its normalised name: its file, the name it has there, and where it lies.
 
+    An index decides: a tensor counts in the file that the index gives for it, and not at all if it gives none.
+
     Raises:
         ConfigError: a file is missing, its header is malformed, or two tensors have the same name.
     """
     found: dict[str, tuple[Path, str, Stored]] = {}
-    for path in weight_files(folder)[0]:
+    files, places = weight_files(folder)
+    for path in files:
         for raw, stored in read_header(path).items():
+            if places and places.get(raw) != path:
+                continue
             name = normal_name(raw)
             if name in found:
                 raise ConfigError(f"tensor {raw!r} appears twice in {folder!r}, again in {path.name}")
             found[name] = (path, raw, stored)
     return found
+
+
+def left_out(folder: str) -> list[tuple[Path, str]]:
+    """The tensors that lie in the files of a folder and do not count, because of its index: file and name of each.
+
+    Raises:
+        ConfigError: as `stored_tensors`.
+    """
+    files, places = weight_files(folder)
+    return [(path, raw) for path in files for raw in read_header(path) if places and places.get(raw) != path]
+
+
+def missing_tensor(folder: str, name: str) -> ConfigError:
+    """The error that the tensor of a normalised name is missing, under the name that the checkpoint would use."""
+    files, places = weight_files(folder)
+    promised = {normal_name(raw): raw for raw in places}
+    raw = promised.get(name)
+    where = (files[0] if len(files) == 1 else Path(folder)) if raw is None else places[raw]
+    if raw is None:
+        raw = _name_on_disk(name, {at: held for at, (_, held, _) in stored_tensors(folder).items()})
+    beside = next((path.name for path, other in left_out(folder) if normal_name(other) == name), None)
+    says = "names another file for it" if name in promised else "leaves it out"
+    why = "" if beside is None else f"; {beside} holds it, but the index of the weights {says}"
+    return ConfigError(f"tensor {raw!r} is missing in {str(where)!r}{why}")
+
+
+def _name_on_disk(name: str, held: Mapping[str, str]) -> str:
+    """The name that a missing tensor would have in a checkpoint that holds tensors of these (normalised: stored) names.
+
+    It begins as those do that belong to the same part of the model, else as those of the decoder, if it is of that.
+    """
+    if name.startswith("layers.0.") and any(raw.startswith("midlayer.") for raw in held.values()):
+        return name.replace("layers.0.", "midlayer.", 1)
+    begun = {other.partition(".")[0]: raw.removesuffix(other) for other, raw in held.items() if raw.endswith(other)}
+    part = name.partition(".")[0]
+    decoder = next((begun[known] for known in DECODER if known in begun), "")
+    outside = "language_model." if decoder.startswith("language_model.") else ""
+    return begun.get(part, decoder if part in DECODER else outside) + name
 
 
 def stored_shapes(folder: str) -> Shapes:
@@ -95,4 +139,4 @@ def stored_shapes(folder: str) -> Shapes:
         ConfigError: as `stored_tensors`.
     """
     shapes = {name: stored.shape for name, (_, _, stored) in stored_tensors(folder).items()}
-    return with_whole(shapes, read_quantisation(folder).bits)
+    return with_whole(shapes, read_quantisation(folder))

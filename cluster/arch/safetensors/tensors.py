@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from math import prod
 
 from cluster.arch.layer import LayerGeometry, Moe
-from cluster.arch.safetensors.stored import stored_tensors, weight_files
+from cluster.arch.safetensors.stored import missing_tensor, stored_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
@@ -123,8 +123,6 @@ def check_tensors(folder: str, arch: TargetArch) -> None:
         ConfigError: a tensor is missing, unknown or of the wrong shape; the message names tensor and file.
     """
     held = stored_tensors(folder)
-    files, promised = weight_files(folder)
-    single = files[0] if len(files) == 1 else folder
     known = {arch.stored_name("lm_head.weight")} if arch.tied else set()
     for asked, shape in target_tensors(arch):
         name = arch.stored_name(asked)
@@ -134,7 +132,7 @@ def check_tensors(folder: str, arch: TargetArch) -> None:
             known |= {name, *begun}
             if missing is None:
                 continue
-            raise ConfigError(f"tensor {missing!r} is missing in {str(promised.get(missing, single))!r}")
+            raise missing_tensor(folder, missing)
         path, raw, stored = held[name]
         if stored.shape != shape:
             raise ConfigError(

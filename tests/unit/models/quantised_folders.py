@@ -24,6 +24,7 @@ LLAMA = SIZES | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layer
 LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 MIXTRAL = SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 3}
 GROUP = 32
+UNEVEN = 80  # inputs of a group that divide neither width: the last group of each output has fewer
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -40,13 +41,13 @@ class Codes:
 def codes_of(weight: Tensor, bits: int, group: int, zeros: bool, dtype: torch.dtype) -> Codes:
     """`weight` rounded to whole numbers of some bits by groups; without `zeros` zero is the middle."""
     outputs, inputs = weight.shape
-    groups = weight.float().reshape(outputs, inputs // group, group)
-    most = groups.abs().amax(-1)
+    of = torch.arange(inputs) // group
+    most = torch.stack([weight.float()[:, of == g].abs().amax(-1) for g in range(int(of[-1]) + 1)], 1)
     scales = (most / 2 ** (bits - 1)).to(dtype)
     zero = torch.full_like(scales, 2 ** (bits - 1))
     if zeros:
         zero = torch.randint(0, 2**bits, zero.shape, generator=torch.Generator().manual_seed(outputs)).to(dtype)
-    spread = [part.double().repeat_interleave(group, 1) for part in (scales, zero)]
+    spread = [part.double()[:, of] for part in (scales, zero)]
     codes = (weight.double() / spread[0] + spread[1]).round().clamp(0, 2**bits - 1)
     return Codes(codes.int(), scales, zero.int(), (codes - spread[1]) * spread[0])
 
@@ -112,24 +113,42 @@ def compressed(bits: int, group: int | None, zeros: bool = False) -> Callable[[T
     return write
 
 
-def awq(weight: Tensor) -> tuple[Tensors, Tensor]:
-    made = codes_of(weight, 4, GROUP, True, torch.float16)
-    held = {"qweight": packed(made.codes.T, 4, AWQ_ORDER), "qzeros": packed(made.zeros.T, 4, AWQ_ORDER)}
-    return {**held, "scales": made.scales.T}, made.numbers
+def blocks(tall: int, wide: int) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
+    """FP8 by blocks of any size, the last ones partial."""
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        outputs, inputs = weight.shape
+        scales = torch.rand(-(-outputs // tall), -(-inputs // wide)) + 0.5
+        spread = scales[torch.arange(outputs) // tall][:, torch.arange(inputs) // wide]
+        codes = (weight.float() / spread).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale_inv": scales}, codes.double() * spread.double()
+
+    return write
 
 
-def gptq(bits: int = 4, less: int = 1, shuffled: bool = False) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
+def awq(group: int = GROUP) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        made = codes_of(weight, 4, group, True, torch.float16)
+        held = {"qweight": packed(made.codes.T, 4, AWQ_ORDER), "qzeros": packed(made.zeros.T, 4, AWQ_ORDER)}
+        return {**held, "scales": made.scales.T}, made.numbers
+
+    return write
+
+
+def gptq(
+    bits: int = 4, less: int = 1, shuffled: bool = False, group: int = GROUP
+) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         inputs = weight.shape[1]
         order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)) if shuffled else None
         order = torch.arange(inputs) if order is None else order
-        made = codes_of(weight[:, order], bits, GROUP, True, torch.float16)
+        made = codes_of(weight[:, order], bits, group, True, torch.float16)
         back = order.argsort()
         lot = 32 // bits
         ones = sum(1 << bits * place for place in range(lot))
         zeros = packed(made.zeros.T, bits) - less * ones  # of the whole word, so that a zero borrows of its neighbour
         held = {"qweight": packed(made.codes[:, back], bits).T, "qzeros": zeros, "scales": made.scales.T}
-        return {**held, "g_idx": (back // GROUP).int()}, made.numbers[:, back]
+        return {**held, "g_idx": (back // group).int()}, made.numbers[:, back]
 
     return write
 
@@ -165,22 +184,53 @@ FORMATS = {
     "packed int8": Format(
         compressed(8, GROUP, True), "int8 by groups of 32", says("compressed-tensors", format="pack-quantized")
     ),
-    "awq": Format(awq, "int4 by groups of 32", says("awq", bits=4, group_size=GROUP, version="gemm")),
+    "awq": Format(awq(), "int4 by groups of 32", says("awq", bits=4, group_size=GROUP, version="gemm")),
     "gptq": Format(gptq(), "int4 by groups of 32", says("gptq", bits=4, group_size=GROUP, desc_act=False)),
     "gptq int8": Format(gptq(8), "int8 by groups of 32", says("gptq", bits=8, group_size=GROUP)),
     "gptq v2": Format(
         gptq(4, 0), "int4 by groups of 32", says("gptq", bits=4, group_size=GROUP, checkpoint_format="gptq_v2")
     ),
     "auto-round": Format(
-        gptq(), "int4 by groups of 32", says("auto-round", packing_format="auto_round:auto_gptq", group_size=64)
+        gptq(), "int4 by groups of 32", says("auto-round", packing_format="auto_round:auto_gptq", group_size=GROUP)
     ),
     "gptq by activation": Format(gptq(4, 1, True), None, says("gptq", bits=4, group_size=GROUP, desc_act=True)),
 }
 
 
+def by_groups(size: int, bits: int, **more: object) -> dict[str, Any]:
+    """compressed-tensors' way to say how many inputs of every linear layer share a scale."""
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": size, "symmetric": False}
+    return says("compressed-tensors", config_groups={"group_0": {"targets": ["Linear"], "weights": weights}}, **more)
+
+
+INT4 = "int4 by groups of 80"
+AUTO = says("auto-round", packing_format="auto_round:auto_gptq", bits=4, group_size=UNEVEN)
+PARTIAL = {
+    "fp8 groups, uneven": Format(blocks(1, UNEVEN), "fp8 by groups of 80", says("fp8", weight_block_size=[1, UNEVEN])),
+    "fp8 blocks, uneven": Format(
+        blocks(72, UNEVEN), "fp8 by groups of 80", says("fp8", weight_block_size=[72, UNEVEN])
+    ),
+    "int8, uneven": Format(int8(UNEVEN, True), "int8 by groups of 80", by_groups(UNEVEN, 8, format="int-quantized")),
+    "int4, uneven": Format(compressed(4, UNEVEN, True), INT4, by_groups(UNEVEN, 4, format="pack-quantized")),
+    "awq, uneven": Format(awq(UNEVEN), INT4, says("awq", bits=4, group_size=UNEVEN)),
+    "gptq, uneven": Format(gptq(group=UNEVEN), INT4, says("gptq", bits=4, group_size=UNEVEN, desc_act=False)),
+    "gptq int8, uneven": Format(
+        gptq(8, group=UNEVEN), "int8 by groups of 80", says("gptq", bits=8, group_size=UNEVEN, desc_act=False)
+    ),
+    "auto-round, uneven": Format(gptq(group=UNEVEN), INT4, AUTO),
+    # The order of inputs counts whether or not the config speaks of one.
+    "gptq by activation, uneven": Format(
+        gptq(4, 1, True, UNEVEN), None, says("gptq", bits=4, group_size=UNEVEN, desc_act=True)
+    ),
+    "gptq with an order, uneven": Format(gptq(4, 1, True, UNEVEN), None, says("gptq", bits=4, group_size=UNEVEN)),
+}
+"""Formats whose groups divide neither the 128 nor the 192 inputs of the target's layers."""
+
+
 @cache
 def quantised(name: str, experts: bool = False) -> tuple[str, Oracle]:
     """A Llama, or a Mixtral, whose projections are in this format, and the same numbers in an oracle."""
+    chosen = (FORMATS | PARTIAL)[name]
     kind, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA)
     if experts:
         kind, config = transformers.MixtralForCausalLM, transformers.MixtralConfig(**MIXTRAL)
@@ -194,13 +244,13 @@ def quantised(name: str, experts: bool = False) -> tuple[str, Oracle]:
         if not re.search(r"layers.*(_proj|experts\.\d+\.w\d)\.weight", key):
             held[key] = weight
             continue
-        written, numbers[key] = FORMATS[name].write(weight)
+        written, numbers[key] = chosen.write(weight)
         stem = key.removesuffix("weight")
         held |= {stem + end: tensor.contiguous() for end, tensor in written.items()}
     save_file(held, folder / "model.safetensors")
     fill(model, numbers)
     given = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(given | {"quantization_config": FORMATS[name].config}))
+    (folder / "config.json").write_text(json.dumps(given | {"quantization_config": chosen.config}))
     return str(folder), Oracle(model)
 
 

@@ -1,12 +1,15 @@
 """Every tensor is accounted for, and what is wrong is named: tensor and file (law 5)."""
 
+import json
+import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.arch.safetensors.stored import normal_name
+from cluster.arch.safetensors.stored import normal_name, stored_shapes
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
@@ -138,14 +141,81 @@ def test_a_bad_index_is_refused(index: object, message: str, tmp_path: Path) -> 
         Checkpoint(sharded(target_folder(), tmp_path / "shards", index))
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    folder = Path(sharded(target_folder(), tmp_path / "shards"))
-    save_file(
-        load_file(folder / "model-1.safetensors") | load_file(folder / "model-2.safetensors"),
-        folder / "model-2.safetensors",
-    )
+def overlaid(folder: Path, extra: Tensors) -> str:
+    """Sharded weights, of which one part also holds `extra` tensors that the index does not give to it."""
+    sharded(target_folder(), folder)
+    save_file(load_file(folder / "model-2.safetensors") | extra, folder / "model-2.safetensors")
+    return str(folder)
+
+
+def test_an_index_decides_which_copy_of_a_tensor_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = target_folder()
+    first = load_file(Path(sharded(whole, tmp_path / "parts")) / "model-1.safetensors")
+    extra = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+    extra["model.layers.9.mlp.up_proj.weight"] = torch.ones(3)
+    folder = overlaid(tmp_path / "overlay", extra)
+    with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
+        ours, theirs = target_in(folder), target_in(whole)
+    assert f"{len(extra)} tensors were not read, as the index of the weights names another file" in caplog.text
+    for mine, wanted in zip(ours.get_embed_and_head(), theirs.get_embed_and_head(), strict=True):
+        both = [w if isinstance(w, torch.Tensor) else w.dense() for w in (mine.weight, wanted.weight)]
+        assert torch.equal(*both)
+    assert stored_shapes(folder) == stored_shapes(whole)
+    assert Checkpoint(folder).shapes == Checkpoint(whole).shapes
+
+
+def test_a_name_that_an_index_gives_twice_in_two_dialects_is_refused(tmp_path: Path) -> None:
+    folder = Path(overlaid(tmp_path / "shards", {"norm.weight": torch.ones(32)}))
+    index = folder / "model.safetensors.index.json"
+    table = json.loads(index.read_text())["weight_map"] | {"norm.weight": "model-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": table}))
     with pytest.raises(ConfigError, match="appears twice"):
         Checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_tensor_that_the_index_leaves_out_is_missing(listed: bool, tmp_path: Path) -> None:
+    """Its file holds it; the index gives another file, or none."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    folder = Path(sharded(target_folder(), tmp_path / "shards"))
+    index = folder / "model.safetensors.index.json"
+    table = json.loads(index.read_text())["weight_map"]
+    held = table.pop(name)
+    other = next(file for file in table.values() if file != held)
+    index.write_text(json.dumps({"weight_map": table | ({name: other} if listed else {})}))
+    where, why = (other, "names another file for it") if listed else ("shards", "leaves it out")
+    with pytest.raises(ConfigError, match=rf"tensor '{name}' is missing in '.*{where}'; {held} holds it, but .* {why}"):
+        target_in(str(folder))
+
+
+NAMES = [
+    ("model.", "lm_head.", "layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+    ("model.", "lm_head.", "norm.weight", "model.norm.weight"),
+    ("model.", "lm_head.", "lm_head.weight", "lm_head.weight"),
+    ("", "lm_head.", "norm.weight", "norm.weight"),
+    ("model.language_model.", "lm_head.", "embed_tokens.weight", "model.language_model.embed_tokens.weight"),
+    ("language_model.model.", "language_model.lm_head.", "lm_head.weight", "language_model.lm_head.weight"),
+    ("language_model.model.", "language_model.lm_head.", "norm.weight", "language_model.model.norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("decoder", "head", "missing", "named"), NAMES)
+def test_a_missing_tensor_is_named_as_the_checkpoint_would_name_it(
+    decoder: str, head: str, missing: str, named: str, tmp_path: Path
+) -> None:
+    names = {f"{decoder}layers.{i}.mlp.up_proj.weight" for i in range(3)} | {f"{decoder}embed_tokens.weight"}
+    names |= {f"{decoder}norm.weight", f"{head}weight"}
+    save_file({name: torch.ones(2) for name in names - {named}}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^tensor '{re.escape(named)}' is missing in '.*model\.safetensors'$"):
+        Checkpoint(str(tmp_path)).take(missing)
+
+
+def test_a_missing_tensor_of_a_midlayer_has_its_name(tmp_path: Path) -> None:
+    folder = copy_of(
+        draft_folder(target_folder()), tmp_path / "draft", lambda held: held.pop("midlayer.mlp.up_proj.weight")
+    )
+    with pytest.raises(ConfigError, match=r"tensor 'midlayer\.mlp\.up_proj\.weight' is missing"):
+        draft_in(folder)
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "text"])

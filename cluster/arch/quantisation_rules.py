@@ -1,0 +1,126 @@
+"""Which part of a quantised checkpoint's config is about which matrix: its bits, and what shares a scale."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.arch.keys import Keys
+from cluster.config import ConfigError
+
+PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")  # AutoRound takes a name with one of these for a regular expression
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What a config says of one matrix; None: it does not say.
+
+    `bits` are those of a code. `block` is how many outputs and how many inputs share a scale, 0: all of them. So (0, 0)
+    is a scale for the matrix, (1, 0) one for each output, (1, g) one for each group of g inputs of an output. `said` is
+    the field that says so and its value, "group_size is 128", for messages.
+    """
+
+    bits: int | None = None
+    block: tuple[int, int] | None = None
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The `scheme` of modules whose name `fits`."""
+
+    fits: Callable[[str], object]
+    scheme: Scheme
+
+
+def gptq_rules(dynamic: Keys, common: Scheme) -> tuple[Rule, ...]:
+    """The rules of GPTQ's `dynamic`, in order: a pattern that begins a module's name, "+:" or nothing before it, has
+    values of its own. Modules of "-:" are not quantised.
+
+    Raises:
+        ConfigError: a pattern is no regular expression, or a value is of the wrong kind.
+    """
+    rules = []
+    for key in dynamic.data:
+        pattern = _compiled(dynamic, "dynamic", key.removeprefix("-:").removeprefix("+:"))
+        own = Scheme() if key.startswith("-:") else _over(common, dynamic.section(key), f"dynamic.{key}.")
+        rules.append(Rule(pattern.match, own))
+    return tuple(rules)
+
+
+def auto_round_rules(extra: Keys, common: Scheme) -> tuple[Rule, ...]:
+    """The rules of AutoRound's `extra_config`: names of modules first, then patterns found in names.
+
+    Raises:
+        ConfigError: as `gptq_rules`.
+    """
+    exact, searched = [], []
+    for key in extra.data:
+        scheme = _over(common, extra.section(key), f"extra_config.{key}.")
+        exact.append(Rule(key.__eq__, scheme))
+        if PATTERN.search(key):
+            searched.append(Rule(_compiled(extra, "extra_config", key).search, scheme))
+    return (*exact, *searched)
+
+
+def compressed_rules(groups: Keys) -> tuple[Scheme, tuple[Rule, ...]]:
+    """The rules of compressed-tensors' `config_groups`: targets that are names first, then patterns ("re:"). The scheme
+    of all other modules is that of the first group whose target is the class "Linear".
+
+    Raises:
+        ConfigError: as `gptq_rules`.
+    """
+    rest, exact, matched = Scheme(), list[Rule](), list[Rule]()
+    for name in reversed(list(groups.data)):
+        group = groups.section(name)
+        scheme = _compressed(group.section("weights"), f"config_groups.{name}.weights.")
+        targets = group.data.get("targets") or []
+        if not isinstance(targets, list) or any(not isinstance(target, str) for target in targets):
+            raise ConfigError(
+                f"{groups.file} of {groups.where!r}: config_groups.{name}.targets must be a list of names, got "
+                f"{targets!r}"
+            )
+        if not targets or "Linear" in targets:
+            rest = scheme
+        patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
+        matched[:0] = [Rule(_compiled(groups, f"{name}.targets", pattern).match, scheme) for pattern in patterns]
+        exact[:0] = [Rule(target.__eq__, scheme) for target in targets]
+    return rest, (*exact, *matched)
+
+
+def _compressed(weights: Keys, field: str) -> Scheme:
+    """The `weights` of one group; a strategy that is not known says nothing."""
+    bits = weights.integer("num_bits") if weights.data.get("num_bits") is not None else None
+    strategy, size = weights.data.get("strategy"), weights.data.get("group_size")
+    said = f"{field}strategy is {strategy}"
+    if strategy == "block":
+        given = weights.data.get("block_structure")
+        lengths = [int(n) for n in re.findall(r"\d+", str(given))]
+        if len(lengths) != 2 or min(lengths) < 1:
+            raise ConfigError(
+                f"{weights.file} of {weights.where!r}: {field}block_structure must be two positive integers, outputs "
+                f"and inputs, got {given!r}"
+            )
+        return Scheme(bits, (lengths[0], lengths[1]), f"{field}block_structure is {lengths}")
+    if strategy in ("group", None) and size not in (None, -1):
+        return Scheme(bits, (1, weights.integer("group_size")), f"{field}group_size is {size}")
+    if strategy in ("channel", "group") or size == -1:
+        return Scheme(bits, (1, 0), said if strategy else f"{field}group_size is -1")
+    return Scheme(bits, (0, 0), said) if strategy == "tensor" else Scheme(bits)
+
+
+def _over(common: Scheme, own: Keys, field: str) -> Scheme:
+    """`common`, with the `bits` and the `group_size` of a rule's `own` values."""
+    bits = own.integer("bits") if own.data.get("bits") is not None else common.bits
+    if (size := own.data.get("group_size")) is None:
+        return Scheme(bits, common.block, common.said)
+    inputs = 0 if size == -1 else own.integer("group_size")
+    return Scheme(bits, (1, inputs), f"{field}group_size is {size}")
+
+
+def _compiled(keys: Keys, field: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{keys.file} of {keys.where!r}: {field} {pattern!r} is no regular expression: {error}"
+        ) from None

@@ -1,0 +1,150 @@
+"""Which numbers of a quantised matrix share a scale: as the config and `g_idx` say, else as far as shapes tell.
+
+Where the tensors do not agree with the config, the checkpoint is refused. Shape legend: O outputs, I inputs, G groups
+of inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from cluster.models.arithmetic import chosen
+from cluster.models.stored import Asked, Files
+
+BLOCK = 128  # outputs and inputs that share a scale where FP8 is in blocks and the config gives no `weight_block_size`
+USUAL = (16, 32, 64, 128, 256, 512, 1024)  # sizes of groups whose last one may be partial, if the config gives none
+
+
+def beside(files: Files, asked: Asked, name: str) -> tuple[Tensor, int]:
+    """Scales or zeros `name` as `[O, G]`, of the part asked for, and how many inputs share one of them.
+
+    They are stored as one for the tensor, one for each output, `[O, G]`, or one for each block.
+
+    Raises:
+        ConfigError: there are not as many as the config says, or as the shape of the matrix allows.
+    """
+    (outputs, inputs), (start, stop) = asked.shape, asked.outputs
+    held = files.read(name, (), asked.device)
+    if held.numel() == 1:
+        held = held.reshape(1, 1)
+    elif held.shape == (outputs,):
+        held = held[:, None]
+    elif held.dim() == 4 and held.shape[1] == held.shape[3] == 1:  # ModelOpt's FP8_PB_WO
+        held = held[:, 0, :, 0]
+    if held.dim() != 2:
+        raise files.wrong(name, f"is {list(held.shape)}, but scales of {asked.stored!r} have two dimensions at most")
+    tall, wide = _block_of(files, asked, name, (held.shape[0], held.shape[1]))
+    if held.shape[0] == 1:
+        held = held.expand(stop - start, -1)
+    elif tall == 1:
+        held = held[start:stop]
+    else:
+        held = chosen(held, groups_of(start, stop, tall, held), 0)
+    return of_inputs(files, asked, held, wide or inputs)
+
+
+def group_size(files: Files, asked: Asked, name: str, groups: int) -> int:
+    """How many inputs share a scale of `name`, which has `groups` for each output.
+
+    Raises:
+        ConfigError: as `beside`.
+    """
+    outputs, inputs = asked.shape
+    return _block_of(files, asked, name, (outputs, groups))[1] or inputs
+
+
+def _block_of(files: Files, asked: Asked, name: str, counts: tuple[int, int]) -> tuple[int, int]:
+    """How many outputs and inputs share a scale of `name`, `counts` along both; 0: all. See `Scheme.block`."""
+    (outputs, inputs), scheme = asked.shape, files.scheme(asked.stored)
+    if scheme.block is not None:
+        wanted = tuple(_parts(size, of) for size, of in zip(asked.shape, scheme.block, strict=True))
+        if counts == wanted:
+            return scheme.block
+        if scheme.block[0] == 1 and counts[0] == outputs:
+            problem = f"has {counts[1]} groups of {inputs} inputs, and {scheme.said}, which makes {wanted[1]}"
+        else:
+            problem = (
+                f"is {list(counts)} but {asked.stored!r} of {list(asked.shape)} needs {list(wanted)}, as {scheme.said}"
+            )
+        raise files.wrong(name, f"{problem}; config.json and the tensors must agree")
+    blocks = (_parts(outputs, BLOCK), _parts(inputs, BLOCK))
+    if counts == (1, 1):
+        return 0, 0
+    if counts == blocks and outputs != blocks[0]:
+        return BLOCK, BLOCK
+    sizes = _group_sizes(inputs, counts[1])
+    if counts[0] != outputs or not sizes:
+        raise files.wrong(
+            name,
+            f"is {list(counts)} but {asked.stored!r} of {list(asked.shape)} needs {list(blocks)}, one per block of "
+            f"{BLOCK} x {BLOCK}, or some for each of its outputs",
+        )
+    if len(sizes) > 1:
+        either = " or ".join(map(str, sizes))
+        raise files.wrong(
+            name,
+            f"has {counts[1]} groups of {inputs} inputs, which may be of {either}; quantization_config in config.json "
+            "must say group_size (or weight_block_size)",
+        )
+    return 1, sizes[0]
+
+
+def _group_sizes(inputs: int, groups: int) -> list[int]:
+    """The sizes that `groups` groups of so many inputs may have; more than one only where the last may be partial."""
+    if groups == 1:
+        return [inputs]
+    even = {inputs // groups} if inputs % groups == 0 else set()
+    return sorted(even | {size for size in USUAL if _parts(inputs, size) == groups})
+
+
+def _parts(size: int, each: int) -> int:
+    """How many parts of `each`, the last one perhaps smaller, `size` is cut into; `each` 0: it is one."""
+    return -(-size // each) if each else 1
+
+
+def of_inputs(files: Files, asked: Asked, given: Tensor, each: int) -> tuple[Tensor, int]:
+    """What each group of all inputs has, `[O, G]` -> that of the inputs asked for, and how many of them share one: 1
+    where they are not whole groups that lie together. A group is of `each` inputs, the last one perhaps of fewer.
+    """
+    inputs, groups, (start, stop) = asked.shape[-1], given.shape[1], asked.inputs
+    own = _given_order(files, asked, each, groups)
+    if groups == 1:
+        return given, stop - start
+    if own is None and start % each == 0 and (stop % each == 0 or stop == inputs):
+        return given[:, start // each : -(-stop // each)], each
+    own = groups_of(0, inputs, each, given) if own is None else own
+    return chosen(given, own[start:stop], 1), 1
+
+
+def groups_of(start: int, stop: int, each: int, given: Tensor) -> Tensor:
+    """The groups of `each` neighbours in which numbers from `start` to `stop` are, to choose of `given` by."""
+    device = "cpu" if given.is_meta else given.device  # on the meta device arithmetic is slow, see `joined`
+    return torch.arange(start, stop, device=device) // each
+
+
+def _given_order(files: Files, asked: Asked, each: int, groups: int) -> Tensor | None:
+    """The group of each input as `g_idx` gives it, `[I]`; None: `each` neighbours make a group.
+
+    Raises:
+        ConfigError: it names a group that there is not, or puts more than `each` inputs into one.
+    """
+    stem, inputs = asked.stem, asked.shape[-1]
+    for name, likely in ((f"{stem}.weight_g_idx", True), (f"{stem}.g_idx", files.quantisation.by_activation)):
+        if not files.has(name):
+            continue
+        files.entry(name, (inputs,))
+        held = files.read(name)
+        if held.is_meta:  # only headers are read: what the config says must do
+            return held if likely else None
+        held = held.long()
+        if held.min() < 0 or not held.any():  # left blank by the writer
+            return None
+        if torch.equal(held, torch.arange(inputs, device=held.device) // each):
+            return None
+        sizes = held.bincount(minlength=groups)
+        if len(sizes) > groups:
+            raise files.wrong(name, f"names group {len(sizes) - 1}, but there are scales of {groups} groups")
+        if (most := int(sizes.max())) > each:
+            said = files.scheme(asked.stored).said or f"{groups} groups of {inputs} inputs have at most {each}"
+            raise files.wrong(name, f"puts {most} inputs into one group, and {said}")
+        return held
+    return None
