@@ -31,8 +31,9 @@ class Yarn(NamedTuple):
 class Rope:
     """Rotary embedding in the half-split (neox) layout.
 
-    At most one scaling: `llama3` holds (factor, low, high, original length); `linear` divides every frequency.
-    `partial`: the share of a head, its first dimensions, that is rotated.
+    At most one scaling: `llama3` holds (factor, low, high, original length); `linear` divides every frequency;
+    `dynamic` holds (factor, length): from position `length` on, frequencies fall with the position, as `transformers`
+    computes them for a text that ends there. `partial`: the share of a head, its first dimensions, that is rotated.
     """
 
     theta: float
@@ -40,6 +41,17 @@ class Rope:
     linear: float = 1.0
     yarn: Yarn | None = None
     partial: float = 1.0
+    dynamic: tuple[float, int] | None = None
+
+    def longest(self, positions: int) -> int:
+        """The most positions that texts may have where the config promises `positions`, as in vLLM.
+
+        Linear and dynamic scaling multiply the promise by their factor. YaRN stretches its original length, and configs
+        need not repeat the result.
+        """
+        if self.yarn is not None:
+            return max(positions, int(self.yarn.factor * self.yarn.length))
+        return int(positions * (self.linear if self.dynamic is None else self.dynamic[0]))
 
 
 def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, partial: bool = False) -> Rope:
@@ -47,9 +59,8 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
 
     `layer_type` picks one entry of a config that lists several embeddings by layer type. Old and new spelling are read:
     `rope_theta` with `rope_scaling`, and `rope_parameters`; where both are there, scaling is as the first says, since
-    that is what users add. Dynamic scaling changes nothing up to
-    `max_position_embeddings`, beyond which nothing is served. `partial`: the family may rotate only a part of each head
-    (`partial_rotary_factor`); for other families that key is refused, because its meaning there is not defined.
+    that is what users add. `partial`: the family may rotate only a part of each head (`partial_rotary_factor`); for
+    other families that key is refused, because its meaning there is not defined.
 
     Raises:
         ConfigError: a scaling or a factor that is not served, or a key that it needs is missing.
@@ -65,17 +76,24 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
     if share != 1.0 and not (partial and share < 1.0):
         wanted = "must be at most 1" if partial else "other than 1 is not served"
         raise ConfigError(f"{keys.file} of {keys.where!r}: partial_rotary_factor {wanted}, got {share}")
-    if kind in ("default", "dynamic"):
+    if kind == "default":
         return Rope(theta, partial=share)
+    if kind == "dynamic":
+        if scaling.data.get("alpha") is not None:
+            raise ConfigError(f"{keys.file} of {keys.where!r}: rope_scaling dynamic with alpha is not served")
+        factor = _required(scaling, kind, "factor")[0]
+        return Rope(theta, partial=share, dynamic=(factor, longest_of(keys)))
     if kind == "linear":
         return Rope(theta, linear=_required(scaling, kind, "factor")[0], partial=share)
     if kind == "llama3":
-        factor, low, high, length = _required(
-            scaling, kind, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-        )
-        return Rope(theta, (factor, low, high, int(length)), partial=share)
+        factor, low, high = _required(scaling, kind, "factor", "low_freq_factor", "high_freq_factor")
+        return Rope(theta, (factor, low, high, original_length(keys, layer_type)), partial=share)
     if kind == "yarn":
-        factor, length = _required(scaling, kind, "factor", "original_max_position_embeddings")
+        length = original_length(keys, layer_type)
+        if scaling.data.get("factor") is None and length != longest_of(keys):
+            factor = longest_of(keys) / length  # DeepSeek-V3's way of writing it, read so by `transformers`
+        else:
+            factor = _required(scaling, kind, "factor")[0]
         both = scaling.data.get("mscale") and scaling.data.get("mscale_all_dim")
         attention = mscale(factor, 1.0)
         if both:
@@ -89,7 +107,7 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
                 factor,
                 scaling.number("beta_fast", 32.0),
                 scaling.number("beta_slow", 1.0),
-                int(length),
+                length,
                 scaling.flag("truncate", True),
                 scaling.number("attention_factor", attention),
             ),
@@ -108,6 +126,26 @@ def scaling_of(keys: Keys, layer_type: str | None = None) -> Keys:
     if not old.data:
         return new
     return old.over({name: new.data[name] for name in ("rope_theta", "partial_rotary_factor") if name in new.data})
+
+
+def original_length(keys: Keys, layer_type: str | None = None) -> int:
+    """The context length that a scaling starts from, resolved as `transformers` does it.
+
+    A key at the top of the config comes first, unless scaling is listed by layer type; then the scaling's own key; then
+    `max_position_embeddings`.
+    """
+    name = "original_max_position_embeddings"
+    by_type = layer_type is not None and any(
+        layer_type in keys.section(place).data for place in ("rope_parameters", "rope_scaling")
+    )
+    if keys.data.get(name) is not None and not by_type:
+        return keys.integer(name)
+    return scaling_of(keys, layer_type).integer(name, longest_of(keys))
+
+
+def longest_of(keys: Keys) -> int:
+    """What a config promises as its longest text, before any scaling stretches it."""
+    return keys.integer("max_position_embeddings", 2048)
 
 
 def mscale(factor: float, weight: float) -> float:

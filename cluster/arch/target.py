@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.arch.keys import Keys, dtype_of, read_json
 from cluster.arch.layer import LayerGeometry
+from cluster.arch.rope import longest_of
 from cluster.config import ConfigError
 
 
@@ -19,7 +20,8 @@ class TargetArch:
     `embed_scale` multiplies the embedding's rows, `softcap` bends logits to c * tanh(x / c). `names` turn the names
     that layers ask for into the checkpoint's, in order, as (pattern, replacement); `query_scaling` (length, beta):
     queries at position p are multiplied by 1 + beta log(1 + p // length); `ignored` are patterns of stored
-    tensors that the target does not use (a vision tower, an MTP draft).
+    tensors that the target does not use (a vision tower, an MTP draft). `max_position`: the most tokens of a text, by
+    the config.
     """
 
     family: str
@@ -124,13 +126,10 @@ def _added_tokens(path: Path) -> list[Any]:
 
 
 def _longest(keys: Keys, layers: tuple[LayerGeometry, ...]) -> int:
-    """The longest text: of YaRN what it stretches to, which configs need not repeat as `max_position_embeddings`. With
-    dual chunk attention (Qwen2.5-1M) as far as that is plain attention: a chunk less what is local.
+    """The longest text: what the config promises, as far as scaling stretches it. With dual chunk attention
+    (Qwen2.5-1M) as far as that is plain attention: a chunk less what is local.
     """
-    stretched = [
-        int(layer.rope.yarn.factor * layer.rope.yarn.length) for layer in layers if layer.rope.yarn is not None
-    ]
-    longest = max([keys.integer("max_position_embeddings", 2048), *stretched])
+    longest = max(layer.rope.longest(longest_of(keys)) for layer in layers)
     chunks = keys.section("dual_chunk_attention_config")
     if not chunks.data:
         return longest

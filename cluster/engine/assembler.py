@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
 from cluster.forward.adjust import AdjustTables
-from cluster.forward.runner import AttentionBackend
+from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.forward.sampling import SamplingTable
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory, cells_of
@@ -42,18 +42,18 @@ class Assembler:
         adjusting: AdjustTables,
         shape: TreeShape,
         slots: Ordered[SlotMemory],
-        attentions: Ordered[AttentionBackend],
+        runners: Ordered[TargetRunner | DraftRunner],
         turns: int = 1,
     ) -> None:
-        """`shape` is that of the largest trees, `slots` is all memory that has slots; `attentions` learn the bounds of
+        """`shape` is that of the largest trees, `slots` is all memory that has slots; `runners` learn the bounds of
         every step, and keep what a step works with for `turns` steps.
         """
         self.turns = turns
         self._turn = 0
         self._table, self._sampling, self._adjusting = table, sampling, adjusting
-        self._slots, self._attentions = slots, attentions
+        self._slots, self._runners = slots, runners
         self._device = table.device_pages.device
-        self._window = shape.window
+        self._window, self._beyond = shape.window, positions_beyond(shape)
         self._ahead = torch.arange(shape.window + shape.forcing().forced, device=self._device)
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._no_prompt = PromptRows(none, none, none, none, none, None, none, none)
@@ -93,8 +93,9 @@ class Assembler:
         chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
         self._turn = (self._turn + 1) % self.turns
         bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes), self._turn)
-        for attention in self._attentions:
-            attention.prepare(bounds)
+        positions = max((longest, *(stop for _, stop in chunks))) + self._beyond
+        for runner in self._runners:
+            runner.prepare(bounds, positions)
         return Inputs(sent, len(order.decodes), order.mode, forced, self._turn)
 
     def _change(self, order: Order, changes: dict[str, Tensor]) -> None:
@@ -138,6 +139,14 @@ class Assembler:
             final_rows=sent["final rows"],
             final_lens=sent["final lens"],
         )
+
+
+def positions_beyond(shape: TreeShape) -> int:
+    """How many positions behind the end of a text as the host knows it a step may have rows.
+
+    A tree lies behind the last token, and a step may begin before the host has read what the step before it accepted.
+    """
+    return 2 * shape.forcing().num_steps + 3
 
 
 def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:

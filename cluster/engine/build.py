@@ -12,7 +12,7 @@ from cluster.arch.resolve import ResolvedModels, check_models, resolve_models
 from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
-from cluster.engine.assembler import Assembler
+from cluster.engine.assembler import Assembler, positions_beyond
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
@@ -167,8 +167,7 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: 
     same_everywhere(resolved, kernels, mesh)
     _host(resolved.config, device)
     context_length = _context_length(resolved.config, resolved.target.max_position)
-    # A step may begin before its request's end is known.
-    deepest = context_length + 2 * resolved.shape.forcing().num_steps + 3
+    deepest = context_length + positions_beyond(resolved.shape)
     memory = memory_of(device) if memory is None else memory
     if memory is None:
         models, weights = load_models(resolved, mesh, device, kernels, deepest), 0
@@ -263,7 +262,6 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     carried = EagleDraftInput.create_idle_input(prepared.resolved.draft, shape.topk, dtype, device, rows)
     runners: list[TargetRunner | DraftRunner] = [memory.target_runner, *memory.draft_runner_list]
     slots: list[SlotMemory] = [runner.pool for runner in runners]
-    attentions = [runner.attention for runner in runners]
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
@@ -281,7 +279,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, attentions, turns),
+            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, runners, turns),
             Step(
                 memory.target_runner,
                 draft,
@@ -341,9 +339,14 @@ def _host(config: EngineConfig, device: torch.device) -> None:
 
 
 def _context_length(config: EngineConfig, most: int) -> int:
+    """The most tokens of a request: `context_length` where it is set, even beyond the target's `most`, else that."""
     if config.context_length is not None and config.context_length > most:
-        raise ConfigError(
-            f"context_length {config.context_length} exceeds the target's max_position_embeddings {most}; lower it"
+        logger.warning(
+            "context_length %d is beyond the %d tokens that the target's config promises (max_position_embeddings, "
+            "stretched by its rope scaling); it is served as set, and texts beyond %d may be poor",
+            config.context_length,
+            most,
+            most,
         )
     return config.context_length or most
 

@@ -38,6 +38,11 @@ class TargetRunner:
     boundaries: tuple[int, ...]
     watch: Spans
 
+    def prepare(self, bounds: HostBounds, positions: int) -> None:
+        """A step within these bounds begins, all of whose rows are at positions below `positions`."""
+        self.attention.prepare(bounds)
+        self.model.reach(positions)
+
     def forward(self, token_ids: Tensor, positions: Tensor, seen: Seen) -> tuple[Tensor, list[Tensor]]:
         """Rows `[T]` -> post-norm hidden `[T, H]`, residual stream at each boundary `[T, H]`."""
         with self.watch:
@@ -58,6 +63,11 @@ class DraftRunner:
     pool: KVPool
     attention: AttentionBackend
     watch: Spans
+
+    def prepare(self, bounds: HostBounds, positions: int) -> None:
+        """A step within these bounds begins, all of whose rows are at positions below `positions`."""
+        self.attention.prepare(bounds)
+        self.model.reach(positions)
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """`[T, A]` -> `[T, H]`."""

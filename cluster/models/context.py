@@ -64,7 +64,7 @@ WHOLE = Sharding()
 class ModelContext:
     """The compute `dtype`, the `device`, and the `exchange` with the ranks that share the model as `sharding` says.
 
-    `max_position` is how many positions the rotary tables hold; `kernels` are the operators.
+    `max_position` is how many positions the rotary tables have room for; `kernels` are the operators.
     """
 
     dtype: torch.dtype

@@ -119,6 +119,10 @@ class DraftModel(ABC):
     def _load(self, load: Loader) -> None:
         """Load the tensors that only this family has, for its `fuse_aux` and `forward`."""
 
+    def reach(self, positions: int) -> None:
+        """Rows of the next steps are at positions below `positions`; the host calls this before such a step."""
+        self._rotary.reach(positions)
+
     @abstractmethod
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """The target's hidden states `[T, A]` -> the draft's hidden `[T, H]`."""

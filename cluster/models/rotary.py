@@ -7,7 +7,11 @@ from torch import Tensor
 
 from cluster.arch import Rope
 from cluster.kernels.interface import Angles
+from cluster.kv.pool import zeros
 from cluster.models.arithmetic import joined
+
+START = 16384  # rows of a table that are computed when it is made
+ROWS = 1024  # and how many at a time when a text needs more: a step waits for them
 
 
 def frequencies(rope: Rope, dim: int) -> Tensor:
@@ -15,7 +19,7 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
 
     llama3 as in the Llama 3.1 release: long wavelengths are divided by `factor`, the band between the two frequency
     factors is blended. YaRN (arXiv 2309.00071): the band lies between the dimensions that turn `beta_fast` and
-    `beta_slow` times over the original length.
+    `beta_slow` times over the original length. Dynamic scaling leaves positions below its length as they are.
     """
     inverse = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if rope.llama3 is not None:
@@ -38,22 +42,56 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
     return inverse / rope.linear
 
 
+def dynamic_frequencies(rope: Rope, dim: int, positions: Tensor) -> Tensor:
+    """Radians per position of the `dim / 2` pairs at each of `positions` `[T]`, `[T, dim / 2]` float64.
+
+    Dynamic NTK scaling as in `transformers`: the base grows with the length of a text, which is here the text that ends
+    with the position. So what a position means does not depend on what follows it.
+    """
+    assert rope.dynamic is not None
+    factor, length = rope.dynamic
+    texts = (positions + 1).clamp(min=length).double()
+    base = rope.theta * (factor * texts / length - (factor - 1)) ** (dim / (dim - 2))
+    return 1.0 / base[:, None] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
 class RotaryTable:
-    """cos and signed sin per position, `[P, 1, d]`; see `Angles`."""
+    """cos and signed sin per position, `[P, 1, d]`; see `Angles`.
+
+    The table has room for all P positions that may ever be served, at an address that never changes, so that captured
+    programs can read it. Rows behind the first `START` are computed when `reach` says that they are needed: on a CPU
+    the system gives memory only to rows that are there.
+    """
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        inverse = frequencies(rope, head_dim)
-        if dtype != torch.float64:
-            inverse = inverse.float()
-        angle = torch.arange(positions, dtype=inverse.dtype)[:, None] * inverse
-        grown = 1.0 if rope.yarn is None else rope.yarn.attention
-        cos, sin = angle.cos() * grown, angle.sin() * grown
-        self._cos = torch.cat([cos, cos], -1)[:, None].to(device, dtype)
-        self._sin = torch.cat([-sin, sin], -1)[:, None].to(device, dtype)
+        self._rope, self._dim, self._positions, self._made = rope, head_dim, positions, 0
+        self._cos, self._sin = (zeros((positions, 1, head_dim), dtype, device) for _ in range(2))
+        if device.type != "meta":
+            self.reach(START)
+
+    def reach(self, positions: int) -> None:
+        """Compute the rows of positions below `positions` that are not there yet; the host calls it before a step."""
+        while self._made < min(positions, self._positions):
+            start, stop = self._made, min(self._made + ROWS, self._positions)
+            cos, sin = self._rows(start, stop)
+            self._cos[start:stop, 0].copy_(torch.cat([cos, cos], -1))
+            self._sin[start:stop, 0].copy_(torch.cat([-sin, sin], -1))
+            self._made = stop
 
     def at(self, positions: Tensor) -> Angles:
         """The angles of rows at `positions` `[T]`."""
         return Angles(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+
+    def _rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions from `start` to `stop`, `[stop - start, d / 2]`, in at least float32."""
+        rope, positions = self._rope, torch.arange(start, stop)
+        late = rope.dynamic is not None and stop > rope.dynamic[1]
+        inverse = dynamic_frequencies(rope, self._dim, positions) if late else frequencies(rope, self._dim)
+        if self._cos.dtype != torch.float64:
+            inverse = inverse.float()
+        angle = positions[:, None].to(inverse.dtype) * inverse
+        grown = 1.0 if rope.yarn is None else rope.yarn.attention
+        return angle.cos() * grown, angle.sin() * grown
 
 
 def half_split(weight: Tensor, heads: int, rotated: int | None = None) -> Tensor:

@@ -50,6 +50,11 @@ class DecoderTarget:
         """The embedding and the head, for a draft to share; an embedding's rows are not scaled."""
         return self._embed, self._head
 
+    def reach(self, positions: int) -> None:
+        """Rows of the next steps are at positions below `positions`; the host calls this before such a step."""
+        for rotary in self._rotaries:
+            rotary.reach(positions)
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:

@@ -23,11 +23,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=dtypes, help="(default: auto, see docs/settings.md)")
     parser.add_argument("--kv-cache-dtype", choices=CACHES, help="what the KV caches hold (default: auto, as --dtype)")
     parser.add_argument("--page-size", type=int)
+    parser.add_argument(
+        "--context-length", type=int, metavar="N", help="most tokens of a request (default: what the model allows)"
+    )
+
+
+PLAIN = ("dtype", "kv_cache_dtype", "page_size", "context_length")
+"""Flags that are settings of the same name."""
 
 
 def engine_flags_given(args: argparse.Namespace) -> list[str]:
     """Those of the flags that are on the command line."""
-    names = ("draft", *(flag for flag, _, _ in TREE), "no_speculation", "dtype", "kv_cache_dtype", "page_size")
+    names = ("draft", *(flag for flag, _, _ in TREE), "no_speculation", *PLAIN)
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
 
 
@@ -37,7 +44,7 @@ def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
     Raises:
         ConfigError: flags that do not go together.
     """
-    plain = {name: getattr(args, name) for name in ("dtype", "kv_cache_dtype", "page_size")}
+    plain = {name: getattr(args, name) for name in PLAIN}
     settings: dict[str, object] = {"model_path": model} | {k: v for k, v in plain.items() if v is not None}
     if args.draft and not args.no_speculation:
         settings["speculative_draft_model_path"] = args.draft

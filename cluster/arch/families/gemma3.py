@@ -13,6 +13,14 @@ NAMES = (
     (r"\.before_mlp\.", ".pre_feedforward_layernorm."),
     (r"\.after_mlp\.", ".post_feedforward_layernorm."),
 )
+DEFAULTS = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+}
+"""Defaults of keys that a config leaves out."""
 
 
 def gemma3(keys: Keys) -> TargetArch:
@@ -21,7 +29,7 @@ def gemma3(keys: Keys) -> TargetArch:
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if keys.data.get(key):
             raise ConfigError(f"{keys.file} of {keys.where!r}: {key} {keys.data[key]!r} is not served")
-    full = keys.over({"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208})
+    full = keys.over(DEFAULTS)
     every = keys.integer("sliding_window_pattern", 6)
     which = sliding(keys, count, [(i + 1) % every != 0 for i in range(count)])
     layer = replace(
@@ -39,7 +47,7 @@ def gemma3(keys: Keys) -> TargetArch:
         "Gemma3ForCausalLM",
         tuple(local if small else layer for small in which),
         tied=keys.flag("tie_word_embeddings", True),
-        max_position=keys.integer("max_position_embeddings", 131072),
+        max_position=full.integer("max_position_embeddings"),  # already stretched: vLLM does not multiply it either
         embed_scale=layer.hidden**0.5,
         softcap=None if cap is None else keys.number("final_logit_softcapping", 1.0),
         names=NAMES,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cluster.arch.keys import Keys
 from cluster.arch.layer import geometry_of, with_sliding_window
-from cluster.arch.rope import scaling_of
+from cluster.arch.rope import original_length, scaling_of
 from cluster.arch.target import TargetArch, target_of
 
 
@@ -29,5 +29,5 @@ def ministral3(keys: Keys) -> TargetArch:
     scaling, given = scaling_of(keys), Keys({"sliding_window": None, **keys.data}, keys.where, keys.file)
     grown = None
     if scaling.data.get("llama_4_scaling_beta"):
-        grown = scaling.integer("original_max_position_embeddings"), scaling.number("llama_4_scaling_beta", 0.1)
+        grown = original_length(keys), scaling.number("llama_4_scaling_beta", 0.1)
     return replace(mistral(given), family="Ministral3ForCausalLM", query_scaling=grown)

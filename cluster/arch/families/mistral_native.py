@@ -45,6 +45,7 @@ def mistral_native(params: Keys) -> TargetArch:
             raise ConfigError(f"params.json of {params.where!r}: {key} is recognised and not served in this format")
     data: dict[str, Any] = {ours: params.data[theirs] for ours, theirs in SPELLED.items() if theirs in params.data}
     data["eos_token_id"] = END_OF_TEXT
+    data["max_position_embeddings"] = params.integer("max_position_embeddings", params.integer("max_seq_len", 128000))
     yarn = params.section("yarn")
     if yarn.data:
         data["rope_scaling"] = {
@@ -62,10 +63,9 @@ def mistral_native(params: Keys) -> TargetArch:
         window = params.integer("sliding_window")
     count = keys.integer("num_hidden_layers")
     layer = replace(geometry_of(keys), interleaved=True)
-    longest = params.integer("max_position_embeddings", params.integer("max_seq_len", 128000))
     layers = with_sliding_window(layer, window, [window is not None] * count)
     grown = query_scaling(params)
-    return target_of(keys, "Mistral (native)", layers, names=NAMES, max_position=longest, query_scaling=grown)
+    return target_of(keys, "Mistral (native)", layers, names=NAMES, query_scaling=grown)
 
 
 def query_scaling(params: Keys) -> tuple[int, float] | None:
