@@ -24,6 +24,7 @@ NEED_A_DRAFT = (
     "speculative_draft_overrides",
     "speculative_token_map",
 )
+LONGEST_CONTEXT = 1 << 24  # positions that float32 counts exactly, as rotary angles need
 KV_SIZES = ("max_total_tokens", "kv_cache_gb", "mem_fraction_static")
 
 DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
@@ -99,7 +100,11 @@ class EngineConfig(Settings):
         "a GPU, torch where these cannot be had; flashinfer: attention by FlashInfer, the rest as triton",
     )
     context_length: int | None = Field(
-        default=None, ge=8, description="most tokens of a prompt and what follows it; unset: what the model allows"
+        default=None,
+        ge=8,
+        le=LONGEST_CONTEXT,
+        description="most tokens of a prompt and what follows it, even beyond what the model's config promises, which "
+        "a warning says; unset: what the config promises, as its rope scaling stretches it",
     )
     page_size: int = Field(default=16, ge=1, le=1024, description="tokens of a KV page, the unit that requests share")
     max_total_tokens: int | None = Field(default=None, ge=1, description="KV capacity of one rank, in tokens")

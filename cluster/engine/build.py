@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from cluster.arch.resolve import ResolvedModels, check_models, resolve_models
-from cluster.config import ConfigError, EngineConfig
+from cluster.config import LONGEST_CONTEXT, ConfigError, EngineConfig
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler, positions_beyond
@@ -339,7 +339,7 @@ def _host(config: EngineConfig, device: torch.device) -> None:
 
 
 def _context_length(config: EngineConfig, most: int) -> int:
-    """The most tokens of a request: `context_length` where it is set, even beyond the target's `most`, else that."""
+    """The most tokens of a request: `context_length` where it is set, even beyond the target's `most`, else `most`."""
     if config.context_length is not None and config.context_length > most:
         logger.warning(
             "context_length %d is beyond the %d tokens that the target's config promises (max_position_embeddings, "
@@ -348,7 +348,7 @@ def _context_length(config: EngineConfig, most: int) -> int:
             most,
             most,
         )
-    return config.context_length or most
+    return config.context_length or min(most, LONGEST_CONTEXT)
 
 
 def _tokenizer(config: EngineConfig) -> TextTokenizer | None:

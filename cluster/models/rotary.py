@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import Rope
+from cluster.config import ConfigError
 from cluster.kernels.interface import Angles
 from cluster.kv.pool import zeros
 from cluster.models.arithmetic import joined
@@ -64,8 +65,18 @@ class RotaryTable:
     """
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        """A table of `positions` rows for the `head_dim` dimensions that are rotated.
+
+        Raises:
+            ConfigError: the system does not grant the address space.
+        """
         self._rope, self._dim, self._positions, self._made = rope, head_dim, positions, 0
-        self._cos, self._sin = (zeros((positions, 1, head_dim), dtype, device) for _ in range(2))
+        try:
+            self._cos, self._sin = (zeros((positions, 1, head_dim), dtype, device) for _ in range(2))
+        except MemoryError:
+            raise ConfigError(
+                f"this machine has no room for rotary tables of {positions} positions; lower context_length"
+            ) from None
         if device.type != "meta":
             self.reach(START)
 

@@ -146,7 +146,7 @@ FILES: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None] | N
     "weights in a pickle": (only_a_pickle, None, "only safetensors are read"),
     "weights cut off": (cut(WEIGHTS), None, "is not a readable safetensors file"),
     "weights are empty": (write(WEIGHTS, b""), None, "is not a readable safetensors file"),
-    "a tensor is missing": (edit_tensors(lambda t: t.pop("model.norm.weight")), None, "'norm.weight' is missing"),
+    "a tensor is missing": (edit_tensors(lambda t: t.pop("model.norm.weight")), None, "'model.norm.weight' is missing"),
     "a tensor too many": (edit_tensors(lambda t: t.update(odd=torch.ones(2))), None, "'odd'"),
     "a tensor of another shape": (
         edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(7)})),

@@ -132,6 +132,19 @@ def test_without_max_tokens_it_is_what_fits(capsys: pytest.CaptureFixture[str]) 
     assert main(["generate", small, *IDS, "--max-tokens", "18"]) == 2
 
 
+def test_the_context_is_as_long_as_it_is_set(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    small = target_folder(max_position=20)
+    for length in (12, 30):
+        cut = generate(capsys, small, *IDS, "--ignore-eos", "--context-length", str(length))
+        assert (len(cut["token_ids"]), cut["finish_reason"]) == (length - 3, "length")  # type: ignore[arg-type]
+    assert "context_length 30 is beyond the 20 tokens" in caplog.text
+    capsys.readouterr()
+    assert main(["chat", "--url", "http://127.0.0.1:1", "--context-length", "30"]) == 2
+    assert "--context-length is for an engine here" in capsys.readouterr().err
+
+
 DRAFTS = {
     "EAGLE": lambda: write.eagle1(vocab=VOCAB),
     "EAGLE3": lambda: draft_folder(target_folder()),

@@ -8,7 +8,7 @@ from cluster.arch.draft.facts import Facts
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.keys import Keys, Shapes
 from cluster.arch.layer import LayerGeometry, geometry_of, sliding, with_sliding_window
-from cluster.arch.safetensors.stored import stored_tensors
+from cluster.arch.safetensors.stored import name_on_disk, stored_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
@@ -30,7 +30,8 @@ def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
         count = 1
     beyond = sorted(name for name in shapes if name.startswith(tuple(f"layers.{i}." for i in numbers if i >= count)))
     if beyond:
-        raise ConfigError(f"draft {folder!r} has num_hidden_layers {count} but holds {beyond[0]!r}")
+        named = name_on_disk(folder, beyond[0])
+        raise ConfigError(f"draft {folder!r} has num_hidden_layers {count} but holds {named!r}")
     return count
 
 

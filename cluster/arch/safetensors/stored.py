@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.arch.keys import Shapes, check_folder
@@ -107,27 +106,31 @@ def left_out(folder: str) -> list[tuple[Path, str]]:
 def missing_tensor(folder: str, name: str) -> ConfigError:
     """The error that the tensor of a normalised name is missing, under the name that the checkpoint would use."""
     files, places = weight_files(folder)
-    promised = {normal_name(raw): raw for raw in places}
-    raw = promised.get(name)
-    where = (files[0] if len(files) == 1 else Path(folder)) if raw is None else places[raw]
-    if raw is None:
-        raw = _name_on_disk(name, {at: held for at, (_, held, _) in stored_tensors(folder).items()})
+    raw = name_on_disk(folder, name)
+    where = places.get(raw, files[0] if len(files) == 1 else Path(folder))
     beside = next((path.name for path, other in left_out(folder) if normal_name(other) == name), None)
-    says = "names another file for it" if name in promised else "leaves it out"
+    says = "names another file for it" if raw in places else "leaves it out"
     why = "" if beside is None else f"; {beside} holds it, but the index of the weights {says}"
     return ConfigError(f"tensor {raw!r} is missing in {str(where)!r}{why}")
 
 
-def _name_on_disk(name: str, held: Mapping[str, str]) -> str:
-    """The name that a missing tensor would have in a checkpoint that holds tensors of these (normalised: stored) names.
+def name_on_disk(folder: str, name: str) -> str:
+    """The name that the tensor of a normalised name has in a folder, or would have if it were there.
 
-    It begins as those do that belong to the same part of the model, else as those of the decoder, if it is of that.
+    A missing tensor's name begins as the names of the same part of the model do, else as those of the decoder do.
+
+    Raises:
+        ConfigError: as `stored_tensors`.
     """
+    held = {normal: raw for normal, (_, raw, _) in stored_tensors(folder).items()}
+    listed = {normal_name(raw): raw for raw in weight_files(folder)[1]}
+    if (known := held.get(name, listed.get(name))) is not None:
+        return known
     if name.startswith("layers.0.") and any(raw.startswith("midlayer.") for raw in held.values()):
         return name.replace("layers.0.", "midlayer.", 1)
     begun = {other.partition(".")[0]: raw.removesuffix(other) for other, raw in held.items() if raw.endswith(other)}
     part = name.partition(".")[0]
-    decoder = next((begun[known] for known in DECODER if known in begun), "")
+    decoder = next((begun[each] for each in DECODER if each in begun), "")
     outside = "language_model." if decoder.startswith("language_model.") else ""
     return begun.get(part, decoder if part in DECODER else outside) + name
 
