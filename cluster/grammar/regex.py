@@ -4,7 +4,7 @@ An expression describes the whole text. What would be read differently, or not a
 xgrammar itself never sees an expression. `.` is any character but line ends, `\\d` and `\\w` are ASCII's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from cluster.grammar.asked import GrammarError
@@ -49,8 +49,6 @@ OUTSIDE = CLASSES | {"s": WIDE_SPACE, "S": complement(SPACE)}  # in a class that
 ANY = minus(complement(one_of("\n\r\x85")), chars((0x2028, 0x2029)))
 CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 UNSUPPORTED = {
-    "(?=": "lookahead",
-    "(?!": "lookahead",
     "(?<=": "lookbehind",
     "(?<!": "lookbehind",
     "(?>": "atomic groups",
@@ -61,15 +59,63 @@ UNSUPPORTED = {
 START, END = Ref("^"), Ref("$")  # while an expression is read
 
 
+@dataclass(frozen=True, slots=True)
+class Look(Ref):
+    """A lookahead, while an expression is read: what follows begins with `part`, or does not where it is `negated`."""
+
+    part: Node
+    negated: bool
+
+
 def parse(expression: str) -> Node:
     """What an expression matches from its first to its last character.
 
     Raises:
         GrammarError: it is not an expression, or uses what is not supported.
     """
+    node = plain(read(expression))
+    if node is None:
+        raise GrammarError("lookahead is not supported here")
+    return node
+
+
+def read(expression: str) -> Node:
+    """An expression with its anchors and lookaheads in it: `START`, `END` and `Look`.
+
+    Raises:
+        GrammarError: it is not an expression, or uses what is not supported.
+    """
     node = _Reader(expression).read()
     _check_anchors(node, first=True, last=True)
-    return _without_anchors(node)
+    return node
+
+
+def plain(node: Node) -> Node | None:
+    """An expression without its anchors, which describes the whole text; None if it has lookaheads."""
+    return None if any(isinstance(ref, Look) for ref in refs(node)) else mapped(node, lambda _: EMPTY, Ref)
+
+
+def open_sided(node: Node, rest: Node) -> Node:
+    """An expression that says where a text begins, or where it ends, with the `rest` of the text that it leaves open.
+
+    With neither ^ nor $, and with both, it describes the whole text.
+    """
+    anchors = {ref for ref in refs(node) if ref in (START, END)}
+    if len(anchors) != 1:
+        return node
+    return seq(node, rest) if START in anchors else seq(rest, node)
+
+
+def refs(node: Node) -> Iterator[Ref]:
+    """The anchors and lookaheads of an expression, without those inside of lookaheads."""
+    match node:
+        case Ref():
+            yield node
+        case Seq(parts) | Alt(parts):
+            for part in parts:
+                yield from refs(part)
+        case Repeat(part, _, _):
+            yield from refs(part)
 
 
 @dataclass(slots=True)
@@ -127,7 +173,11 @@ class _Reader:
             if self.text.startswith(opening, self.at):
                 raise self._wrong(f"{what} are not supported" if what[-1] == "s" else f"{what} is not supported")
         self.at += 1
-        if self._skip("?") and not self._skip(":"):
+        sign = self.text[self.at : self.at + 2]
+        look = sign in ("?=", "?!")
+        if look:
+            self.at += 2
+        elif self._skip("?") and not self._skip(":"):
             self._skip("P")
             name, closed, _ = self.text[self.at + 1 :].partition(">")
             if self._next() != "<" or not closed or not name.isidentifier():
@@ -140,14 +190,14 @@ class _Reader:
         if not self._skip(")"):
             raise self._wrong("a ( is not closed")
         self.depth -= 1
-        return node
+        return Look(sign, node, negated=sign == "?!") if look else node
 
     def _repeated(self, node: Node) -> Node:
         count = self._count()
         if count is None:
             return node
-        if node in (START, END):
-            raise self._wrong("^ and $ cannot be repeated")
+        if isinstance(node, Ref):
+            raise self._wrong("^, $ and lookaheads cannot be repeated")
         self._skip("?")  # how eagerly it matches does not change what it matches
         if self._next() in ("*", "+", "?") or self._count() is not None:
             raise self._wrong("two repetitions in a row")
@@ -223,23 +273,21 @@ class _Reader:
 def _check_anchors(node: Node, first: bool, last: bool) -> None:
     """Refuse a ^ that something may precede and a $ that something may follow; `first`, `last`: of the whole text."""
     match node:
+        case Look():
+            return  # what is inside is read on its own
         case Ref():
             if not (first if node == START else last):
                 raise GrammarError("the expression has ^ or $ inside, where it cannot match")
         case Seq(parts):
             for at, part in enumerate(parts):
-                begins = first and all(before in (START, END) for before in parts[:at])
-                ends = last and all(after in (START, END) for after in parts[at + 1 :])
+                begins = first and all(isinstance(before, Ref) for before in parts[:at])
+                ends = last and all(isinstance(after, Ref) for after in parts[at + 1 :])
                 _check_anchors(part, begins, ends)
         case Alt(parts):
             for part in parts:
                 _check_anchors(part, first, last)
         case Repeat(part, _, _):
             _check_anchors(part, first=False, last=False)
-
-
-def _without_anchors(node: Node) -> Node:
-    return mapped(node, lambda _: EMPTY, Ref)
 
 
 def mapped(node: Node, change: Callable[[Node], Node], kind: type[Node]) -> Node:

@@ -6,8 +6,12 @@ from typing import Any
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.ebnf import Rules
 from cluster.grammar.nodes import EMPTY, NOTHING, Literal, Node, alt, repeat, seq
-from cluster.grammar.schema.keywords import Schema, size
-from cluster.grammar.schema.strings import COMMA, SPACES
+from cluster.grammar.schema.keywords import Schema, finite, is_never, size, spelled, types_of
+from cluster.grammar.schema.ordered import in_order
+from cluster.grammar.schema.strings import COMMA, SPACES, literal
+
+ANY_ORDER = 6  # values of a set that may come in any order: there is a rule for each part of the set
+FEW_VALUES: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
 
 
 def array_of(rules: Rules, first: list[Node], rest: Node | None, least: int, most: int | None) -> Node:
@@ -28,15 +32,27 @@ def array_of(rules: Rules, first: list[Node], rest: Node | None, least: int, mos
     return rules.add(seq(Literal("["), SPACES, inside, Literal("]")))
 
 
-def items_of(rules: Rules, schema: Schema, path: str, value: Callable[[Any, str], Node]) -> Node:
-    """The array that a plain schema allows. `value` makes a value's grammar from schema and path."""
+def items_of(
+    rules: Rules,
+    schema: Schema,
+    path: str,
+    value: Callable[[Any, str], Node],
+    choices: Callable[[Any, str], list[Schema]],
+) -> Node:
+    """The array that a plain schema allows. `value` makes a value's grammar from schema and path, `choices` the plain
+    schemas of it.
+    """
     least, most = size(schema, "minItems") or 0, size(schema, "maxItems")
     if most is not None and most < least:
         raise GrammarError(f"minItems {least} is more than maxItems {most}")
+    if schema.get("uniqueItems") and (most is None or most > 1):
+        return _set_of(rules, schema, choices(schema.get("items", True), f"{path}/items"), least, most)
     prefix = schema.get("prefixItems", [])
     extra = schema.get("items", schema.get("unevaluatedItems"))
     if not isinstance(prefix, list) or isinstance(extra, list):
         raise GrammarError("prefixItems must be a list of schemas, and items one schema")
+    if is_never(extra):
+        extra = False
     if extra is False and least > len(prefix):
         raise GrammarError(f"minItems {least} is more than prefixItems allows")
     if extra is None:
@@ -44,3 +60,46 @@ def items_of(rules: Rules, schema: Schema, path: str, value: Callable[[Any, str]
     first = [value(part, f"{path}/prefixItems/{at}") for at, part in enumerate(prefix)]
     rest = None if extra is False else value(extra, f"{path}/items")
     return array_of(rules, first, rest, least, most)
+
+
+def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, most: int | None) -> Node:
+    """An array of different values, of which the schema names all. More than a few come in the schema's order."""
+    named = [_values(choice) for choice in choices]
+    if "prefixItems" in schema or None in named:
+        raise GrammarError(
+            "uniqueItems is not enforced unless items names its values with enum or const, because a grammar cannot "
+            "remember what was written before; leave it out"
+        )
+    values: list[Node] = list({spelled(value): literal(value) for part in named if part for value in part}.values())
+    if least > len(values):
+        raise GrammarError(f"minItems {least} is more than the {len(values)} values that items names")
+    most = len(values) if most is None else min(most, len(values))
+    if len(values) <= ANY_ORDER:
+        inside = _any_order(rules, values, least, most)
+    else:
+        ends: list[Node] = [NOTHING if count < least else SPACES if count else EMPTY for count in range(most + 1)]
+        inside = in_order(rules, [(value, False) for value in values], ends, most)
+    return rules.add(seq(Literal("["), SPACES, inside, Literal("]")))
+
+
+def _values(schema: Schema) -> list[Any] | None:
+    """All values that a plain schema allows; None if it does not name them."""
+    found = finite(schema)
+    if found is None and types_of(schema) <= FEW_VALUES.keys() and schema.keys() <= {"type"}:
+        found = [value for name in sorted(types_of(schema)) for value in FEW_VALUES[name]]
+    return found
+
+
+def _any_order(rules: Rules, values: list[Node], least: int, most: int) -> Node:
+    """Each value at most once, in any order. The rule of a state says what may follow when these have been written."""
+    states: dict[frozenset[int], Node] = {}
+
+    def state(written: frozenset[int]) -> Node:
+        if written not in states:
+            end: Node = NOTHING if len(written) < least else SPACES if written else EMPTY
+            left = [at for at in range(len(values)) if at not in written] if len(written) < most else []
+            comma = COMMA if written else EMPTY
+            states[written] = rules.add(alt(end, *(seq(comma, values[at], state(written | {at})) for at in left)))
+        return states[written]
+
+    return state(frozenset())

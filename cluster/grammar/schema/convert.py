@@ -10,11 +10,13 @@ from typing import Any
 
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.ebnf import Rules
-from cluster.grammar.nodes import Literal, Node, Ref, alt, seq
+from cluster.grammar.nodes import NOTHING, Literal, Node, Ref, alt, seq
 from cluster.grammar.schema.arrays import array_of, items_of
-from cluster.grammar.schema.keywords import Reader, Schema, finite, parts_of, types_of
+from cluster.grammar.schema.keywords import EXCLUDED, Schema, finite, types_of, types_of_value
 from cluster.grammar.schema.numbers import NUMBER, integer, number
 from cluster.grammar.schema.objects import COLON, Members, members_of, object_of
+from cluster.grammar.schema.reader import Reader, parts_of
+from cluster.grammar.schema.references import References
 from cluster.grammar.schema.strings import any_string, literal, string
 
 BOOLEAN = alt(Literal("true"), Literal("false"))
@@ -59,18 +61,19 @@ class Converter:
 
     root: Any
     rules: Rules = field(default_factory=Rules)
-    _references: dict[str, Ref] = field(default_factory=dict)
+    _referred_to: dict[int, Ref] = field(default_factory=dict)  # by the identity of the schema
     _any: Ref | None = None
+    _places: References | None = None
 
     def value(self, schema: Any, path: str) -> Node:
         """The grammar of the values that a schema allows; `path` is where it stands."""
-        reader = Reader(self.root)
+        reader = self._reader()
         kept = reader.checked(schema, path)
         names = kept.keys()
         if not names:
             return self.any_value()
         if names == {"$ref"}:
-            return self._referred(reader, kept["$ref"], path)
+            return self._referred(reader.references.resolved(kept["$ref"], schema, path), kept["$ref"])
         if len(names) == 1 and not names.isdisjoint(("anyOf", "oneOf", "allOf")):
             (name,) = names
             parts = parts_of(kept, name, path)
@@ -78,45 +81,58 @@ class Converter:
                 reader.check_apart([reader.choices(part, path) for part in parts], path)
             if name != "allOf" or len(parts) == 1:
                 return alt(*(self.value(part, f"{path}/{name}/{at}") for at, part in enumerate(parts)))
-        return self.rules.add(alt(*(self._plain(choice, path) for choice in reader.choices(kept, path))))
+        return self.rules.add(alt(*(self._plain(choice, path) for choice in reader.choices(schema, path))))
 
-    def _referred(self, reader: Reader, reference: Any, path: str) -> Node:
-        target = reader.resolved(reference, path)
-        if reference not in self._references:
-            self._references[reference] = self.rules.reserve()
-            self.rules.tell(self._references[reference], self.value(target, reference))
-        return self._references[reference]
+    def _reader(self) -> Reader:
+        if self._places is None:
+            self._places = References(self.root)
+        return Reader(self._places)
+
+    def _referred(self, target: Any, reference: str) -> Node:
+        """The rule of a schema that a reference points to, made once."""
+        if id(target) not in self._referred_to:
+            self._referred_to[id(target)] = self.rules.reserve()
+            self.rules.tell(self._referred_to[id(target)], self.value(target, reference))
+        return self._referred_to[id(target)]
 
     def _plain(self, schema: Schema, path: str) -> Node:
         try:
             values = finite(schema)
             if values is None:
                 return alt(*(self._typed(name, schema, path) for name in sorted(types_of(schema))))
-            beside = schema.keys() - {"type", "enum", "const"}
+            beside = schema.keys() - {"type", "enum", "const", EXCLUDED}
             if beside:
                 raise GrammarError(f"{min(beside)} is not enforced beside enum or const; leave it out")
             if not values:
                 raise GrammarError("no value of enum is of the type")
             return alt(*map(literal, values))
         except GrammarError as error:
-            raise error if str(error).startswith("#") else GrammarError(f"{path}: {error}") from error
+            raise error if str(error).startswith("#") else type(error)(f"{path}: {error}") from error
 
     def _typed(self, name: str, schema: Schema, path: str) -> Node:
+        excluded = [value for value in schema.get(EXCLUDED, ()) if name in types_of_value(value)]
+        match name:
+            case "string":
+                return string(self.rules, schema, excluded)
+            case "boolean":
+                return alt(*(literal(value) for value in (True, False) if value not in excluded))
+            case "null":
+                return NOTHING if excluded else NULL
+        if excluded:
+            raise GrammarError(f"not is not enforced for a value of the type {name}; list the allowed values with enum")
         match name:
             case "object":
-                return object_of(self.rules, members_of(self.rules, schema, path, self.value))
+                members = members_of(self.rules, schema, path, self.value, self._choices)
+                return object_of(self.rules, members)
             case "array":
-                return items_of(self.rules, schema, path, self.value)
-            case "string":
-                return string(self.rules, schema)
+                return items_of(self.rules, schema, path, self.value, self._choices)
             case "number":
                 return number(self.rules, schema)
-            case "integer":
-                return integer(self.rules, schema)
-            case "boolean":
-                return BOOLEAN
             case _:
-                return NULL
+                return integer(self.rules, schema)
+
+    def _choices(self, schema: Any, path: str) -> list[Schema]:
+        return self._reader().choices(schema, path)
 
     def any_value(self) -> Node:
         """Any JSON value."""

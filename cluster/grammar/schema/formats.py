@@ -21,19 +21,82 @@ _IPV6 = "|".join(
     + [rf"(?:{_PIECE}(?::{_PIECE}){{0,{n - 1}}})?::(?:{_PIECE}(?::{_PIECE}){{0,{6 - n}}})?" for n in range(1, 7)]
 )
 _SAFE = r"[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2}"
+_PATH = rf"(?:{_SAFE}|/)*"
 _QUERY = rf"(?:{_SAFE}|[/?])*"
 _AUTHORITY = rf"(?:{_HOST}|{_IPV4})(?::\d{{1,4}})?"
-_URI = rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_AUTHORITY}(?:/(?:{_SAFE})*)*|(?:{_SAFE})+(?:/(?:{_SAFE})*)*)(?:\?{_QUERY})?(?:#{_QUERY})?"
+_AFTER_PATH = rf"(?:\?{_QUERY})?(?:#{_QUERY})?"
+_URI = rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_AUTHORITY}(?:/{_PATH})?|(?:{_SAFE}){_PATH}){_AFTER_PATH}"
+_URI_REFERENCE = rf"(?:{_URI}|(?:/(?:(?:{_SAFE}){_PATH})?)?{_AFTER_PATH})"
+_TEMPLATE = rf"(?:{_SAFE}|[/?#]|\{{[A-Za-z0-9_]+\}})*"
+_POINTER = r"(?:/(?:[^~]|~[01])*)?"
+_HEX3, _HEX4 = r"[0-9A-Fa-f]{3}", r"[0-9A-Fa-f]{4}"
+_UUID = rf"[0-9A-Fa-f]{{8}}-(?:{_HEX4}-){{3}}[0-9A-Fa-f]{{12}}"
+_EMAIL = rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_HOST}"
+_NET4 = rf"(?:(?:{_BYTE}\.){{3}}0/24|(?:{_BYTE}\.){{2}}0\.0/16|{_BYTE}\.0\.0\.0/8|{_IPV4}/32)"
+_NET6 = rf"(?:{_IPV6})/128"
+_INTERFACE4 = rf"{_IPV4}/(?:3[0-2]|[12]?\d)"
+_INTERFACE6 = rf"(?:{_IPV6})/(?:12[0-8]|1[01]\d|[1-9]?\d)"
+_BASE64 = r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
+_BASE64URL = r"(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-][AQgw]|[A-Za-z0-9_-]{2}[AEIMQUYcgkosw048])?"
+_ONE_CHARACTER = r"(?:[A-Za-z0-9 _,:;=@!]|\\[dDwWsS.*+?()^$|\\\[\]{}]|\.|\[\^?(?:[A-Za-z0-9_ ]|a-z|A-Z|0-9|\\[dws])+\])"
+_SOME_CHARACTERS = rf"(?:{_ONE_CHARACTER}(?:[*+?]|\{{\d{{1,2}}\}})?)"
+_EXPRESSION = rf"\^?(?:{_SOME_CHARACTERS}|\((?:\?:)?{_SOME_CHARACTERS}+(?:\|{_SOME_CHARACTERS}+)*\)[*+?]?)*\$?"
 
+# Of JSON Schema first, then those that generators write for types of their languages (OpenAPI, pydantic, quicktype).
 FORMATS: dict[str, str] = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
     "duration": _DURATION,
-    "email": rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_HOST}",
+    "email": _EMAIL,
+    "idn-email": _EMAIL,
     "hostname": _HOST,
+    "idn-hostname": _HOST,
     "ipv4": _IPV4,
     "ipv6": _IPV6,
-    "uuid": r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}",
+    "uuid": _UUID,
     "uri": _URI,
+    "uri-reference": _URI_REFERENCE,
+    "iri": _URI,
+    "iri-reference": _URI_REFERENCE,
+    "uri-template": _TEMPLATE,
+    "json-pointer": _POINTER,
+    "relative-json-pointer": rf"(?:0|[1-9]\d{{0,3}})(?:#|{_POINTER})",
+    "regex": _EXPRESSION,
+    "base64": _BASE64,
+    "base64url": _BASE64URL,
+    "byte": _BASE64,
+    "path": r"[^\0]+",
+    "integer": r"-?(?:0|[1-9]\d{0,17})",
+    "int32": r"-?(?:0|[1-9]\d{0,8})",
+    "int64": r"-?(?:0|[1-9]\d{0,17})",
+    "uint32": r"(?:0|[1-9]\d{0,8})",
+    "uint64": r"(?:0|[1-9]\d{0,17})",
+    "boolean": "true|false",
+    "ipv4network": _NET4,
+    "ipv6network": _NET6,
+    "ipvanynetwork": f"(?:{_NET4}|{_NET6})",
+    "ipv4interface": _INTERFACE4,
+    "ipv6interface": _INTERFACE6,
+    "ipvanyinterface": f"(?:{_INTERFACE4}|{_INTERFACE6})",
+    "ipvanyaddress": f"(?:{_IPV4}|{_IPV6})",
+    **{
+        f"uuid{version}": rf"{_HEX4}{_HEX4}-{_HEX4}-{version}{_HEX3}-[89ABab]{_HEX3}-(?:{_HEX4}){{3}}"
+        for version in range(1, 9)
+    },
 }
+# A smaller part of a format, for patterns beside it that do not hold all of the larger one.
+_PLAIN_ATOM = r"[A-Za-z0-9_+-]{1,20}"
+_NAME = rf"(?:{_LABEL}\.){{1,4}}[A-Za-z]{{2,10}}"
+NARROWER: dict[str, tuple[str, ...]] = {
+    "email": (rf"{_PLAIN_ATOM}(?:\.{_PLAIN_ATOM}){{0,2}}@{_NAME}",),
+    "hostname": (_NAME,),
+}
+UNRESTRICTED = frozenset({"password", "binary"})  # OpenAPI: how a field is shown; any characters
+ENCODINGS = {"base64": _BASE64, "base64url": _BASE64URL, "base16": r"(?:[0-9A-F]{2})*"}
+# Inclusive bounds of integers, by the format of a number.
+INTEGERS: dict[str, tuple[int, int]] = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
+}
+STORED = frozenset({"float", "double", "decimal"})  # how a program keeps a number, which may be any

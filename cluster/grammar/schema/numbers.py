@@ -4,9 +4,12 @@ import math
 from decimal import Decimal
 
 from cluster.grammar.asked import GrammarError
+from cluster.grammar.automata import TooLargeError, intersection, restricted
 from cluster.grammar.ebnf import Rules
-from cluster.grammar.nodes import EMPTY, Chars, Literal, Node, Ref, Repeat, alt, chars, one_of, repeat, seq
+from cluster.grammar.nodes import EMPTY, Chars, Literal, Node, Repeat, alt, chars, one_of, repeat, seq
+from cluster.grammar.schema.formats import FORMATS, INTEGERS, STORED, UNRESTRICTED
 from cluster.grammar.schema.keywords import Schema
+from cluster.grammar.schema.stepwise import rules_of
 
 DIGIT = chars((0x30, 0x39))
 DIGITS = Repeat(DIGIT, 0, None)
@@ -17,18 +20,12 @@ INTEGER = alt(Literal("0"), seq(repeat(MINUS, 0, 1), chars((0x31, 0x39)), DIGITS
 EXPONENT = repeat(seq(one_of("eE"), repeat(one_of("+-"), 0, 1), DIGIT, DIGITS), 0, 1)
 NUMBER = seq(repeat(MINUS, 0, 1), WHOLE, FRACTION, EXPONENT)
 MAX_DIGITS = 100  # of a bound
-MAX_STEP = 128  # of multipleOf: a rule for each remainder
 MAX_MULTIPLES = 2000
 
 
 def integer(rules: Rules, schema: Schema) -> Node:
-    """An integer by `minimum`, `maximum`, their exclusive forms and `multipleOf`."""
-    low, above = _lower(schema)
-    high, below = _upper(schema)
-    least = None if low is None else math.ceil(low)
-    most = None if high is None else math.floor(high)
-    least = least + 1 if least is not None and above and least == low else least
-    most = most - 1 if most is not None and below and most == high else most
+    """An integer by `minimum`, `maximum`, their exclusive forms, `multipleOf` and `format`."""
+    least, most = _whole_bounds(schema)
     if least is not None and most is not None and least > most:
         raise GrammarError("no integer lies between minimum and maximum")
     step = _number(schema, "multipleOf")
@@ -39,13 +36,44 @@ def integer(rules: Rules, schema: Schema) -> Node:
     return rules.add(_signed(least, most))
 
 
+def _whole_bounds(schema: Schema) -> tuple[int | None, int | None]:
+    """The least and the largest integer that the bounds and the format of a schema allow."""
+    low, above = _lower(schema)
+    high, below = _upper(schema)
+    least = None if low is None else math.ceil(low)
+    most = None if high is None else math.floor(high)
+    least = least + 1 if least is not None and above and least == low else least
+    most = most - 1 if most is not None and below and most == high else most
+    first, last = _stored(schema) or (None, None)
+    least = first if least is None else least if first is None else max(least, first)
+    most = last if most is None else most if last is None else min(most, last)
+    return least, most
+
+
+def _stored(schema: Schema) -> tuple[int, int] | None:
+    """The least and the largest integer of a `format`; None if it bounds nothing, as a format of strings does."""
+    name = str(schema.get("format", "float"))
+    if name not in INTEGERS and name not in STORED and name not in FORMATS and name not in UNRESTRICTED:
+        known = ", ".join(sorted([*INTEGERS, *STORED]))
+        raise GrammarError(f"format {name[:40]!r} of a number is not enforced; known are {known}")
+    return INTEGERS.get(name)
+
+
 def number(rules: Rules, schema: Schema) -> Node:
-    """A number by `minimum`, `maximum` and their exclusive forms. Between bounds it is written without exponent."""
+    """A number by `minimum`, `maximum`, their exclusive forms and `multipleOf`. Between bounds, and where it is a
+    multiple, it is written without exponent.
+    """
     step = _number(schema, "multipleOf")
+    if _stored(schema) is not None or (step is not None and step == math.floor(step)):
+        return integer(rules, schema)  # a multiple of a whole number is one
+    bounded = _bounded(schema)
     if step is not None:
-        if step == math.floor(step):
-            return integer(rules, schema)  # a multiple of a whole number is one
-        raise GrammarError("multipleOf is not enforced for a number that need not be whole; leave it out")
+        return _stepped(rules, seq(repeat(MINUS, 0, 1), WHOLE, FRACTION) if bounded == NUMBER else bounded, step)
+    return bounded if bounded == NUMBER else rules.add(bounded)
+
+
+def _bounded(schema: Schema) -> Node:
+    """A number by its bounds."""
     low, above = _lower(schema)
     high, below = _upper(schema)
     if low is None and high is None:
@@ -59,7 +87,7 @@ def number(rules: Rules, schema: Schema) -> Node:
     if high is None or high > 0 or (high == 0 and not below):
         smallest = (low, above) if low is not None and low >= 0 else (Decimal(0), False)
         parts.append(_magnitude(smallest, None if high is None else (high, below)))
-    return rules.add(alt(*parts))
+    return alt(*parts)
 
 
 def _lower(schema: Schema) -> tuple[Decimal | None, bool]:
@@ -218,26 +246,50 @@ def _inside(low: str, above: bool, high: str, below: bool) -> Node:
 
 
 def _multiples(rules: Rules, step: Decimal, least: int | None, most: int | None) -> Node:
-    if step != math.floor(step):
-        raise GrammarError("multipleOf is not enforced unless it is a whole number")
-    by = int(step)
-    if least is not None and most is not None and (most - least) // by <= MAX_MULTIPLES:
-        found = [Literal(str(value)) for value in range(-(-least // by) * by, most + 1, by)]
+    """An integer between bounds that is a multiple of a step."""
+    whole = step.as_integer_ratio()[0]  # an integer is a multiple of 2.5, which is 5/2, where it is one of 5
+    if least is not None and most is not None and (most - least) // whole <= MAX_MULTIPLES:
+        found = [Literal(str(value)) for value in range(-(-least // whole) * whole, most + 1, whole)]
         if not found:
             raise GrammarError("no multiple lies between minimum and maximum")
         return rules.add(alt(*found))
-    if least not in (None, 0, 1) or most is not None:
-        raise GrammarError(f"multipleOf is not enforced beside bounds more than {MAX_MULTIPLES} multiples apart")
-    if by > MAX_STEP:
-        raise GrammarError(f"multipleOf is not enforced beyond {MAX_STEP}")
-    remainders = [rules.reserve() for _ in range(by)]
-    for value, rule in enumerate(remainders):
-        rules.tell(rule, alt(EMPTY if value == 0 else Chars(()), *_digits_on(remainders, value, "0123456789")))
-    positive = alt(*_digits_on(remainders, 0, "123456789"))
-    zero: Node = Literal("0") if least in (None, 0) else Chars(())
-    return alt(zero, seq(repeat(MINUS, 0, 1) if least is None else EMPTY, positive))
+    return _stepped(rules, INTEGER if least is None and most is None else _signed(least, most), Decimal(whole))
 
 
-def _digits_on(remainders: list[Ref], value: int, digits: str) -> list[Node]:
-    """A digit after a number of this remainder, and what may follow."""
-    return [seq(Literal(digit), remainders[(10 * value + int(digit)) % len(remainders)]) for digit in digits]
+State = tuple[int, int | None]
+
+
+def _stepped(rules: Rules, allowed: Node, step: Decimal) -> Node:
+    """The numbers, written as `allowed` says and without exponent, that are multiples of a step.
+
+    The state of the machine is the remainder of the digits so far, and how many of them are decimals (None: no point
+    yet). A multiple has no more decimals than its step.
+    """
+    places = max(0, -int(step.normalize().as_tuple().exponent))
+    by = int(step.scaleb(places))
+
+    def after(state: State, character: str) -> State | None:
+        remainder, decimals = state
+        if character == "-":
+            return state
+        if character == ".":
+            return (remainder, 0) if places else None
+        if decimals == places and places:
+            return None
+        return (10 * remainder + int(character)) % by, None if decimals is None else decimals + 1
+
+    def holds(state: State) -> bool:
+        remainder, decimals = state
+        return bool(remainder * 10 ** (places - (decimals or 0)) % by == 0)
+
+    start: State = (0, None)
+    try:
+        whole = intersection([allowed])
+        found = None if whole is None else restricted(whole, start, after, holds)
+    except TooLargeError as error:
+        raise GrammarError(
+            f"multipleOf {step} is not enforced: {error}; take a smaller one, or fewer digits"
+        ) from error
+    if found is None:
+        raise GrammarError("no multiple lies between minimum and maximum")
+    return rules.add(rules_of(rules, found, lambda read: read))

@@ -8,13 +8,12 @@ from typing import Any
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.ebnf import Rules
 from cluster.grammar.nodes import EMPTY, NOTHING, Blank, Literal, Node, alt, minus, one_of, repeat, seq
-from cluster.grammar.regex import parse
-from cluster.grammar.schema.keywords import Schema, finite, is_closed, size, spelled
+from cluster.grammar.schema.keywords import EXCLUDED, EmptyError, Schema, finite, is_closed, is_never, size, spelled
+from cluster.grammar.schema.ordered import in_order
 from cluster.grammar.schema.strings import COMMA, PLAIN, SPACES, any_string, literal, quoted, string
 
-MAX_STATES = 10_000
 COLON = seq(Literal(":"), Blank(alt(EMPTY, Literal(" "))))
-NAMED_BY = frozenset({"type", "pattern", "minLength", "maxLength", "format", "enum", "const"})
+NAMED_BY = frozenset({"type", "pattern", "minLength", "maxLength", "format", "contentEncoding", "enum", "const"})
 
 
 @dataclass(slots=True)
@@ -28,21 +27,10 @@ class Members:
 
 
 def object_of(rules: Rules, members: Members) -> Node:
-    """An object of these members. The rule of a state says what may come when so many members have been written."""
-    cap = members.least if members.most is None else members.most
-    cap = max(cap, 1)
-    if (len(members.ordered) + 1) * (cap + 1) > MAX_STATES:
-        raise GrammarError("minProperties and maxProperties are too large for so many properties")
-    states = _tail(rules, members, cap)
-    for member, required in reversed(members.ordered):
-        before: list[Node] = []
-        for written in range(cap + 1):
-            full = members.most is not None and written >= members.most
-            after = states[min(written + 1, cap)]
-            taken = NOTHING if full else seq(COMMA if written else EMPTY, member, after)
-            before.append(rules.add(taken if required else alt(taken, states[written])))
-        states = before
-    return rules.add(seq(Literal("{"), SPACES, states[0], Literal("}")))
+    """An object of these members."""
+    cap = max(1, members.least if members.most is None else members.most)
+    inside = in_order(rules, members.ordered, _tail(rules, members, cap), members.most)
+    return rules.add(seq(Literal("{"), SPACES, inside, Literal("}")))
 
 
 def _tail(rules: Rules, members: Members, cap: int) -> list[Node]:
@@ -64,28 +52,47 @@ def _tail(rules: Rules, members: Members, cap: int) -> list[Node]:
     return states
 
 
-def members_of(rules: Rules, schema: Schema, path: str, value: Callable[[Any, str], Node]) -> Members:
-    """The members that a plain schema of an object allows. `value` makes a value's grammar from schema and path."""
+def members_of(
+    rules: Rules,
+    schema: Schema,
+    path: str,
+    value: Callable[[Any, str], Node],
+    choices: Callable[[Any, str], list[Schema]],
+) -> Members:
+    """The members that a plain schema of an object allows. `value` makes a value's grammar from schema and path,
+    `choices` the plain schemas of it.
+    """
     declared, required = _declared(schema), _required(schema)
     least, most = size(schema, "minProperties") or 0, size(schema, "maxProperties")
     extra, patterns = _extra(schema), schema.get("patternProperties", {})
     if not isinstance(patterns, dict):
         raise GrammarError("patternProperties must be an object")
-    if extra is False and (missing := [name for name in required if name not in declared]):
+    names = None
+    if "propertyNames" in schema:
+        names = _plain_names(choices({"allOf": [{"type": "string"}, schema["propertyNames"]]}, f"{path}/propertyNames"))
+        listed = _listed(names)
+        if listed is not None:  # these names, and no others
+            other = False if patterns else True if extra is None else extra
+            declared = {name: declared.get(name, other) for name in listed}
+            names, extra = None, False
+    if extra is False and (missing := [name for name in required if name not in declared and not patterns]):
         raise GrammarError(f"required names {missing[0][:60]!r}, which no property declares")
     for name in required:
         declared.setdefault(name, True if extra is None else extra)
     for pattern, inside in patterns.items():
-        parse(pattern)
         for name in declared:
             if _matches(pattern, name):
                 declared[name] = {"allOf": [declared[name], inside]}
-    ordered = [
-        (seq(literal(name), COLON, value(part, f"{path}/properties/{name[:60]}")), name in required)
-        for name, part in declared.items()
-        if part is not False or name in required
-    ]
-    keyed = _keyed(rules, schema, declared, extra)
+    ordered = []
+    for name, part in declared.items():
+        try:
+            inside = value(part, f"{path}/properties/{name[:60]}")
+        except EmptyError:
+            if name in required:
+                raise
+            continue  # no value can hold its schema, so the property is never there
+        ordered.append((seq(literal(name), COLON, inside), name in required))
+    keyed = _keyed(rules, schema, names, declared, extra)
     other = None
     if keyed is not None:
         key, inside, where = keyed
@@ -95,9 +102,11 @@ def members_of(rules: Rules, schema: Schema, path: str, value: Callable[[Any, st
     return Members(ordered, other, least, most)
 
 
-def _keyed(rules: Rules, schema: Schema, declared: dict[str, Any], extra: Any) -> tuple[Node, Any, str] | None:
+def _keyed(
+    rules: Rules, schema: Schema, names: list[Schema] | None, declared: dict[str, Any], extra: Any
+) -> tuple[Node, Any, str] | None:
     """The key and the schema of members that are not declared, and the keyword that says so; None: there are none."""
-    patterns, names = schema.get("patternProperties", {}), schema.get("propertyNames")
+    patterns = schema.get("patternProperties", {})
     if patterns:
         if extra not in (None, False) or names is not None:
             raise GrammarError("patternProperties is not enforced beside additionalProperties or propertyNames")
@@ -107,8 +116,8 @@ def _keyed(rules: Rules, schema: Schema, declared: dict[str, Any], extra: Any) -
             )
         if len({spelled(inside) for inside in patterns.values()}) > 1:
             raise GrammarError("patternProperties is not enforced for several patterns with schemas of their own")
-        key = quoted(rules, alt(*map(parse, patterns)))
-        return key, next(iter(patterns.values())), "patternProperties"
+        keys = [string(rules, {"pattern": pattern}) for pattern in patterns]
+        return alt(*keys), next(iter(patterns.values())), "patternProperties"
     if names is not None and declared:
         raise GrammarError("propertyNames is not enforced beside properties; leave one of them out")
     if extra is False or (extra is None and is_closed(schema) and names is None):
@@ -116,15 +125,23 @@ def _keyed(rules: Rules, schema: Schema, declared: dict[str, Any], extra: Any) -
     inside = True if extra is None else extra
     if names is None:
         return _other_key(rules, declared), inside, "additionalProperties"
-    return _named_key(rules, names), inside, "additionalProperties"
+    return alt(*(string(rules, choice, choice.get(EXCLUDED, ())) for choice in names)), inside, "additionalProperties"
 
 
-def _named_key(rules: Rules, names: Any) -> Node:
-    """A key by `propertyNames`."""
-    if not isinstance(names, dict) or names.get("type", "string") != "string" or names.keys() - NAMED_BY:
-        raise GrammarError("propertyNames is enforced for pattern, minLength, maxLength, format, enum and const only")
-    values = finite({"type": "string"} | names)
-    return string(rules, names) if values is None else alt(*map(literal, values))
+def _plain_names(choices: list[Schema]) -> list[Schema]:
+    """The plain schemas of names, if they can be held to."""
+    for choice in choices:
+        if choice.get("type") not in ("string", ["string"]) or choice.keys() - NAMED_BY - {EXCLUDED}:
+            raise GrammarError(
+                "propertyNames is enforced for pattern, minLength, maxLength, format, enum and const only"
+            )
+    return choices
+
+
+def _listed(names: list[Schema]) -> list[str] | None:
+    """The names that are allowed, where the schema lists them."""
+    found = [finite(choice) for choice in names]
+    return None if None in found else list(dict.fromkeys(name for values in found if values for name in values))
 
 
 def _other_key(rules: Rules, declared: Collection[str]) -> Node:
@@ -146,7 +163,8 @@ def _unlike(taken: list[str]) -> Node:
 
 def _extra(schema: Schema) -> Any:
     """The schema of members that nothing else describes: none, false, true or a schema."""
-    return schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+    found = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+    return False if is_never(found) else found
 
 
 def _declared(schema: Schema) -> dict[str, Any]:

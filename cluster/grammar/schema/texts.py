@@ -1,0 +1,211 @@
+"""Which strings a schema allows: one expression, or the automaton of what several of them match together."""
+
+from collections.abc import Sequence
+
+from cluster.grammar.asked import GrammarError
+from cluster.grammar.automata import Automaton, TooLargeError, includes, intersection
+from cluster.grammar.nodes import LAST, NOTHING, Alt, Literal, Node, Ref, Repeat, Seq, alt, chars, repeat, seq
+from cluster.grammar.regex import ANY, END, Look, lengths, open_sided, parse, plain, read
+from cluster.grammar.schema.formats import ENCODINGS, FORMATS, NARROWER, UNRESTRICTED
+from cluster.grammar.schema.keywords import Schema, size
+
+ALL = chars((0, LAST))
+SHARED_BY = 8  # repetitions of what is itself without end share its room
+MOST_COUNTED = 300  # characters that an automaton may count; longer bounds are shared out between repetitions
+
+
+def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Automaton:
+    """What a string may be by `minLength`, `maxLength`, `pattern`, `format` and `contentEncoding`: none of `excluded`.
+
+    One expression is kept as it is. Where several hold, the one that the others include is taken, or else the automaton
+    of what all of them match.
+
+    Raises:
+        GrammarError: it cannot be held to these, or no string holds all of them.
+    """
+    least, most = size(schema, "minLength") or 0, size(schema, "maxLength")
+    if most is not None and most < least:
+        raise GrammarError(f"minLength {least} is more than maxLength {most}")
+    patterns = _patterns(schema)
+    named = _named(schema, beside_pattern=bool(patterns))
+    required: list[Node] = [*patterns, *map(parse, named), *other_than(excluded)]
+    for at in range(len(required)):
+        required[at], (low, high) = without_counting(required[at])
+        least, most = max(least, low), high if most is None else most if high is None else min(most, high)
+    if most is not None and most < least:
+        raise GrammarError(_excluded(schema))
+    required = list(dict.fromkeys(required))
+    if not required:
+        return repeat(ALL, least, most)
+    candidates = [node for part in required if (node := plain(part)) is not None]
+    if len(required) > 1 or len(candidates) < len(required):
+        narrower = [parse(text) for name in (schema.get("format"),) for text in NARROWER.get(str(name), ())]
+        candidates += narrower if named else []
+    for candidate in candidates:
+        fitted = with_lengths(candidate, least, most)
+        if fitted is not None and _held_by_all(required, candidate, fitted):
+            return fitted
+    return _together(schema, required, candidates, least, most)
+
+
+def _together(
+    schema: Schema, required: Sequence[Node], candidates: Sequence[Node], least: int, most: int | None
+) -> Node | Automaton:
+    """The automaton of what all expressions match within the lengths; where it is too large, a part of it."""
+    try:
+        if max(least, most or 0) <= MOST_COUNTED:
+            bounds = [repeat(ALL, least, most)] if (least, most) != (0, None) else []
+            found = intersection([*required, *bounds])
+            if found is None:
+                raise GrammarError(_excluded(schema))
+            return found
+    except TooLargeError:
+        pass
+    for candidate in candidates:
+        shorter = candidate if most is None else at_most(candidate, most)
+        if lengths(shorter)[0] >= least and shorter != NOTHING and _held_by_all(required, candidate, shorter):
+            return shorter
+    raise GrammarError(
+        f"{_names(schema)} need too many states together; make the pattern simpler, or write the bounds into it, as in "
+        "^[a-z]{2,5}$"
+    )
+
+
+def other_than(texts: Sequence[str]) -> list[Node]:
+    """An expression for any text but these; nothing where there are none."""
+    return [seq(Look("?!", seq(alt(*map(Literal, texts)), END), negated=True), repeat(ALL))] if texts else []
+
+
+def _held_by_all(required: Sequence[Node], candidate: Node, fitted: Node) -> bool:
+    """Whether what a candidate, fitted to the lengths, matches is matched by every other expression."""
+    others = [node for node in required if plain(node) != candidate]
+    return not others or includes(others, fitted)
+
+
+def _names(schema: Schema) -> str:
+    names = [name for name in ("pattern", "format", "contentEncoding", "minLength", "maxLength") if name in schema]
+    return " and ".join(names)
+
+
+def _excluded(schema: Schema) -> str:
+    return f"no string holds {_names(schema)}" + ("" if len(_names(schema).split()) == 1 else " together")
+
+
+def _patterns(schema: Schema) -> list[Node]:
+    written = schema.get("pattern", ())
+    found = [written] if isinstance(written, str) else written
+    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
+        raise GrammarError("pattern must be a string")
+    return [open_sided(read(text), repeat(ALL)) for text in found]
+
+
+def _named(schema: Schema, beside_pattern: bool) -> list[str]:
+    """The expressions that `format` and `contentEncoding` stand for.
+
+    A format that JSON Schema does not define restricts nothing by itself. Generators write its pattern beside it, and
+    the pattern is then what counts; without one it is refused, because a client that writes it means something.
+    """
+    found = []
+    name, encoding = schema.get("format"), schema.get("contentEncoding")
+    if name is not None and name not in UNRESTRICTED:
+        if str(name) in FORMATS:
+            found.append(FORMATS[str(name)])
+        elif not beside_pattern:
+            raise GrammarError(
+                f"format {str(name)[:40]!r} is not enforced; write its pattern beside it, or leave it out"
+            )
+    if encoding is not None:
+        if not isinstance(encoding, str) or encoding.lower() not in ENCODINGS:
+            raise GrammarError(
+                f"contentEncoding {str(encoding)[:40]!r} is not enforced; known are {', '.join(ENCODINGS)}"
+            )
+        found.append(ENCODINGS[encoding.lower()])
+    return found
+
+
+def without_counting(node: Node) -> tuple[Node, tuple[int, int | None]]:
+    """An expression whose lookaheads of the form `^(?=.{a,b}$)`, which count characters, are taken out as bounds.
+
+    `(?=.{a,b}\\.?$)` is one too: a text of `a` to `b` characters holds it, whatever its last character is.
+    """
+    kept: list[Node] = []
+    bounds = []
+    for part in node.parts if isinstance(node, Seq) else (node,):
+        counted = _counted(part) if all(isinstance(before, Ref) for before in kept) else None
+        if counted is None:
+            kept.append(part)
+        else:
+            bounds.append(counted)
+    if not bounds:
+        return node, (0, None)
+    rest = seq(*kept)
+    found = plain(rest)
+    if found is None or not includes([repeat(ANY)], found):
+        rest = seq(Look("?=", seq(repeat(ANY), END), negated=False), rest)  # `.` matches no end of a line
+    return rest, (max(low for low, _ in bounds), min(high for _, high in bounds))
+
+
+def _counted(part: Node) -> tuple[int, int] | None:
+    if not isinstance(part, Look) or part.negated or not isinstance(part.part, Seq):
+        return None
+    first, *rest = part.part.parts
+    if not isinstance(first, Repeat) or first.part != ANY or first.most is None or rest[-1:] != [END]:
+        return None
+    optional = all(isinstance(node, Repeat) and node.least == 0 for node in rest[:-1])
+    return (first.least, first.most) if optional else None
+
+
+def with_lengths(node: Node, least: int, most: int | None) -> Node | None:
+    """The texts of a plain expression that have `least` to `most` characters, as an expression; None if that is not
+    an expression of the same form.
+    """
+    low, high = lengths(node)
+    if low >= least and (most is None or (high is not None and high <= most)):
+        return node
+    parts = node.parts if isinstance(node, Seq) else (node,)
+    flexible = [at for at, part in enumerate(parts) if len(set(lengths(part))) > 1]
+    if len(flexible) != 1 or not isinstance(part := parts[flexible[0]], Repeat) or len(set(lengths(part.part))) > 1:
+        return None
+    unit, fixed = lengths(part.part)[0], low - lengths(part)[0]
+    if not unit:
+        return None
+    fewest = max(part.least, -(-(least - fixed) // unit))
+    times = (
+        part.most
+        if most is None
+        else min((most - fixed) // unit, (most - fixed) // unit if part.most is None else part.most)
+    )
+    if times is not None and times < fewest:
+        return None
+    return seq(*parts[: flexible[0]], repeat(part.part, fewest, times), *parts[flexible[0] + 1 :])
+
+
+def at_most(node: Node, most: int) -> Node:
+    """Texts of a plain expression with at most `most` characters; not all of them: its repetitions share the room."""
+    low, high = lengths(node)
+    if low > most:
+        return NOTHING
+    if high is not None and high <= most:
+        return node
+    match node:
+        case Alt(parts):
+            return alt(*(at_most(part, most) for part in parts))
+        case Seq(parts):
+            spans = [lengths(part) for part in parts]
+            fixed = [0 if last is None else last - first for first, last in spans]
+            endless = [last is None for _, last in spans].count(True)
+            room = most - low
+            each = max(0, room - sum(fixed)) // max(1, endless)  # for a part without end, where the others fit
+            share = min(1.0, (room - each * endless) / max(1, sum(fixed)))
+            rooms = [each if last is None else int((last - first) * share) for first, last in spans]
+            return seq(
+                *(at_most(part, first + more) for part, (first, _), more in zip(parts, spans, rooms, strict=True))
+            )
+        case Repeat(part, least, times):
+            if lengths(part)[1] is None:
+                part = at_most(part, most // max(least, min(SHARED_BY, times or SHARED_BY)))
+            longest = max(1, lengths(part)[1] or 1)
+            fits = most // longest
+            return repeat(part, least, fits if times is None else min(fits, times)) if fits >= least else NOTHING
+        case _:
+            return node
