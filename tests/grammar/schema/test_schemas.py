@@ -1,58 +1,18 @@
 """Every output of a schema's grammar is valid, by a validator that knows nothing of grammars; the rest is refused."""
 
-import ipaddress
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any
-from uuid import UUID
 
 import pytest
-from jsonschema import Draft202012Validator, FormatChecker
 
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.schema.convert import loaded, schema_grammar
+from tests.grammar.checks import validator_of
 from tests.grammar.schema.samples import REFUSED, SAMPLES
 from tests.grammar.walks import bytewise, demo, walk
-
-CHECKS = FormatChecker(formats=())
-READ = {
-    "date": date.fromisoformat,
-    "time": time.fromisoformat,
-    "date-time": datetime.fromisoformat,
-    "ipv4": ipaddress.IPv4Address,
-    "ipv6": ipaddress.IPv6Address,
-    "uuid": UUID,
-    "hostname": lambda text: text.encode("idna"),
-}
-WRITTEN = {
-    "email": r"[^@\s.]+(\.[^@\s.]+)*@[\w-]+(\.[\w-]+)*",
-    "uri": r"[A-Za-z][\w+.-]*:[!-~]+",
-    "duration": r"P(?!$)(\d+[YMWD])*(T(?!$)(\d+[HMS])*)?",
-    "time": r".*(Z|[+-]\d\d:\d\d)",
-    "date-time": r".*T.*(Z|[+-]\d\d:\d\d)",
-}
-
-
-def check(name: str) -> Callable[[object], bool]:
-    def is_one(value: object) -> bool:
-        if not isinstance(value, str):
-            return True
-        return READ.get(name, str)(value) is not None and bool(re.fullmatch(WRITTEN.get(name, ".*"), value, re.ASCII))
-
-    return is_one
-
-
-for format_name in READ | WRITTEN:
-    CHECKS.checks(format_name, (ValueError, UnicodeError))(check(format_name))
-
-
-def validator_of(schema: Any) -> Draft202012Validator:
-    """One that computes with decimals: 0.07 is a multiple of 0.01 there."""
-    return Draft202012Validator(loaded(json.dumps(schema)), format_checker=CHECKS)
 
 
 def grammar(schema: Any) -> Grammar:

@@ -108,7 +108,7 @@ def test_formats_inside_of_one_another() -> None:
         (tag({"type": "any_text", "max_chars": 3}), "'max_chars'"),
         (tag({"type": "tag", "begin": {"token": 1}, "content": {"type": "any_text"}, "end": ""}), "begin"),
         (tag({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}), "qwen_xml"),
-        (tag({"type": "json_schema", "json_schema": {"not": {}}}), "'not'"),
+        (tag({"type": "json_schema", "json_schema": {"contains": {}}}), "'contains'"),
         (tag({"type": "sequence", "elements": [{"type": "regex", "pattern": "(?=a)"}]}), "#/format/elements/0"),
         (tag({"type": "grammar", "grammar": "root ::= Token(1)"}), "Token"),
         (tag(None), "must be an object"),

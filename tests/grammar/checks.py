@@ -1,0 +1,65 @@
+"""A validator of JSON Schema that knows nothing of grammars, computes with decimals and checks formats."""
+
+import base64
+import ipaddress
+import json
+import re
+from collections.abc import Callable
+from datetime import date, datetime, time
+from typing import Any
+from uuid import UUID
+
+from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
+
+from cluster.grammar.schema.convert import loaded
+
+CHECKS = FormatChecker(formats=())
+READ: dict[str, Callable[[str], object]] = {
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "date-time": datetime.fromisoformat,
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+    "ipv4network": ipaddress.IPv4Network,
+    "ipv6network": ipaddress.IPv6Network,
+    "ipv4interface": ipaddress.IPv4Interface,
+    "ipv6interface": ipaddress.IPv6Interface,
+    "uuid": UUID,
+    "uuid4": UUID,
+    "hostname": lambda text: text.encode("idna"),
+    "base64": lambda text: base64.b64decode(text, validate=True),
+    "byte": lambda text: base64.b64decode(text, validate=True),
+    "base64url": lambda text: base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)),
+    "regex": re.compile,
+    "integer": int,
+}
+WRITTEN = {
+    "email": r"[^@\s.]+(\.[^@\s.]+)*@[\w-]+(\.[\w-]+)*",
+    "uri": r"[A-Za-z][\w+.-]*:[!-~]+",
+    "uri-reference": r"[!-~]*",
+    "duration": r"P(?!$)(\d+[YMWD])*(T(?!$)(\d+[HMS])*)?",
+    "time": r".*(Z|[+-]\d\d:\d\d)",
+    "date-time": r".*T.*(Z|[+-]\d\d:\d\d)",
+    "uuid4": r"[^-]*-[^-]*-4[^-]*-[89abAB].*",
+    "json-pointer": r"(/([^~/]|~[01])*)*",
+}
+
+
+def check(name: str) -> Callable[[object], bool]:
+    def is_one(value: object) -> bool:
+        if not isinstance(value, str):
+            return True
+        flags = re.ASCII | re.DOTALL
+        return READ.get(name, str)(value) is not None and bool(re.fullmatch(WRITTEN.get(name, ".*"), value, flags))
+
+    return is_one
+
+
+for format_name in READ | WRITTEN:
+    CHECKS.checks(format_name, (ValueError, UnicodeError, re.error))(check(format_name))
+
+
+def validator_of(schema: Any) -> Draft7Validator | Draft202012Validator:
+    """A validator of a schema in which 0.07 is a multiple of 0.01. Lists of `items` are of draft 7."""
+    kind = Draft7Validator if re.search(r'"items": \[|draft-07', json.dumps(schema)) else Draft202012Validator
+    return kind(loaded(json.dumps(schema)), format_checker=CHECKS)

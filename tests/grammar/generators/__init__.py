@@ -1,0 +1,1 @@
+"""Schemas as seven generators write them, each in a file beside the program that printed it."""

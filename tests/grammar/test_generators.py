@@ -1,0 +1,131 @@
+"""Schemas as generators write them are held to, or refused by name: every type of seven generators."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from cluster.grammar.asked import Grammar
+from cluster.grammar.schema.convert import loaded
+from tests.grammar.checks import validator_of
+from tests.grammar.generators.table import PAGE, generators, page, refusal
+from tests.grammar.walks import bytewise, walk
+
+WALKS = 4
+VALUES: list[Any] = [
+    *[
+        "",
+        "red",
+        "some words",
+        "ab",
+        "AB123",
+        "AB1234",
+        "https://example.org",
+        "http://example.org",
+        "a@example.org",
+        "a@b",
+    ],
+    *[
+        "123e4567-e89b-42d3-a456-426614174000",
+        "123e4567",
+        "2024-02-29",
+        "2023-02-29",
+        "12:30:00Z",
+        "25:00:00Z",
+        "12:30",
+    ],
+    *["2024-02-29T12:30:00Z", "2024-02-30T12:30:00Z", "P1DT2H", "P", "P1D2W", "10.0.0.1", "10.0.0.256", "2001:db8::1"],
+    *["2001::db8::1", "a.example.org", "-a.org", "AAEC", "AAE", "abcdefgh", "user-5", "user-x", "12345", "a\n", "cat"],
+    *[0, 1, 3, 5, 7, 130, 131, -1, 0.01, 0.005, 0.5, 1.5, 2**31, -(2**63), 2**63, 9007199254740992, True, None],
+    *[
+        [],
+        ["red"],
+        ["red", "red"],
+        ["red", "blue"],
+        [1],
+        [1, 2, 3],
+        [1, 2, 3, 4],
+        ["a", 1],
+        ["a", "b"],
+        ["a", 1, 2],
+        [True],
+    ],
+    *[{}, {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "z": None}, {"a": "x"}, {"red": 1}, {"1": 1}, {"x-1": 1}, {"A": 1}],
+    *[{"kind": "cat", "lives": 9}, {"kind": "dog", "name": "Rex"}, {"kind": "cat", "name": "Rex"}, {"kind": "cow"}],
+    *[
+        {"name": "Ada", "age": 36},
+        {"name": "Ada"},
+        {"value": 1, "children": []},
+        {"value": 1, "children": [{"value": 2}]},
+    ],
+    *[{"name": "Ada", "pets": [{"name": "Rex", "owner": {"name": "Bob", "pets": []}}]}, {"name": "Ada", "pets": [{}]}],
+    *[{"a": {"content": 1}, "b": {"content": "x"}}, {"a": {"content": "x"}, "b": {"content": "x"}}],
+    *[{"from": {"x": 1, "y": 2}, "to": {"x": 1, "y": 2.5}}, {"from": {"x": 1}, "to": {"x": 1}}],
+]
+# A value that the grammar must accept, of each type; the first of these that is valid by the schema.
+EXPECTED = {
+    "string length": "ab",
+    "string pattern": "AB123",
+    "string prefix": "https://example.org",
+    "email": "a@example.org",
+    "uuid": "123e4567-e89b-42d3-a456-426614174000",
+    "uri": "https://example.org",
+    "date": "2024-02-29",
+    "date-time": "2024-02-29T12:30:00Z",
+    "duration": "P1DT2H",
+    "ipv4": "10.0.0.1",
+    "ipv6": "2001:db8::1",
+    "hostname": "a.example.org",
+    "bytes": "AAEC",
+    "decimal": 0.01,
+    "multiple": 5,
+    "discriminated union": {"kind": "dog", "name": "Rex"},
+    "intersection": {"name": "Ada", "age": 36},
+    "recursive": {"value": 1, "children": []},
+    "set of an enum": ["red", "blue"],
+    "tuple": ["a", 1],
+    "tuple and rest": ["a", 1, 2],
+    "map by keys": {"a": 1, "b": 2},
+}
+KNOWN = generators()
+
+
+def test_the_page_of_the_docs_is_true() -> None:
+    assert PAGE.read_text() == page(), "run python -m tests.grammar.generators.table"
+
+
+def test_each_generator_writes_the_same_types() -> None:
+    names = {tuple(sorted(types)) for types in KNOWN.values()}
+    assert len(KNOWN) == 7 and len(names) == 1 and len(next(iter(names))) >= 40
+
+
+@pytest.mark.parametrize("generator", KNOWN)
+def test_every_type_is_held_to(generator: str) -> None:
+    for name, schema in KNOWN[generator].items():
+        if schema is None or refusal(schema) is not None:
+            continue
+        validator = validator_of(schema)
+        grammar = Grammar("json_schema", json.dumps(schema))
+        outputs = [walk(bytewise(), bytewise().matcher(grammar), seed, most=10 * seed + 5) for seed in range(WALKS)]
+        made = [output.decode() for output in outputs if output is not None]
+        assert len(made) > WALKS // 2, f"{name}: outputs do not end"
+        for text in made:
+            assert validator.is_valid(loaded(text)), f"{name}: {text}"
+        written = [json.dumps({"v": value}, ensure_ascii=False) for value in VALUES]
+        for text in (*written, *(changed(text, seed) for seed, text in enumerate(made * 6)), "{}", "null"):
+            if bytewise().accepts(grammar, text):
+                assert validator.is_valid(loaded(text)), f"{name}: {text} is accepted"
+        if name in EXPECTED and validator.is_valid(loaded(json.dumps({"v": EXPECTED[name]}))):
+            value = EXPECTED[name]
+            orders = [value, dict(reversed(value.items()))] if isinstance(value, dict) else [value]
+            texts = [json.dumps({"v": order}) for order in orders]
+            assert any(bytewise().accepts(grammar, text) for text in texts), f"{name}: {value} is not accepted"
+
+
+def changed(text: str, seed: int) -> str:
+    """A JSON text with a character left out, doubled or put in place of another; JSON still, most of the time."""
+    chance = random.Random(seed)
+    at = chance.randrange(1, max(2, len(text) - 1))
+    put = chance.choice(["", text[at] * 2, chance.choice('aZ09-.,:"T @_') + text[at], chance.choice("aZ09-:.T@")])
+    return text[:at] + put + text[at + 1 :]

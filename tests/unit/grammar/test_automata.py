@@ -1,0 +1,96 @@
+"""Automata of expressions match what Python's `re` matches: alone, together, and one within another."""
+
+import itertools
+import random
+import re
+
+import pytest
+
+from cluster.grammar.automata import Automaton, TooLargeError, includes, intersection
+from cluster.grammar.regex import parse, read
+from cluster.grammar.schema.formats import FORMATS
+
+TEXTS = ["".join(text) for size in range(5) for text in itertools.product("ab1\n", repeat=size)]
+
+
+def accepts(automaton: Automaton | None, text: str) -> bool:
+    state: int | None = None if automaton is None else 0
+    for character in text:
+        if automaton is None or state is None:
+            return False
+        steps = automaton.steps[state].items()
+        code = ord(character)
+        state = next((to for to, read in steps if any(low <= code <= high for low, high in read.ranges)), None)
+    return automaton is not None and state is not None and automaton.accepting[state]
+
+
+def made_up(chance: random.Random, depth: int) -> str:
+    kind = chance.random()
+    if not depth or kind < 0.25:
+        return chance.choice(["a", "b", "1", "[ab]", "[^a]", ".", r"\d", r"\w", "ab", "^", "$"])
+    if kind < 0.5:
+        return "".join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))
+    if kind < 0.65:
+        return f"(?:{'|'.join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))})"
+    if kind < 0.8:
+        return f"(?{chance.choice('=!')}{made_up(chance, depth - 1)})"
+    return f"(?:{made_up(chance, depth - 1)}){chance.choice(['?', '*', '+', '{2}', '{0,2}', '{1,3}', '{2,}'])}"
+
+
+def expressions(seed: int, count: int) -> list[str]:
+    """Expressions that are read, with lookaheads and anchors in any place."""
+    chance, found = random.Random(seed), []
+    while len(found) < count:
+        expression = made_up(chance, 3)
+        try:
+            read(expression)
+        except ValueError:
+            continue
+        found.append(expression)
+    return found
+
+
+def matches(expression: str, text: str) -> bool:
+    python = expression.replace("$", r"\Z")  # Python's own $ also matches before a last line end
+    return re.fullmatch(python, text, re.ASCII) is not None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_automaton_matches_what_python_matches(seed: int) -> None:
+    (expression,) = expressions(seed, 1)
+    automaton = intersection([read(expression)])
+    assert [text for text in TEXTS if accepts(automaton, text)] == [
+        text for text in TEXTS if matches(expression, text)
+    ], expression
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_intersection_matches_what_all_match_and_an_expression_includes_it(seed: int) -> None:
+    several = expressions(1000 + seed, 2)
+    automaton = intersection([read(expression) for expression in several])
+    both = [text for text in TEXTS if all(matches(expression, text) for expression in several)]
+    assert [text for text in TEXTS if accepts(automaton, text)] == both, several
+    one, two = several
+    if includes([read(one)], read(two)):
+        assert all(matches(one, text) for text in TEXTS if matches(two, text)), several
+
+
+def test_inclusion_of_known_expressions() -> None:
+    assert includes([read(r"^\d{4}-\d{2}-\d{2}$")], parse(FORMATS["date"]))
+    assert not includes([parse(FORMATS["date"])], read(r"^\d{4}-\d{2}-\d{2}$"))
+    assert includes([parse(FORMATS["uuid"])], parse(FORMATS["uuid4"]))
+    assert includes([read("^(?!x)"), read("a*")], read("a{2,3}")) is False  # `^(?!x)` as a whole text is the empty one
+
+
+def test_equal_states_are_one_and_states_without_end_are_none() -> None:
+    automaton = intersection([read("(?:aa|ba|ca)d?")])
+    assert automaton is not None and len(automaton.steps) == 4
+    assert intersection([read("a+"), read("b+")]) is None
+    assert intersection([read("a(?!b)b")]) is None
+
+
+def test_an_automaton_has_a_limit() -> None:
+    with pytest.raises(TooLargeError, match="too many states"):
+        intersection([read("(?:a|b)*a(?:a|b){12}")])
+    with pytest.raises(TooLargeError, match="too large"):
+        intersection([read("(?:(?:a{100}){100}){10}")])
