@@ -313,6 +313,8 @@ def lengths(node: Node) -> tuple[int, int | None]:
         case Seq(parts):
             pairs = [lengths(part) for part in parts]
             return sum(least for least, _ in pairs), _summed([most for _, most in pairs])
+        case Alt(()):
+            return 0, 0
         case Alt(parts):
             pairs = [lengths(part) for part in parts]
             ends = [most for _, most in pairs]

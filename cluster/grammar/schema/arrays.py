@@ -14,8 +14,13 @@ ANY_ORDER = 6  # values of a set that may come in any order: there is a rule for
 FEW_VALUES: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
 
 
-def array_of(rules: Rules, first: list[Node], rest: Node | None, least: int, most: int | None) -> Node:
-    """An array of `least` to `most` values: all of `first`, then any number of `rest`."""
+def array_of(
+    rules: Rules, first: list[Node], rest: Node | None, least: int, most: int | None, sure: int | None = None
+) -> Node:
+    """An array of `least` to `most` values: those of `first`, then any number of `rest`.
+
+    The first `sure` values of `first` are always there, and so is each that comes before another; None: all are.
+    """
     first = first if most is None else first[:most]
     fewest = max(0, least - len(first))
     room = None if most is None else most - len(first)
@@ -27,8 +32,11 @@ def array_of(rules: Rules, first: list[Node], rest: Node | None, least: int, mos
         more = repeat(rules.add(seq(COMMA, rest)), max(0, fewest - 1), None if room is None else room - 1)
         tail = seq(rest, more, SPACES)
         tail = tail if fewest else alt(EMPTY, tail)
-    values = [part for at, value in enumerate(first) for part in ((COMMA, value) if at else (value,))]
-    inside = seq(*values, tail, SPACES) if first else tail
+    inside = seq(tail, SPACES) if first else tail
+    for at in reversed(range(len(first))):
+        inside = seq(COMMA if at else EMPTY, first[at], inside)
+        if sure is not None and at >= sure:
+            inside = alt(SPACES if at else EMPTY, inside)
     return rules.add(seq(Literal("["), SPACES, inside, Literal("]")))
 
 
@@ -59,7 +67,7 @@ def items_of(
         extra = not prefix or least > len(prefix)  # as for objects: nothing that is not declared, unless it must be
     first = [value(part, f"{path}/prefixItems/{at}") for at, part in enumerate(prefix)]
     rest = None if extra is False else value(extra, f"{path}/items")
-    return array_of(rules, first, rest, least, most)
+    return array_of(rules, first, rest, least, most, least if "minItems" in schema else None)
 
 
 def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, most: int | None) -> Node:

@@ -73,6 +73,8 @@ FORMATS: dict[str, str] = {
     "uint32": r"(?:0|[1-9]\d{0,8})",
     "uint64": r"(?:0|[1-9]\d{0,17})",
     "boolean": "true|false",
+    "multi-host-uri": rf"[a-z]{{1,20}}://{_AUTHORITY}(?:/{_PATH})?",
+    "name-email": rf"[A-Za-z]{{1,20}}(?: [A-Za-z]{{1,20}}){{0,3}} <{_EMAIL}>",
     "ipv4network": _NET4,
     "ipv6network": _NET6,
     "ipvanynetwork": f"(?:{_NET4}|{_NET6})",

@@ -151,7 +151,10 @@ def is_never(schema: Any) -> bool:
 
 
 def modern(schema: Schema, path: str) -> Schema:
-    """A schema of an older draft as 2020-12 writes it: lists of `items`, exclusive bounds that are true or false."""
+    """A schema of an older draft, or of OpenAPI 3.0, as 2020-12 writes it.
+
+    That is: lists of `items`, exclusive bounds that are true or false, and `nullable` beside a type.
+    """
     found = dict(schema)
     if isinstance(found.get("items"), list):
         if "prefixItems" in found:
@@ -160,6 +163,9 @@ def modern(schema: Schema, path: str) -> Schema:
         if "additionalItems" in found:
             found["items"] = found["additionalItems"]
     found.pop("additionalItems", None)  # beside no list it says nothing
+    if found.get("nullable") is True and isinstance(found.get("type"), str):
+        found["type"] = [found["type"], "null"]
+        del found["nullable"]
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(found.get(exclusive), bool) and found.pop(exclusive):
             if bound not in found:

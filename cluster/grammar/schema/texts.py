@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.automata import Automaton, TooLargeError, includes, intersection
-from cluster.grammar.nodes import LAST, NOTHING, Alt, Literal, Node, Ref, Repeat, Seq, alt, chars, repeat, seq
+from cluster.grammar.nodes import EMPTY, LAST, NOTHING, Alt, Literal, Node, Ref, Repeat, Seq, alt, chars, repeat, seq
 from cluster.grammar.regex import ANY, END, Look, lengths, open_sided, parse, plain, read
 from cluster.grammar.schema.formats import ENCODINGS, FORMATS, NARROWER, UNRESTRICTED
 from cluster.grammar.schema.keywords import Schema, size
@@ -198,12 +198,13 @@ def at_most(node: Node, most: int) -> Node:
             each = max(0, room - sum(fixed)) // max(1, endless)  # for a part without end, where the others fit
             share = min(1.0, (room - each * endless) / max(1, sum(fixed)))
             rooms = [each if last is None else int((last - first) * share) for first, last in spans]
-            return seq(
-                *(at_most(part, first + more) for part, (first, _), more in zip(parts, spans, rooms, strict=True))
-            )
+            shorter = [at_most(part, first + more) for part, (first, _), more in zip(parts, spans, rooms, strict=True)]
+            return NOTHING if NOTHING in shorter else seq(*shorter)
         case Repeat(part, least, times):
             if lengths(part)[1] is None:
                 part = at_most(part, most // max(least, min(SHARED_BY, times or SHARED_BY)))
+            if part == NOTHING:
+                return NOTHING if least else EMPTY
             longest = max(1, lengths(part)[1] or 1)
             fits = most // longest
             return repeat(part, least, fits if times is None else min(fits, times)) if fits >= least else NOTHING

@@ -355,7 +355,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "dependencies": ({"type": "object", "dependencies": {}}, "'dependencies'"),
     "contains": ({"type": "array", "contains": {}}, "'contains'"),
     "a dynamic reference": ({"$dynamicRef": "#x"}, "'$dynamicRef'"),
-    "nullable": ({"type": "string", "nullable": True}, "'nullable'"),
+    "nullable": ({"anyOf": [{"type": "string"}], "nullable": True}, "'nullable'"),
     "a mistyped keyword": ({"type": "string", "maxlength": 3}, "'maxlength'"),
     "deep inside": ({"properties": {"a": {"items": {"contains": {}}}}}, "#/properties/a/items"),
     "one of that overlaps": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),

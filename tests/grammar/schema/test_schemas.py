@@ -109,6 +109,29 @@ def test_a_key_cannot_be_spelled_in_another_way() -> None:
         assert not demo().accepts(schema, text)
 
 
+@pytest.mark.parametrize(
+    ("schema", "held", "not_held"),
+    [
+        ({"type": "string", "nullable": True}, ["a", None], [1]),  # OpenAPI 3.0
+        ({"type": "string", "nullable": True, "enum": ["a", None]}, ["a", None], ["b"]),
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, [4], [3]),  # draft 4
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": False}, [3], [2]),
+        ({"type": "array", "items": [{"type": "null"}, {"const": 1}]}, [[None, 1]], [[None], [1], [None, 1, 2]]),
+        ({"items": [{"type": "null"}, {"const": 1}], "minItems": 1}, [[None], [None, 1]], [[], [1], [None, 1, 2]]),
+        ({"type": "array", "items": [{"type": "null"}], "additionalItems": {"const": 1}}, [[None, 1, 1]], [[None, 2]]),
+        ({"type": "array", "items": {"type": "null"}, "additionalItems": False}, [[None, None]], [[1]]),
+        ({"type": "string", "pattern": "\\.pdf$"}, ["a.pdf", ".pdf"], ["pdf", "a.pdfx"]),
+        ({"type": "string", "pattern": "^(?!x)"}, ["", "ax"], ["xa"]),
+        ({"type": "string", "pattern": "^a"}, ["a", 'a"\n'], ["", "ba"]),
+        ({"type": "string", "pattern": "[ab]+"}, ["ab"], ["", "xa"]),  # neither ^ nor $: the whole string
+    ],
+)
+def test_what_a_validator_of_2020_12_reads_otherwise(schema: Any, held: list[Any], not_held: list[Any]) -> None:
+    for value in held + not_held:
+        text = json.dumps(value, ensure_ascii=False)
+        assert demo().accepts(grammar(schema), text) == (value in held), text
+
+
 def test_not_json_is_refused() -> None:
     for text in ("", "{", "NaN", "{'a': 1}", '{"minimum": Infinity}'):
         with pytest.raises(GrammarError, match="not JSON"):
