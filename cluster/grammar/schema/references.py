@@ -72,7 +72,10 @@ class References:
 
 
 def _absolute(base: str, reference: str) -> str:
-    return base + reference if reference.startswith("#") else urljoin(base, reference)
+    try:
+        return base + reference if reference.startswith("#") else urljoin(base, reference)
+    except ValueError:  # no URI; nothing has such a name
+        return reference
 
 
 def _pointed(found: Any, pointer: str) -> list[Any]:

@@ -38,9 +38,8 @@ def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Autom
     if not required:
         return repeat(ALL, least, most)
     candidates = [node for part in required if (node := plain(part)) is not None]
-    if len(required) > 1 or len(candidates) < len(required):
-        narrower = [parse(text) for name in (schema.get("format"),) for text in NARROWER.get(str(name), ())]
-        candidates += narrower if named else []
+    if named and len(required) > 1:
+        candidates += map(parse, NARROWER.get(str(schema.get("format")), ()))
     for candidate in candidates:
         fitted = with_lengths(candidate, least, most)
         if fitted is not None and _held_by_all(required, candidate, fitted):
@@ -66,8 +65,8 @@ def _together(
         if lengths(shorter)[0] >= least and shorter != NOTHING and _held_by_all(required, candidate, shorter):
             return shorter
     raise GrammarError(
-        f"{_names(schema)} need too many states together; make the pattern simpler, or write the bounds into it, as in "
-        "^[a-z]{2,5}$"
+        f"a string cannot be held to {_names(schema)}: it needs too many states; make the pattern simpler, or write "
+        "the bounds into it, as in ^[a-z]{2,5}$"
     )
 
 
@@ -93,8 +92,8 @@ def _excluded(schema: Schema) -> str:
 
 def _patterns(schema: Schema) -> list[Node]:
     written = schema.get("pattern", ())
-    found = [written] if isinstance(written, str) else written
-    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
+    found = written if isinstance(written, tuple) else (written,)  # several, where two parts of a schema have one each
+    if not all(isinstance(text, str) for text in found):
         raise GrammarError("pattern must be a string")
     return [open_sided(read(text), repeat(ALL)) for text in found]
 

@@ -337,6 +337,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"type": "string", "pattern": "^a+$", "format": "date"},
         "no string holds pattern and",
     ),
+    "a list of patterns": ({"type": "string", "pattern": ["a"]}, "pattern must be a string"),
     "patterns apart": ({"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "^b"}]}, "no string holds pattern"),
     "a lookbehind": ({"type": "string", "pattern": "^a(?<=a)$"}, "lookbehind"),
     "a large automaton": ({"type": "string", "pattern": "^(?=.*a.{12}b)[ab]*$"}, "too many states"),
