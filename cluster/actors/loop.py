@@ -102,6 +102,12 @@ class StepEngine(Protocol):
         """Have the next step end the gang on every rank."""
         ...
 
+    def prepare_grammars(self) -> None:
+        """Do beforehand what the first request with a grammar would wait for; raises `ConfigError` where no grammar can
+        be matched. Any thread.
+        """
+        ...
+
     def read_grammar(self, grammar: str) -> None:
         """Do beforehand what takes long when a request with this compiled grammar is admitted; raises ValueError for
         one that is of no use here. Any thread.

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import ray
@@ -108,6 +109,7 @@ class ShardActor:
         settle()
         self._loop = EngineLoop(engine, self._rank, self._world)
         self._loop.start()
+        Thread(target=self._prepare_grammars, args=(engine,), name="grammars", daemon=True).start()
         return info
 
     @ray.method(concurrency_group="commands")
@@ -130,6 +132,16 @@ class ShardActor:
             logger.exception("rank %d could not read a grammar", self._rank)
             return f"{type(error).__name__}: {error}"
         return ""
+
+    def _prepare_grammars(self, engine: StepEngine) -> None:
+        """Have an engine do beside its steps what the first request with a grammar would wait for."""
+        os.setpriority(os.PRIO_PROCESS, 0, READING_NICENESS)  # of this thread
+        try:
+            engine.prepare_grammars()
+        except ConfigError as error:
+            logger.info("rank %d: no output can be held to a grammar: %s", self._rank, error)
+        except Exception:  # the first such request says so again
+            logger.exception("rank %d could not prepare for grammars", self._rank)
 
     @ray.method(concurrency_group="outputs")
     def outputs(self) -> Iterator[tuple[StepItem, ...]]:

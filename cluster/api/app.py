@@ -63,6 +63,7 @@ class RestService:
     def __init__(self, engine: EngineClient, model: Any, rest: "Rest", metrics: ServingMetrics) -> None:
         self.engine, self.model, self.tokenizer, self.metrics = engine, model, rest.tokenizer, metrics
         self.grammars = rest.grammars(rest.tokenizer, model)
+        self.grammars.start()
         self._samples, self._page = Shared(self._gather), Shared(self._make_page)
 
     async def samples(self) -> list[bytes]:

@@ -10,7 +10,7 @@ from cluster.text import TextTokenizer
 
 
 class LateMatchers:
-    """Makes matchers; nothing is read or imported before the first grammar, which takes seconds."""
+    """Makes matchers; nothing is read or imported before the first grammar or `prepare`, because it takes seconds."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int, ends: tuple[int, ...]) -> None:
         """`tokenizer_path` is the folder of the tokenizer, `ends` are the tokens that end a text."""
@@ -18,11 +18,19 @@ class LateMatchers:
         self._lock = Lock()
 
     def __call__(self, grammar: str) -> Matcher:
-        """The matcher of a compiled grammar, at its beginning."""
+        """The matcher of a grammar that was compiled once, at its beginning."""
         return self._matchers.matcher(grammar)
 
+    def prepare(self) -> None:
+        """Do beforehand, from any thread, what the first grammar would wait for.
+
+        Raises:
+            ConfigError: this model has no tokenizer, or one over which no grammar can be matched.
+        """
+        self._matchers.prepare()
+
     def read(self, grammar: str) -> None:
-        """Read a compiled grammar, from any thread, so that its matchers are made quickly.
+        """Compile a grammar, from any thread, so that its matchers are made quickly.
 
         Raises:
             GrammarError: as `Matchers.read`.

@@ -120,6 +120,14 @@ class Rank:
         else:
             mesh.ring(self._lockstep.coordinator.step)
 
+    def prepare_grammars(self) -> None:
+        """Do beforehand, from any thread, what the first request with a grammar would wait for.
+
+        Raises:
+            ConfigError: no grammar can be matched over this model's tokens.
+        """
+        self._lockstep.grammars.prepare()
+
     def read_grammar(self, grammar: str) -> None:
         """Do beforehand, from any thread, what takes long when a request with this compiled grammar is admitted.
 

@@ -60,6 +60,12 @@ class Make(Protocol):
         """Do beforehand, in any thread, what takes long in the making; raises as the making does."""
         ...
 
+    def prepare(self) -> None:
+        """Do beforehand, in any thread, what the first grammar would wait for; raises `ConfigError` where none can be
+        matched.
+        """
+        ...
+
 
 class Place:
     """Where a request in a row of the tables is in its grammar: without a matcher if that has failed."""
@@ -131,6 +137,14 @@ class GrammarTable:
             GrammarError: it is no compiled grammar for this model.
         """
         self._make.read(grammar)
+
+    def prepare(self) -> None:
+        """Do beforehand, in any thread, what the first grammar would wait for.
+
+        Raises:
+            ConfigError: no grammar can be matched over this model's tokens.
+        """
+        self._make.prepare()
 
     def slow(self, row: int) -> bool:
         """Whether the grammar of the request in `row` takes more of the processor than others can wait for."""

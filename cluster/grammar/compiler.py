@@ -4,56 +4,85 @@ import asyncio
 import json
 import logging
 import os
-import queue
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from threading import Lock, Thread
 
 from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.forks import (
+    BROKEN,
+    COMPILED,
+    GONE,
+    LATE,
+    NUMBER,
+    PATIENCE_S,
+    READY,
+    SLOW,
+    UNSURE,
+    frame,
+    read_frame,
+    spent_in,
+)
+from cluster.grammar.limits import TOO_LARGE
 from cluster.grammar.sources import MAX_CHARACTERS
 from cluster.grammar.vocabulary import Vocabulary
-from cluster.grammar.worker import BROKEN, COMPILED, GONE, READY, TOO_LARGE, frame
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 2
-SECONDS = 10.0
-START_S = 120.0  # to import xgrammar and what it imports
-GRACE_S = 5.0  # for a process to end itself when its time is over
+AT_ONCE = 2
+SECONDS = 10.0  # of processor time
+START_S = 300.0  # to import xgrammar and what it imports, and to make tables and masks
+GRACE_S = 5.0  # for the process that forks to say that a child's time is over
 NICENESS = 10  # a tenth of a core where what computes and what answers wants it, a whole one where it does not
 TRIES = 2  # where the process was killed by somebody else
 NOT_ITS_FAULT = (0, -signal.SIGKILL, -signal.SIGTERM)
 CACHED = 64
-CACHED_CHARACTERS = 128 << 20
+CACHED_CHARACTERS = 32 << 20
 
 
 class CompilerError(RuntimeError):
-    """Grammars cannot be compiled here, whatever they are."""
+    """Grammars cannot be compiled here, or not now, whatever they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A grammar as ranks read it, or why it is refused. `lasting`: it would be refused again."""
+
+    text: str = ""
+    refusal: str = ""
+    lasting: bool = True
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary, in at most `workers` processes that start when they are first needed."""
+    """Compiles grammars for one vocabulary, at most `at_once` at a time, by a process that starts when it is told to or
+    first needed.
+    """
 
-    def __init__(self, vocabulary: Vocabulary, workers: int = WORKERS, seconds: float = SECONDS) -> None:
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
-        self._processes = [Process(vocabulary, seconds) for _ in range(workers)]
-        self._idle: queue.LifoQueue[Process] = queue.LifoQueue()  # one that runs is taken before one that would start
-        for process in self._processes:
-            self._idle.put(process)
-        self._done: OrderedDict[Grammar, str | GrammarError] = OrderedDict()
-        self._under_way: dict[Grammar, asyncio.Task[str | GrammarError]] = {}
+    def __init__(self, vocabulary: Vocabulary, at_once: int = AT_ONCE, seconds: float = SECONDS) -> None:
+        """Each grammar may take `seconds` of processor time."""
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="grammar")
+        self._process = Process(vocabulary, seconds)
+        self._done: OrderedDict[Grammar, Answer] = OrderedDict()
+        self._under_way: dict[Grammar, asyncio.Task[Answer]] = {}
+
+    def start(self) -> None:
+        """Have the process start now, beside the caller; why it cannot is said to the first who needs it."""
+        self._pool.submit(self._process.start)
 
     async def compile(self, grammar: Grammar) -> str:
-        """The compiled grammar, as text for `Matchers.matcher`.
+        """The grammar as text for `Matchers.matcher`: it compiles.
 
         Raises:
             GrammarError: it is refused, or goes beyond a limit; the message says why.
-            CompilerError: no process could be started.
+            CompilerError: no process could be started, or the machine is too busy.
         """
         if len(grammar.text) > MAX_CHARACTERS:
             raise GrammarError(f"it has {len(grammar.text)} characters; at most {MAX_CHARACTERS} are allowed")
@@ -65,146 +94,212 @@ class Compiler:
             found = await asyncio.shield(task)  # others may wait for it too
         else:
             self._done.move_to_end(grammar)
-        if isinstance(found, GrammarError):
-            raise GrammarError(str(found))
-        return found
+        if found.refusal:
+            raise GrammarError(found.refusal)
+        return found.text
 
     def close(self) -> None:
-        """End the processes; what they were compiling is refused."""
-        for process in self._processes:
-            process.close()
+        """End the process; what it was compiling is refused."""
+        self._process.close()
         self._pool.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.end()
+        self._process.end()
 
-    async def _compile(self, grammar: Grammar) -> str | GrammarError:
+    async def _compile(self, grammar: Grammar) -> Answer:
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, grammar)
+            found = await asyncio.get_running_loop().run_in_executor(self._pool, self._process.compile, grammar)
         finally:
             del self._under_way[grammar]
-        self._done[grammar] = found
-        while len(self._done) > CACHED or sum(len(str(text)) for text in self._done.values()) > CACHED_CHARACTERS:
+        if found.lasting:
+            self._done[grammar] = found
+        while len(self._done) > CACHED or sum(len(each.text) for each in self._done.values()) > CACHED_CHARACTERS:
             self._done.popitem(last=False)
         return found
 
-    def _ask(self, grammar: Grammar) -> str | GrammarError:
-        process = self._idle.get()
-        try:
-            return process.compile(grammar)
-        finally:
-            self._idle.put(process)
-
 
 class Process:
-    """One process that compiles, started anew after it has ended. For one thread at a time."""
+    """The process that compiles, started anew after it has ended. For any thread; several may ask it at once."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
         self._vocabulary = vocabulary
         self._seconds = seconds
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: Running | None = None
         self._closed = False
+        self._starting = Lock()
 
     @property
     def pid(self) -> int | None:
         """The id of the process, if one runs."""
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
+        running = self._running
+        return None if running is None or running.process.poll() is not None else running.process.pid
 
-    def compile(self, grammar: Grammar) -> str | GrammarError:
-        """The compiled grammar, or why there is none."""
+    def start(self) -> "Running":
+        """The process that runs, which is started if none does; returns when it can compile.
+
+        Raises:
+            CompilerError: it cannot be started.
+        """
+        with self._starting:
+            running = self._running
+            if running is None or running.process.poll() is not None:
+                running = self._start()
+            return running
+
+    def compile(self, grammar: Grammar) -> Answer:
+        """The grammar as ranks read it, or why it is refused.
+
+        Raises:
+            CompilerError: no process could be started, or the machine is too busy.
+        """
         asked = {"kind": grammar.kind, "text": grammar.text, "compact": grammar.compact, "seconds": self._seconds}
         for _ in range(TRIES):
+            running = self.start()
             try:
-                if self.pid is None:
-                    self._start()
-                reply = self._exchange(json.dumps(asked).encode(), self._seconds + GRACE_S)
+                reply = running.ask(json.dumps(asked).encode(), PATIENCE_S + GRACE_S)
             except TimeoutError:
-                self.end()
-                return self._too_slow()
+                self.end(running)
+                raise CompilerError("the process that compiles grammars does not answer; try again") from None
             if reply is not None and reply[:1] != GONE:
-                text = reply[1:].decode()
-                return text if reply[:1] == COMPILED else GrammarError(text)
-            code = self.end() if reply is None else int(reply[1:])
+                return self._answer(reply)
+            code = self.end(running) if reply is None else int(reply[1:])
             logger.warning("the compiler of a grammar (%s) ended with %s", grammar.kind, code)
-            if code == -signal.SIGALRM:
-                return self._too_slow()
             if code not in NOT_ITS_FAULT:
-                return GrammarError(TOO_LARGE)
-        return GrammarError(TOO_LARGE)
+                break
+        return Answer(refusal=TOO_LARGE)
 
-    def _too_slow(self) -> GrammarError:
-        return GrammarError(f"it takes longer than {self._seconds:g} s to compile; make it shorter or simpler")
+    def _answer(self, reply: bytes) -> Answer:
+        mark, text = reply[:1], reply[1:].decode()
+        if mark == LATE:
+            spent = spent_in(reply)
+            raise CompilerError(
+                f"this machine is too busy to compile it: it got {spent.processor:.1f} s of processor time in "
+                f"{spent.passed:.0f} s; try again"
+            )
+        if mark == SLOW:
+            why = f"it takes longer than {self._seconds:g} s of processor time to compile; make it shorter or simpler"
+            return Answer(refusal=why, lasting=not spent_in(reply).on_a_busy_machine)
+        return Answer(text) if mark == COMPILED else Answer(refusal=text, lasting=mark != UNSURE)
 
     def close(self) -> None:
-        """End the process for good, from any thread; the thread that waits for it learns so."""
+        """End the process for good, from any thread; the threads that wait for it learn so."""
         self._closed = True
-        process = self._process
-        if process is not None:
-            process.kill()
+        running = self._running
+        if running is not None:
+            running.process.kill()
 
-    def end(self) -> int | None:
-        """Kill the process, if there is one; its exit code."""
-        process, self._process = self._process, None
-        if process is None:
+    def end(self, running: "Running | None" = None) -> int | None:
+        """Kill the process, or this one, if there is one; its exit code."""
+        running = running or self._running
+        if running is None:
             return None
-        assert process.stdin is not None and process.stdout is not None
-        process.kill()
-        code = process.wait()
-        for pipe in (process.stdin, process.stdout):
-            pipe.close()
-        return code
+        if self._running is running:
+            self._running = None
+        return running.end()
 
-    def _start(self) -> None:
+    def _start(self) -> "Running":
         tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
         first = json.dumps({"tokens": tokens, "stops": self._vocabulary.stops}).encode()
-        here = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
         for _ in range(TRIES):
             self.end()
             if self._closed:
                 raise CompilerError("grammars are not compiled any more: the server ends")
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "cluster.grammar.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                env=os.environ | here,
-                start_new_session=True,
-            )
-            _give_way(self._process.pid)  # importing takes most of a second
+            self._running = running = Running()
             try:
-                reply = self._exchange(first, START_S)
+                reply = running.begin(first)
             except TimeoutError:
                 reply = BROKEN + b"it does not answer"
             if reply == READY:
-                return
+                return running
             code = self.end()
             why = f"it ended with {code}" if reply is None else reply.removeprefix(BROKEN).decode()
             if reply is not None or code not in NOT_ITS_FAULT:
                 break
         raise CompilerError(f"the process that compiles grammars does not start: {why}")
 
-    def _exchange(self, content: bytes, seconds: float) -> bytes | None:
-        """Send a frame and wait for one; None if the process ends. Raises TimeoutError."""
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+
+class Running:
+    """A process that runs, and a thread that reads its answers."""
+
+    def __init__(self) -> None:
+        here = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.grammar.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=os.environ | here,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._requests, self._replies = self.process.stdin, self.process.stdout
+        self._first: Future[bytes | None] = Future()
+        self._asked: dict[bytes, Future[bytes | None]] = {}
+        self._numbers = count()
+        self._lock, self._writing = Lock(), Lock()
+        self._over = False
+        _give_way(self.process.pid)  # importing takes most of a second
+        self._reader = Thread(target=self._read, name="grammar-answers", daemon=True)
+        self._reader.start()
+
+    def begin(self, vocabulary: bytes) -> bytes | None:
+        """Send the first frame and wait; `READY`, another answer, or None if the process ends. Raises TimeoutError."""
+        until = time.monotonic() + START_S
+        self._send(vocabulary, until)
+        return self._first.result(max(0.0, until - time.monotonic()))
+
+    def ask(self, grammar: bytes, seconds: float) -> bytes | None:
+        """Send a grammar and wait; its answer, or None if the process ends. Raises TimeoutError after `seconds`."""
         until = time.monotonic() + seconds
-        ends, source = self._process.stdin.fileno(), self._process.stdout.fileno()
-        rest = memoryview(frame(content))
-        found = bytearray()
-        size = 8
+        number, answer = next(self._numbers).to_bytes(NUMBER, "big"), Future[bytes | None]()
+        with self._lock:
+            if self._over:
+                return None
+            self._asked[number] = answer
+        self._send(number + grammar, until)
+        return answer.result(max(0.0, until - time.monotonic()))
+
+    def end(self) -> int:
+        """Kill the process; its exit code."""
+        self.process.kill()
+        code = self.process.wait()
+        self._reader.join()
+        for pipe in (self._requests, self._replies):
+            pipe.close()
+        return code
+
+    def _send(self, content: bytes, until: float) -> None:
+        """Write a frame into the pipe. Raises TimeoutError if the process does not read it."""
         try:
-            while rest:
-                _wait(ends, select.POLLOUT, until)
-                rest = rest[os.write(ends, rest[: select.PIPE_BUF]) :]
-            while len(found) < size:
-                _wait(source, select.POLLIN, until)
-                piece = os.read(source, 1 << 20)
-                if not piece:
-                    return None
-                found += piece
-                size = 8 + int.from_bytes(found[:8], "big") if len(found) >= 8 else size
-        except BrokenPipeError:
-            return None
-        return bytes(found[8:])
+            with self._writing:
+                _write(self._requests.fileno(), frame(content), until)
+        except (BrokenPipeError, ValueError):
+            return  # it has ended, which the reader says, or was ended
+
+    def _read(self) -> None:
+        """Hand out the answers until the process ends, which answers whatever is open."""
+        source = self._replies.fileno()
+        first = read_frame(source)
+        self._first.set_result(first)
+        while first is not None and (reply := read_frame(source)) is not None:
+            with self._lock:
+                answer = self._asked.pop(reply[:NUMBER])
+            answer.set_result(reply[NUMBER:])
+        with self._lock:
+            self._over = True
+            left, self._asked = list(self._asked.values()), {}
+        for answer in left:
+            answer.set_result(None)
+
+
+def _write(pipe: int, content: bytes, until: float) -> None:
+    """Write everything; as much as a pipe takes at once whenever it has room."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    rest = memoryview(content)
+    while rest:
+        if not poll.poll(max(0.0, 1000 * (until - time.monotonic()))):
+            raise TimeoutError
+        rest = rest[os.write(pipe, rest[: select.PIPE_BUF]) :]
 
 
 def _give_way(pid: int) -> None:
@@ -221,11 +316,3 @@ def _give_way(pid: int) -> None:
             return
         else:
             return
-
-
-def _wait(descriptor: int, event: int, until: float) -> None:
-    """Wait until a pipe can be used; its end counts as that."""
-    poll = select.poll()
-    poll.register(descriptor, event)
-    if not poll.poll(max(0.0, 1000 * (until - time.monotonic()))):
-        raise TimeoutError

@@ -1,7 +1,6 @@
 """Which tokens a grammar allows next in one request: after what is committed, and after any path that may follow it."""
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cluster.grammar.asked import GrammarError
+from cluster.grammar.compiled import MaskCompiler
+from cluster.grammar.portable import PortableGrammar
 from cluster.grammar.vocabulary import WORD_BITS, Row, Vocabulary
 
 if TYPE_CHECKING:
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 Spell = Callable[[bytes], list[int]]
-CACHED_KEYS = 8  # of texts
-CACHED_BYTES = 512 << 20  # of compiled grammars that are kept as xgrammar reads them
+CACHED_BYTES = 512 << 20  # of compiled grammars that are kept
 
 
 class Readable(NamedTuple):
-    """A compiled grammar as xgrammar reads it, of so many `bytes`; `usable` are the tokens that it may allow at all."""
+    """A compiled grammar, of so many `bytes`; `usable` are the tokens that it may allow at all."""
 
     grammar: "CompiledGrammar"
     usable: Row
@@ -31,44 +31,44 @@ class Readable(NamedTuple):
 
 
 class Matchers:
-    """Makes the matchers of one vocabulary; requests with the same grammar share it. For any thread."""
+    """Makes the matchers of one vocabulary; requests with the same grammar share what is compiled. For any thread."""
 
     def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
         """`encode` is how the tokenizer writes a text; without it, or where it writes another one, the longest tokens
         are taken one after the other.
         """
         self._vocabulary, self._encode = vocabulary, encode
+        self._compiler = MaskCompiler(vocabulary)
         self._kept: OrderedDict[bytes, Readable] = OrderedDict()
-        self._keys: OrderedDict[int, tuple[str, bytes]] = OrderedDict()  # by the id of a text that is held
         self._lock = Lock()
 
-    def matcher(self, compiled: str, after: Sequence[int] = ()) -> "TextMatcher":
-        """A matcher for one request; `compiled` comes from `Compiler.compile`; for `after` see `TextMatcher`.
+    def prepare(self) -> None:
+        """Do beforehand what the first grammar would wait for; see `MaskCompiler.prepare`."""
+        self._compiler.prepare()
+
+    def matcher(self, portable: str, after: Sequence[int] = ()) -> "TextMatcher":
+        """A matcher for one request; `portable` comes from `Compiler.compile`; for `after` see `TextMatcher`.
 
         Raises:
             GrammarError: as `read`.
         """
-        return TextMatcher(self.read(compiled), self._vocabulary, self._spelled, after)
+        return TextMatcher(self.read(portable), self._vocabulary, self._spelled, after)
 
-    def read(self, compiled: str) -> "Readable":
-        """A compiled grammar as xgrammar reads it, which takes tenths of a second for a large one; it is kept for the
-        matchers to come.
+    def read(self, portable: str) -> "Readable":
+        """What a portable grammar is compiled to. That takes hundredths of a second, or seconds for a large one; it is
+        kept for the matchers to come.
 
         Raises:
-            GrammarError: the text is none that this version of xgrammar reads, or is for another vocabulary.
+            GrammarError: the text is none that this version of xgrammar compiles.
+            MemoryError: there is too little for it.
         """
-        from xgrammar import CompiledGrammar
-
-        key = self._key_of(compiled)
+        key = self._key_of(portable)
         with self._lock:
             found = self._kept.get(key)
         if found is None:
-            head, bracket, text = compiled.partition("]") if compiled.startswith("[") else ("", "", compiled)
-            usable = self._vocabulary.usable_with(json.loads(head + bracket)) if head else self._vocabulary.usable_row
-            try:
-                grammar = CompiledGrammar.deserialize_json(text, self._vocabulary.info)
-            except RuntimeError as error:
-                raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
+            parts = PortableGrammar.of(portable)
+            usable = self._vocabulary.usable_with(parts.tokens) if parts.tokens else self._vocabulary.usable_row
+            grammar = self._compiler.compile(parts)
             found = Readable(grammar, usable, grammar.memory_size_bytes)
         with self._lock:
             self._kept[key] = found
@@ -78,18 +78,9 @@ class Matchers:
                 held -= self._kept.popitem(last=False)[1].bytes
         return found
 
-    def _key_of(self, compiled: str) -> bytes:
-        """A checksum of a text, which may have megabytes; that of the same object is taken once."""
-        with self._lock:
-            known = self._keys.get(id(compiled))
-        if known is not None and known[0] is compiled:
-            return known[1]
-        key = hashlib.blake2b(compiled.encode()).digest()
-        with self._lock:
-            self._keys[id(compiled)] = compiled, key
-            while len(self._keys) > CACHED_KEYS:
-                self._keys.popitem(last=False)
-        return key
+    @staticmethod
+    def _key_of(portable: str) -> bytes:
+        return hashlib.blake2b(portable.encode()).digest()
 
     def _spelled(self, raw: bytes) -> list[int]:
         """How the tokenizer writes these bytes, which may begin or end within a character."""

@@ -8,10 +8,12 @@ from typing import Any
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.ebnf import Rules
 from cluster.grammar.nodes import Literal, alt, automaton
+from cluster.grammar.portable import PortableGrammar
 from cluster.grammar.regex import parse
 from cluster.grammar.schema.convert import loaded, object_grammar, schema_grammar
 
 MAX_CHARACTERS = 256_000
+MAX_SOURCE = 2_000_000  # characters of what is made of it, all of them ASCII: what travels to a rank
 MAX_CHOICES = 10_000
 # What EBNF may not have: tokens by number, automata that xgrammar builds wrongly, options that it does not keep to.
 MACROS = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch|Regex)\s*\(")
@@ -48,6 +50,20 @@ def tokens_of(tag: Any) -> list[int]:
     inner = tag.values() if isinstance(tag, dict) else tag if isinstance(tag, list) else ()
     own = [tag["token"]] if isinstance(tag, dict) and tag.get("type") == "token" else []
     return sorted({*own, *(token for part in inner for token in tokens_of(part))})
+
+
+def portable(grammar: Grammar) -> PortableGrammar:
+    """A grammar as it travels to ranks.
+
+    Raises:
+        GrammarError: as `source`; or it is too long as xgrammar's rules.
+    """
+    text = source(grammar)
+    if len(text) > MAX_SOURCE:
+        raise GrammarError(f"its rules have {len(text)} characters; at most {MAX_SOURCE} are allowed; make it shorter")
+    if grammar.kind == "chat":
+        return PortableGrammar(text, tag=True, tokens=tuple(tokens_of(json.loads(text))))
+    return PortableGrammar(text, tag=grammar.kind == "structural_tag")
 
 
 def source(grammar: Grammar) -> str:

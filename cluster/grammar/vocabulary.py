@@ -17,6 +17,25 @@ if TYPE_CHECKING:
 WORD_BITS = 32
 SPECIAL = b"\xff"
 Row = NDArray[np.int32]  # a mask: token i is bit i % 32 of word i // 32, set if it is allowed
+Ids = NDArray[np.int64]
+BITS_OF_OCTET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
+
+
+def ids_in(row: Row) -> Ids:
+    """The tokens that a mask allows, in order. Costs what the mask's words that are not 0 cost, not the vocabulary."""
+    words = np.flatnonzero(row)
+    at = np.flatnonzero(np.unpackbits(row[words].view(np.uint8), bitorder="little"))
+    return words[at // WORD_BITS] * WORD_BITS + at % WORD_BITS
+
+
+def one_of(row: Row, random: np.random.Generator) -> int:
+    """A token at random of those that a mask allows, which are not none. Costs a tenth of listing them all."""
+    octets = row.view(np.uint8)
+    ends = np.cumsum(BITS_OF_OCTET[octets], dtype=np.int64)
+    at = int(random.integers(ends[-1]))
+    octet = int(np.searchsorted(ends, at, side="right"))
+    bits = np.flatnonzero(np.unpackbits(octets[octet : octet + 1], bitorder="little"))
+    return octet * 8 + int(bits[at - int(ends[octet])])
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,12 @@ class Vocabulary:
                 texts[token] = SPECIAL + name.encode()
         return cls(tuple(texts), ends)
 
+    def prepare(self) -> Self:
+        """Make every table that is made on first use: what this process and its forks do later costs none of them."""
+        for table in (self.info, self.stop_row, self.usable_row, self._ranks, self._longest, self._first_bytes):
+            assert table is not None
+        return self
+
     @property
     def words(self) -> int:
         """The length of a mask."""
@@ -81,10 +106,13 @@ class Vocabulary:
         """What every text begins with that may follow by a mask: its tokens begin so, or are the beginning of it.
         Empty where the output may end, or where a special token may come.
         """
-        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little", count=len(self.tokens)))
-        if not len(allowed) or (row & self.stop_row).any():
+        words = np.flatnonzero(row)
+        if not len(words) or (row & self.stop_row).any():
             return b""
-        ranks = self._ranks[allowed]
+        first_byte = self.tokens[int(words[0]) * WORD_BITS + _lowest_bit(row[words[0]])][:1]
+        if not first_byte or (row & self._row_without(first_byte)).any():
+            return b""  # most masks: two of their tokens begin differently, and nothing else has to be looked at
+        ranks = self._ranks[ids_in(row)]
         last: bytes = self.tokens[self._order[ranks.max()]]
         if last.startswith(SPECIAL) and len(last) > 1:
             return b""
@@ -95,13 +123,29 @@ class Vocabulary:
             ranks = ranks[ranks > ranks.min()]
         return last
 
+    def _row_without(self, first_byte: bytes) -> Row:
+        """A mask of the tokens that do not begin with this byte; those that write nothing among them."""
+        found = self._rows_without.get(first_byte)
+        if found is None:
+            found = self._rows_without[first_byte] = ~self._row_of(np.flatnonzero(self._first_bytes == first_byte[0]))
+        return found
+
     @cached_property
-    def _order(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    def _first_bytes(self) -> NDArray[np.int16]:
+        """The byte that each token begins with; -1 if it writes nothing."""
+        return np.array([text[0] if text else -1 for text in self.tokens], np.int16)
+
+    @cached_property
+    def _rows_without(self) -> dict[bytes, Row]:
+        return {}
+
+    @cached_property
+    def _order(self) -> Ids:
         """The tokens in order of what they write."""
         return np.array(sorted(range(len(self.tokens)), key=self.tokens.__getitem__), np.int64)
 
     @cached_property
-    def _ranks(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    def _ranks(self) -> Ids:
         """The place of each token in that order."""
         ranks = np.empty(len(self.tokens), np.int64)
         ranks[self._order] = np.arange(len(self.tokens))
@@ -119,22 +163,28 @@ class Vocabulary:
     @cached_property
     def stop_row(self) -> Row:
         """A mask that allows `stops` and nothing else."""
-        return self._row_of(stop in self.stops for stop in range(len(self.tokens)))
+        return self._row_of(self.stops)
 
     @cached_property
     def usable_row(self) -> Row:
         """A mask of the tokens that any grammar may allow: those that write text, and `stops`."""
-        return self._row_of(token in self.stops or self._writes(text) for token, text in enumerate(self.tokens))
+        return self._row_of(at for at, text in enumerate(self.tokens) if self._writes(text)) | self.stop_row
 
     def usable_with(self, special: Iterable[int]) -> Row:
         """The same with these special tokens."""
-        return self.usable_row | self._row_of(token in special for token in range(len(self.tokens)))
+        return self.usable_row | self._row_of(token for token in special if 0 <= token < len(self.tokens))
 
     @staticmethod
     def _writes(text: bytes) -> bool:
         return bool(text) and not (text.startswith(SPECIAL) and len(text) > 1)
 
-    def _row_of(self, bits: Iterable[bool]) -> Row:
+    def _row_of(self, tokens: "Iterable[int] | Ids") -> Row:
+        """The mask that allows these tokens."""
         padded = np.zeros(self.words * WORD_BITS, np.bool_)
-        padded[: len(self.tokens)] = list(bits)
+        padded[tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, np.int64)] = True
         return np.packbits(padded, bitorder="little").view(np.dtype("<i4"))
+
+
+def _lowest_bit(word: np.int32) -> int:
+    value = int(word)
+    return (value & -value).bit_length() - 1

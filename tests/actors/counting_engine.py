@@ -72,6 +72,9 @@ class CountingEngine:
         self._quiet = True
         self._leaving = False
 
+    def prepare_grammars(self) -> None:
+        """It has no grammars."""
+
     @property
     def has_work(self) -> bool:
         return bool(self.requests or self._waiting)

@@ -18,7 +18,7 @@ import pytest
 from cluster.bench.hostile_grammars import HOSTILE
 from cluster.grammar import compiler
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.compiler import NICENESS, Compiler, CompilerError, Process
+from cluster.grammar.compiler import GRACE_S, NICENESS, PATIENCE_S, Answer, Compiler, CompilerError, Process
 from tests.grammar.walks import demo, walk
 
 GOOD = Grammar("choice", '["yes", "no"]')
@@ -28,7 +28,7 @@ LARGE = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "st
 
 @pytest.fixture
 def compile_in_two() -> Iterator[Compiler]:
-    made = Compiler(demo().vocabulary, workers=2, seconds=2.0)
+    made = Compiler(demo().vocabulary, at_once=2, seconds=2.0)
     yield made
     made.close()
 
@@ -48,13 +48,12 @@ def test_a_hundred_hostile_grammars(compile_in_two: Compiler, some: tuple[Gramma
             began = time.monotonic()
             pair = [compile_in_two.compile(grammar) for grammar in some[at : at + 2]]
             for found in await asyncio.gather(*pair, return_exceptions=True):
-                assert isinstance(found, str | GrammarError), found
+                assert isinstance(found, str | GrammarError) or "too busy" in str(found), found
                 if isinstance(found, GrammarError):
                     assert 0 < len(str(found)) < 500 and "\n" not in str(found)
                 else:
                     demo().matchers.matcher(found)
-            # The limit, and the start of a process anew on a machine that is busy.
-            assert time.monotonic() - began < 60, some[at : at + 2]
+            assert time.monotonic() - began < PATIENCE_S + GRACE_S, some[at : at + 2]
         assert walk(demo(), demo().matchers.matcher(await compile_in_two.compile(GOOD)), 1) in (b"yes", b"no")
 
     asyncio.run(all_of_them())
@@ -77,19 +76,17 @@ def test_a_slow_grammar_is_given_up_while_others_are_compiled(compile_in_two: Co
 def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None:
     async def killed() -> None:
         await asyncio.gather(compile_in_two.compile(GOOD), compile_in_two.compile(Grammar("json_object")))
-        before = [process.pid for process in compile_in_two._processes]
-        assert None not in before
-        for pid in before:
-            os.kill(pid or 0, signal.SIGKILL)
+        before = compile_in_two._process.pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
         again = [Grammar("regex", "a"), Grammar("regex", "b"), Grammar("regex", "c")]
         assert all(await asyncio.gather(*map(compile_in_two.compile, again)))
-        after = [process.pid for process in compile_in_two._processes]
-        assert None not in after and not set(before) & set(after)
-        polite = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-        assert {os.getpriority(os.PRIO_PROCESS, pid or 0) for pid in after} == {polite}
-        assert {os.getsid(pid or 0) for pid in after} == set(after), "Linux shares processors among sessions first"
-        shares = [Path(f"/proc/{pid}/autogroup") for pid in after]
-        assert all(share.read_text().endswith(f" nice {NICENESS}\n") for share in shares if share.exists())
+        after = compile_in_two._process.pid
+        assert after is not None and after != before
+        assert os.getpriority(os.PRIO_PROCESS, after) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        assert os.getsid(after) == after, "Linux shares processors among sessions first"
+        share = Path(f"/proc/{after}/autogroup")
+        assert not share.exists() or share.read_text().endswith(f" nice {NICENESS}\n")
 
     asyncio.run(killed())
 
@@ -98,9 +95,9 @@ def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None
 def test_a_process_that_is_killed_at_work_takes_up_the_work_again() -> None:
     process = Process(demo().vocabulary, seconds=4.0)
     try:
-        assert isinstance(process.compile(GOOD), str)
+        assert process.compile(GOOD).text
 
-        async def killed_twice() -> str | GrammarError:
+        async def killed_twice() -> Answer:
             work = asyncio.create_task(asyncio.to_thread(process.compile, SLOW))
             pid: int | None = None
             for _ in range(2):  # at work, and while the next one starts
@@ -111,8 +108,8 @@ def test_a_process_that_is_killed_at_work_takes_up_the_work_again() -> None:
                 os.kill(pid or 0, signal.SIGKILL)
             return await work
 
-        assert "longer than 4 s" in str(asyncio.run(killed_twice()))
-        assert isinstance(process.compile(GOOD), str)
+        assert "longer than 4 s" in asyncio.run(killed_twice()).refusal
+        assert process.compile(GOOD).text
     finally:
         process.end()
 
@@ -139,13 +136,13 @@ def used(pid: int | None) -> float:
 def test_memory_and_time_are_limited_and_nothing_has_to_start_anew() -> None:
     process = Process(demo().vocabulary, seconds=2.0)
     try:
-        assert isinstance(process.compile(GOOD), str)
+        assert process.compile(GOOD).text
         pid = process.pid
-        assert isinstance(process.compile(Grammar("ebnf", "nothing")), GrammarError)
-        assert re.search(r"longer than 2 s|GiB of memory", str(process.compile(SLOW)))
+        assert process.compile(Grammar("ebnf", "nothing")).refusal
+        assert re.search(r"longer than 2 s|GiB of memory", process.compile(SLOW).refusal)
         process._seconds = 60.0
-        assert "GiB" in str(process.compile(LARGE))
-        assert isinstance(process.compile(GOOD), str)
+        assert "GiB" in process.compile(LARGE).refusal
+        assert process.compile(GOOD).text
         assert process.pid == pid and not children(pid), "whatever a grammar does, its child alone ends"
     finally:
         process.end()
@@ -157,7 +154,7 @@ def children(pid: int | None) -> str:
 
 def test_a_child_does_not_outlive_its_parent() -> None:
     process = Process(demo().vocabulary, seconds=30.0)
-    assert isinstance(process.compile(GOOD), str)
+    assert process.compile(GOOD).text
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(process.compile, SLOW)
         busy(process.pid)
@@ -176,7 +173,7 @@ def test_grammars_are_compiled_once(compile_in_two: Compiler, monkeypatch: pytes
     asked: list[Grammar] = []
     compile_one = Process.compile
 
-    def counting(self: Process, grammar: Grammar) -> str | GrammarError:
+    def counting(self: Process, grammar: Grammar) -> Answer:
         asked.append(grammar)
         return compile_one(self, grammar)
 
@@ -215,15 +212,15 @@ def test_a_request_that_is_cancelled_leaves_the_others(compile_in_two: Compiler)
 
 def test_closing_ends_the_processes_and_what_they_compile() -> None:
     async def closed() -> None:
-        made = Compiler(demo().vocabulary, workers=1, seconds=30.0)
+        made = Compiler(demo().vocabulary, at_once=1, seconds=30.0)
         await made.compile(GOOD)
-        pid = made._processes[0].pid
+        pid = made._process.pid
         slow = asyncio.create_task(made.compile(SLOW))
         await asyncio.to_thread(busy, pid)
         await asyncio.to_thread(made.close)
         with pytest.raises((GrammarError, CompilerError)):
             await slow
-        assert made._processes[0].pid is None
+        assert made._process.pid is None
         with pytest.raises(ProcessLookupError):
             os.kill(pid or 0, 0)
 

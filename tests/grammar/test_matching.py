@@ -10,9 +10,9 @@ import pytest
 
 from cluster.grammar import matching
 from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.limits import address_space
 from cluster.grammar.matching import TextMatcher
 from cluster.grammar.vocabulary import Row, Vocabulary
-from cluster.grammar.worker import address_space
 from tests.grammar.schema.samples import CALL, PERSON, TREE
 from tests.grammar.walks import STOPS, allowed, bytewise, demo, grammars_of, mask
 
@@ -214,12 +214,13 @@ def test_reasoning_that_ends_the_output() -> None:
 
 
 def test_a_text_that_is_no_compiled_grammar_is_refused() -> None:
-    compiled = demo().worker.compile(Grammar("json_object"))
-    for wrong in ("", "{}", compiled[: len(compiled) // 2]):
+    prepared = demo().worker.compile(Grammar("json_object"))
+    head, _, rules = prepared.partition("\n")
+    for wrong in ("", "{}", "{}\n" + rules, "[]\n" + rules, rules, head):
         with pytest.raises(GrammarError, match="cannot be read"):
             demo().matchers.matcher(wrong)
-    with pytest.raises(GrammarError, match="cannot be read"):
-        bytewise().matchers.matcher(compiled)  # of another vocabulary
+    with pytest.raises(GrammarError):
+        demo().matchers.matcher(head + "\n" + rules[: len(rules) // 2])
 
 
 def test_what_is_forced_may_begin_and_end_within_a_character() -> None:

@@ -20,22 +20,30 @@ class Grammars:
 
     def __init__(self, tokenizer: ChatTokenizer | None, model: ModelInfo) -> None:
         self._tokenizer, self._model = tokenizer, model
-        self._compiler: Compiler | None = None
+        self._making: asyncio.Task[Compiler] | None = None
+
+    def start(self) -> None:
+        """Start what compiles, beside the caller, so that the first request with a grammar does not wait for it.
+
+        Needs a running event loop.
+        """
+        if self._tokenizer is not None:
+            self._made(self._tokenizer)
 
     async def compiled(self, constraint: Constraint) -> str:
-        """The compiled grammar of a constraint.
+        """The grammar of a constraint as ranks read it: it compiles.
 
         Raises:
-            ApiError: 400 that names the field: the grammar is not honoured, or not over this tokenizer.
+            ApiError: 400 that names the field: the grammar is not honoured, or not over this tokenizer. 503: it cannot
+                be compiled now.
         """
         field = constraint.field
         if self._tokenizer is None:
             message = f"{field}: this model is served without a tokenizer, which a grammar needs; leave it out"
             raise ApiError(message, param=field, code="unsupported_parameter")
         try:
-            if self._compiler is None:
-                self._compiler = await asyncio.to_thread(self._make, self._tokenizer)
-            return await self._compiler.compile(constraint.grammar)
+            compiler = await asyncio.shield(self._made(self._tokenizer))
+            return await compiler.compile(constraint.grammar)
         except GrammarError as error:
             raise refused(error, field) from None
         except ConfigError as error:
@@ -45,9 +53,25 @@ class Grammars:
             raise ApiError(f"{field}: {error}", status=503, param=field, code="overloaded") from None
 
     def close(self) -> None:
-        """End the processes that compile."""
-        if self._compiler is not None:
-            self._compiler.close()
+        """End the process that compiles."""
+        making = self._making
+        if making is not None and making.done() and not making.cancelled() and making.exception() is None:
+            making.result().close()
+
+    def _made(self, tokenizer: ChatTokenizer) -> "asyncio.Task[Compiler]":
+        """The compiler, made once: reading a large vocabulary takes tenths of a second."""
+        if self._making is None:
+            self._making = asyncio.create_task(asyncio.to_thread(self._make, tokenizer))
+            self._making.add_done_callback(_looked_at)
+        return self._making
 
     def _make(self, tokenizer: ChatTokenizer) -> Compiler:
-        return Compiler(Vocabulary.of(tokenizer.text, self._model.vocab_size, self._model.eos_token_ids))
+        compiler = Compiler(Vocabulary.of(tokenizer.text, self._model.vocab_size, self._model.eos_token_ids))
+        compiler.start()
+        return compiler
+
+
+def _looked_at(making: "asyncio.Task[Compiler]") -> None:
+    """Take note of an error that nobody may ever wait for; who asks for a grammar gets it."""
+    if not making.cancelled() and (error := making.exception()) is not None:
+        logger.info("no output can be held to a grammar: %s", error)

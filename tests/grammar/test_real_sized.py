@@ -1,0 +1,133 @@
+"""Grammars over a vocabulary of a real model's size: what is made once, what travels, and that masks are the same."""
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+import xgrammar
+
+from cluster.bench.made_up_vocabulary import SENTENCE_PIECE, STOP, made_up_tokens
+from cluster.grammar.asked import Grammar
+from cluster.grammar.matching import Matchers
+from cluster.grammar.vocabulary import Vocabulary, ids_in, one_of
+from cluster.grammar.worker import Worker
+from tests.grammar.schema.samples import CALL, PERSON
+from tests.grammar.test_matching import GRAMMARS
+from tests.grammar.walks import Grammars, demo, mask
+
+NAMES = [f"field_{at}" for at in range(20)]
+KINDS = ({"type": "string"}, {"type": "integer"}, {"type": "number"}, {"enum": ["open", "closed"]}, {"type": "boolean"})
+TWENTY = {
+    "type": "object",
+    "properties": {name: KINDS[at % len(KINDS)] for at, name in enumerate(NAMES)},
+    "required": NAMES,
+}
+TAG = {"type": "tag", "begin": "<call>", "content": {"type": "json_schema", "json_schema": CALL}, "end": "</call>"}
+ASKED = (
+    Grammar("json_object"),
+    Grammar("json_schema", json.dumps(TWENTY)),
+    Grammar("json_schema", json.dumps(PERSON)),
+    Grammar("chat", json.dumps({"type": "structural_tag", "format": TAG})),
+)
+
+
+@cache
+def large() -> Grammars:
+    vocabulary = Vocabulary(tuple(made_up_tokens(SENTENCE_PIECE)), (STOP,))
+    worker = Worker(vocabulary)
+    worker.prepare()
+    return Grammars(vocabulary, worker, Matchers(vocabulary))
+
+
+def test_tables_are_made_once_and_little_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, worker, matchers = large().vocabulary, large().worker, large().matchers
+    made: list[str] = []
+    for name in ("TokenizerInfo", "GrammarCompiler"):
+        whole = getattr(xgrammar, name)
+        monkeypatch.setattr(xgrammar, name, lambda *a, whole=whole, name=name, **b: made.append(name) or whole(*a, **b))
+    table_of = Vocabulary._row_of
+    monkeypatch.setattr(Vocabulary, "_row_of", lambda self, bits: made.append("row") or table_of(self, bits))
+    texts = [worker.compile(grammar) for grammar in ASKED]
+    assert made == [], "what compiling needs of the vocabulary was made before"
+    assert max(map(len, texts)) < 20_000
+    sizes = [matchers.read(text).bytes for text in texts]
+    assert made == ["GrammarCompiler"] * 2, "for all grammars of a rank: one for rules, one for structural tags"
+    assert min(sizes) > 1 << 20, "masks would be megabytes"
+    assert len(vocabulary.tokens) == SENTENCE_PIECE
+
+
+def test_a_special_token_of_one_grammar_does_not_stand_for_that_of_another() -> None:
+    """Their rules differ in nothing but the token: xgrammar's cache of rules would take one for the other."""
+    tokens = {"first": 256, "second": 257}
+    vocabulary = Vocabulary((*(bytes((byte,)) for byte in range(256)), b"\xfffirst", b"\xffsecond", b""), (258,))
+    worker, matchers = Worker(vocabulary), Matchers(vocabulary)
+    for at in [*tokens.values(), *tokens.values()]:
+        token = {"type": "token", "token": at}
+        form = {"type": "sequence", "elements": [{"type": "const_string", "value": "a"}, token]}
+        text = worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": form})))
+        for one in (Worker(vocabulary)._matchers, matchers):
+            assert ids_in(mask(one.matcher(text), vocabulary, (97,))).tolist() == [at]
+
+
+def test_masks_over_many_tokens_are_what_can_be_committed() -> None:
+    random = np.random.default_rng(0)
+    for grammar in ASKED[:2]:
+        text = large().worker.compile(grammar)
+        matcher, other = large().matchers.matcher(text), large().matchers.matcher(text)
+        for _ in range(12):
+            row = mask(matcher, large().vocabulary)
+            found = ids_in(row)
+            assert found.tolist() == np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+            refused = np.setdiff1d(random.integers(0, SENTENCE_PIECE, 40), found)
+            assert not any(other._matcher.accept_token(int(token)) for token in refused)
+            token = one_of(row & ~large().vocabulary.stop_row, random)
+            assert token in found
+            matcher.accept([token])
+            other.accept([token])
+
+
+def test_every_allowed_token_is_chosen_alike() -> None:
+    vocabulary = Vocabulary(tuple(bytes((at,)) for at in range(200)), ())
+    row, random = vocabulary._row_of([0, 31, 32, 100, 199]), np.random.default_rng(1)
+    found = np.bincount([one_of(row, random) for _ in range(5000)], minlength=200)
+    assert np.flatnonzero(found).tolist() == [0, 31, 32, 100, 199] and found.max() < 1.2 * 1000
+
+
+def test_what_all_texts_begin_with_over_many_tokens() -> None:
+    vocabulary = large().vocabulary
+    ids = {text: token for token, text in enumerate(vocabulary.tokens)}
+    same = [token for text, token in ids.items() if text.startswith(b" pro")]
+    assert len(same) > 50
+    for tokens in (same, same[:1], [*same, ids[b" a"]], [*same, ids[b"a"]], [*same, STOP], []):
+        texts = [vocabulary.tokens[token] for token in tokens]
+        longest = max(texts, key=len, default=b"")
+        sure = next((at for at in range(len(longest), -1, -1) if all(_agree(text, longest[:at]) for text in texts)), 0)
+        wanted = b"" if STOP in tokens else longest[:sure]
+        assert vocabulary.shared(vocabulary._row_of(tokens)) == wanted
+
+
+def _agree(text: bytes, begin: bytes) -> bool:
+    return text.startswith(begin) or begin.startswith(text)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_masks_of_rules_that_other_grammars_have_are_those_made_for_this_one(name: str) -> None:
+    """The compiler keeps masks of rules; here it has met all other grammars before."""
+    vocabulary = demo().vocabulary
+    shared, alone = Matchers(vocabulary), Matchers(vocabulary)
+    shared.prepare()
+    for other in [*GRAMMARS, name]:
+        text = demo()._compiled(GRAMMARS[other])
+        shared.read(text)
+    one, two = shared.matcher(text), alone.matcher(text)
+    random = np.random.default_rng(2)
+    for _ in range(60):
+        row = mask(one, vocabulary)
+        assert np.array_equal(row, mask(two, vocabulary))
+        row &= ~vocabulary.stop_row
+        if not row.any():
+            break
+        token = one_of(row, random)
+        one.accept([token])
+        two.accept([token])

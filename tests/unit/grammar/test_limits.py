@@ -1,0 +1,137 @@
+"""What a grammar may take is processor time: a busy machine is no reason to refuse one for good."""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from itertools import chain, repeat
+
+import pytest
+
+from cluster.grammar import forks
+from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.compiler import Answer, Compiler, CompilerError, Process
+from cluster.grammar.forks import COMPILED, LATE, REFUSED, SLOW, UNSURE, Child, replied
+from cluster.grammar.limits import Spent, Stopwatch
+from cluster.grammar.vocabulary import Vocabulary
+from cluster.grammar.worker import SlowGrammarError, Worker
+
+GOOD = Grammar("choice", '["yes"]')
+REQUEST = {"kind": "choice", "text": "[]", "compact": False, "seconds": 0.3}
+
+
+class Odd(Worker):
+    """A worker whose compiling is `run`."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+
+    def compile(self, grammar: Grammar) -> str:
+        if self._run == "waits":
+            time.sleep(1.0)
+        elif self._run == "computes":
+            while True:
+                sum(range(1000))
+        elif self._run == "is slow":
+            raise SlowGrammarError("it is too ambiguous")
+        return "done"
+
+
+def answer_of(worker: Worker) -> bytes:
+    """As a child of this process gives it."""
+    source, end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        forks.write_all(end, replied(worker, REQUEST))
+        os._exit(0)
+    os.close(end)
+    child = Child(b"", pid, source, time.monotonic() + 60)
+    while piece := os.read(source, 1 << 16):
+        child.answer += piece
+    os.close(source)
+    return child.ended()
+
+
+def test_waiting_costs_a_grammar_nothing() -> None:
+    assert answer_of(Odd("waits")) == COMPILED + b"done", (
+        "a second, three times its limit"
+    )
+
+
+def test_computing_ends_a_grammar_at_its_limit() -> None:
+    answer = answer_of(Odd("computes"))
+    assert answer[:1] == SLOW
+    spent = forks.spent_in(answer)
+    assert 0.2 < spent.processor < 1.5 * spent.passed, "what the system counted, in ticks"
+
+
+def clock(*readings: float) -> Iterator[float]:
+    return chain(readings, repeat(readings[-1]))
+
+
+@pytest.mark.parametrize(("processor", "passed", "busy"), [(1.0, 1.0, False), (0.95, 1.0, False), (0.5, 1.0, True)])
+def test_a_machine_is_busy_where_less_processor_time_than_time_passed(
+    processor: float, passed: float, busy: bool
+) -> None:
+    used, told = clock(2.0, 2.0 + processor), clock(50.0, 50.0 + passed)
+    watch = Stopwatch(lambda: next(used), lambda: next(told))
+    spent = watch.read()
+    assert (spent.processor, spent.passed) == pytest.approx((processor, passed))
+    assert spent.on_a_busy_machine == busy
+
+
+@pytest.mark.parametrize(("busy", "mark"), [(False, REFUSED), (True, UNSURE)])
+def test_masks_that_take_too_long_are_refused_for_good_only_on_a_quiet_machine(
+    busy: bool, mark: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stopwatch, "read", lambda self: Spent(0.5 if busy else 1.0, 1.0))
+    monkeypatch.setattr(forks, "limit", lambda seconds: None)
+    assert replied(Odd("is slow"), REQUEST) == mark + b"it is too ambiguous"
+
+
+def answered(reply: bytes) -> Answer:
+    return Process(Vocabulary((b"a",), ()), 10.0)._answer(reply)
+
+
+def spent(mark: bytes, processor: float, passed: float) -> bytes:
+    return mark + json.dumps({"processor": processor, "passed": passed}).encode()
+
+
+def test_what_answers_mean() -> None:
+    assert answered(COMPILED + b"rules") == Answer("rules")
+    assert answered(REFUSED + b"why") == Answer(refusal="why") and answered(UNSURE + b"why").lasting is False
+    slow = answered(spent(SLOW, 10.0, 10.2))
+    assert "longer than 10 s of processor time" in slow.refusal and slow.lasting
+    assert answered(spent(SLOW, 10.0, 40.0)).lasting is False
+    with pytest.raises(CompilerError, match=r"too busy to compile it: it got 3.0 s of processor time in 60 s"):
+        answered(spent(LATE, 3.0, 60.0))
+
+
+def test_a_refusal_that_may_be_the_machines_fault_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [Answer(refusal="slow", lasting=False), Answer(refusal="slow", lasting=False), Answer("rules")]
+    monkeypatch.setattr(Process, "compile", lambda self, grammar: answers.pop(0))
+
+    async def often() -> None:
+        compiler = Compiler(Vocabulary((b"a",), ()))
+        for _ in range(2):
+            with pytest.raises(GrammarError, match="slow"):
+                await compiler.compile(GOOD)
+        assert [await compiler.compile(GOOD) for _ in range(3)] == ["rules"] * 3 and not answers
+        compiler.close()
+
+    asyncio.run(often())
+
+
+def test_a_lasting_refusal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [Answer(refusal="nothing can match")]
+    monkeypatch.setattr(Process, "compile", lambda self, grammar: answers.pop(0))
+
+    async def often() -> None:
+        compiler = Compiler(Vocabulary((b"a",), ()))
+        for _ in range(3):
+            with pytest.raises(GrammarError, match="nothing can match"):
+                await compiler.compile(GOOD)
+        compiler.close()
+
+    asyncio.run(often())
