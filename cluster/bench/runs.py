@@ -3,8 +3,9 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from cluster.bench.report import ratio
 from cluster.engine import Engine
@@ -86,3 +87,20 @@ def run_together(engine: Engine, prompts: Texts, params: Sequence[SamplingParams
 def run_greedily(engine: Engine, prompts: Texts, new_tokens: int) -> Run:
     """Run all prompts at the same time, at temperature 0."""
     return run_together(engine, prompts, [params_of(new_tokens)] * len(prompts))
+
+
+class Steady(NamedTuple):
+    """A run, and how many trees a second it verified once the first tokens were there."""
+
+    run: Run
+    steps_per_second: float
+
+
+def steady_steps(engine: Engine, prompts: Texts, params: Sequence[SamplingParams], batch: int) -> Steady:
+    """Run prompts in batches, of one half of them where each is alone: once to their first tokens, then whole."""
+    first, whole = Run(), Run()
+    for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
+        part = slice(start, start + batch)
+        first.add(run_together(engine, prompts[part], [replace(one, max_tokens=1) for one in params[part]]))
+        whole.add(run_together(engine, prompts[part], params[part]))
+    return Steady(whole, whole.steps / (whole.seconds - first.seconds))

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -48,6 +49,9 @@ CACHED = 64
 CACHED_CHARACTERS = 32 << 20
 
 
+COMMON = (Grammar("json_object"), Grammar("json_object", compact=True))
+
+
 class CompilerError(RuntimeError):
     """Grammars cannot be compiled here, or not now, whatever they are."""
 
@@ -62,8 +66,8 @@ class Answer:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary, at most `at_once` at a time, by a process that starts when it is told to or
-    first needed.
+    """Compiles grammars for one vocabulary, at most `at_once` at a time, by a process that starts when it is first
+    needed.
     """
 
     def __init__(self, vocabulary: Vocabulary, at_once: int = AT_ONCE, seconds: float = SECONDS) -> None:
@@ -73,9 +77,11 @@ class Compiler:
         self._done: OrderedDict[Grammar, Answer] = OrderedDict()
         self._under_way: dict[Grammar, asyncio.Task[Answer]] = {}
 
-    def start(self) -> None:
-        """Have the process start now, beside the caller; why it cannot is said to the first who needs it."""
-        self._pool.submit(self._process.start)
+    async def warm(self) -> None:
+        """Start the process, and compile what most ask for. Why that fails is said to the first who needs it."""
+        for grammar in COMMON:
+            with suppress(GrammarError, CompilerError):
+                await self.compile(grammar)
 
     async def compile(self, grammar: Grammar) -> str:
         """The grammar as text for `Matchers.matcher`: it compiles.

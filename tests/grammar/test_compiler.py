@@ -28,13 +28,13 @@ LARGE = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "st
 
 @pytest.fixture
 def compile_in_two() -> Iterator[Compiler]:
-    made = Compiler(demo().vocabulary, at_once=2, seconds=2.0)
+    made = Compiler(demo().vocabulary, at_once=2, seconds=1.0)
     yield made
     made.close()
 
 
 async def refusal(compiler: Compiler, grammar: Grammar) -> str:
-    with pytest.raises(GrammarError) as error:
+    with pytest.raises((GrammarError, CompilerError)) as error:
         await compiler.compile(grammar)
     return str(error.value)
 
@@ -66,8 +66,8 @@ def test_a_slow_grammar_is_given_up_while_others_are_compiled(compile_in_two: Co
         slow = asyncio.create_task(refusal(compile_in_two, SLOW))
         for at in range(20):
             await compile_in_two.compile(Grammar("regex", f"a{{{at}}}"))
-        assert not slow.done() or time.monotonic() - began > 2
-        assert re.search(r"longer than 2 s|GiB of memory|too large", await slow)
+        assert not slow.done() or time.monotonic() - began > 1
+        assert re.search(r"longer than 1 s|GiB of memory|too large|too busy", await slow)
 
     asyncio.run(both())
 

@@ -21,6 +21,7 @@ class Grammars:
     def __init__(self, tokenizer: ChatTokenizer | None, model: ModelInfo) -> None:
         self._tokenizer, self._model = tokenizer, model
         self._making: asyncio.Task[Compiler] | None = None
+        self._warming: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start what compiles, beside the caller, so that the first request with a grammar does not wait for it.
@@ -61,13 +62,14 @@ class Grammars:
     def _made(self, tokenizer: ChatTokenizer) -> "asyncio.Task[Compiler]":
         """The compiler, made once: reading a large vocabulary takes tenths of a second."""
         if self._making is None:
-            self._making = asyncio.create_task(asyncio.to_thread(self._make, tokenizer))
+            self._making = asyncio.create_task(self._make(tokenizer))
             self._making.add_done_callback(_looked_at)
         return self._making
 
-    def _make(self, tokenizer: ChatTokenizer) -> Compiler:
-        compiler = Compiler(Vocabulary.of(tokenizer.text, self._model.vocab_size, self._model.eos_token_ids))
-        compiler.start()
+    async def _make(self, tokenizer: ChatTokenizer) -> Compiler:
+        size, ends = self._model.vocab_size, self._model.eos_token_ids
+        compiler = Compiler(await asyncio.to_thread(Vocabulary.of, tokenizer.text, size, ends))
+        self._warming = asyncio.create_task(compiler.warm())
         return compiler
 
 

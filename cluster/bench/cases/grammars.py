@@ -3,20 +3,22 @@
 The same prompts four times: free, held to schemas with masks alone, with forced nodes where they cost little, as is the
 default, and with eight in every step. Free output has another accept length, so it is compared by steps per second;
 the time up to the first token is measured by itself and taken off, because it is shared by other numbers of steps.
-Contenders take turns; ratios are taken within a repeat.
+Contenders take turns; ratios are taken within a repeat. Then the same question over vocabularies of real models' sizes,
+which the pair does not have: `cluster.bench.real_sized`.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from cluster.bench import real_sized
 from cluster.bench.goals import Goal
 from cluster.bench.pair import DEFAULT, Pair
 from cluster.bench.report import Say, machine, median, ratio, table
-from cluster.bench.runs import Run, Texts, params_of, run_together
+from cluster.bench.runs import Steady, params_of, steady_steps
 from cluster.config import EngineConfig
-from cluster.engine import Engine, build_engine
+from cluster.engine import build_engine
 from cluster.grammar.asked import Grammar
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import Worker
@@ -43,9 +45,10 @@ class Size:
     prompt_tokens: int = 32
     new_tokens: int = 160
     repeats: int = 5
+    real: real_sized.Size = real_sized.FULL
 
 
-QUICK = Size(prompts=4, new_tokens=24, repeats=1)
+QUICK = Size(prompts=4, new_tokens=40, repeats=1, real=real_sized.QUICK)
 
 
 def schema_of(names: Sequence[str]) -> dict[str, Any]:
@@ -83,37 +86,23 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
         for temperature in TEMPERATURES:
             for batch in BATCHES:
                 say(f"grammars: temperature {temperature}, batch {batch}{', compact' if compact else ''}")
-                runs: dict[str, list[Timed]] = {name: [] for name in engines}
+                runs: dict[str, list[Steady]] = {name: [] for name in engines}
                 for repeat in range(size.repeats + 1):
                     for name in list(engines)[:: -1 if repeat % 2 else 1]:
                         held = grammars if name != "free" else [None]
                         params = [_params(size, temperature, at, held[at % len(held)]) for at in range(len(prompts))]
-                        runs[name].append(_timed(engines[name], prompts, params, batch))
+                        runs[name].append(steady_steps(engines[name], prompts, params, batch))
                 rows.append({"temperature": temperature, "batch": batch, "compact": compact} | _figures(runs))
+    real = real_sized.measure(size.real, say)
     return {
         "what": "grammars",
         "machine": machine(),
         "goals": {"cost": GOAL_COST, "gain": GOAL_GAIN},
         "identical": all(row["identical"] for row in rows),
         "rows": rows,
+        "real_vocabularies": real,
+        "failed": real_sized.missed(real) if size.real.judged else 0,
     }
-
-
-class Timed(NamedTuple):
-    """A run, and how many trees a second it verified once the first tokens were there."""
-
-    run: Run
-    steps_per_second: float
-
-
-def _timed(engine: Engine, prompts: Texts, params: Sequence[SamplingParams], batch: int) -> Timed:
-    """Run prompts in batches, of one half of them where each is alone: once to their first tokens, then whole."""
-    first, whole = Run(), Run()
-    for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
-        part = slice(start, start + batch)
-        first.add(run_together(engine, prompts[part], [replace(one, max_tokens=1) for one in params[part]]))
-        whole.add(run_together(engine, prompts[part], params[part]))
-    return Timed(whole, whole.steps / (whole.seconds - first.seconds))
 
 
 def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> SamplingParams:
@@ -121,7 +110,7 @@ def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> S
     return params if grammar is None else replace(params, grammar=grammar, ignore_eos=False)
 
 
-def _figures(runs: dict[str, list[Timed]]) -> dict[str, Any]:
+def _figures(runs: dict[str, list[Steady]]) -> dict[str, Any]:
     """Of all repeats but the first, which warms up."""
     timed = {name: each[1:] for name, each in runs.items()}
     first = {name: each[0].run for name, each in timed.items()}
@@ -172,4 +161,5 @@ def show(result: dict[str, Any]) -> str:
     names = ["T", "batch", "compact", "steps/s", "accept: free", "masks", "forced", "eight"]
     names += ["forced: accept", "tokens/s", "eight: accept", "tokens/s", "same tokens"]
     head = f"grammars: goals {result['goals']['cost']} of the steps per second without, {result['goals']['gain']} times"
-    return f"{head} the accept length\n{where['cpu']}, {where['cores']} cores\n{table(names, rows)}"
+    real = real_sized.show(result["real_vocabularies"])
+    return f"{head} the accept length\n{where['cpu']}, {where['cores']} cores\n{table(names, rows)}\n\n{real}"

@@ -1,0 +1,206 @@
+"""What grammars cost over vocabularies of real models' sizes: the first request with one and those that follow, what
+travels to a rank, and a step of eight requests.
+
+The model and the tokenizer are made up (`made_up`, `made_up_vocabulary`). A server answers requests one at a time.
+Plain ones come between those with a grammar, so that a cost is a difference within one run. Steps are an engine's in
+this process, in turns with and without grammars.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from cluster.bench.made_up import LLAMA, random_prompts, write_pair
+from cluster.bench.made_up_vocabulary import BYTE_LEVEL, SENTENCE_PIECE, STOP, made_up_tokens, write_tokenizer
+from cluster.bench.pair import DEFAULT, Pair
+from cluster.bench.report import Say, median, ratio, table
+from cluster.bench.runs import params_of, steady_steps
+from cluster.bench.server import ServerProcess
+from cluster.bench.streams import served_model
+from cluster.bench.wire import post
+from cluster.chat.formats.choose import FORMATS
+from cluster.engine import build_engine
+from cluster.grammar.asked import Grammar
+from cluster.grammar.vocabulary import Vocabulary
+from cluster.grammar.worker import Worker
+
+GOAL_FIRST_S, GOAL_KNOWN_S, GOAL_BYTES, GOAL_STEP = 0.6, 0.05, 2_000_000, 1.05
+BATCH = 8
+ANSWER = 8  # tokens of an answer that is timed
+ITEMS = 64  # of a list that is longer than any answer
+FIELDS: tuple[dict[str, Any], ...] = (
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "string", "format": "date-time"},
+    {"type": "number"},
+    {"enum": ["open", "pending", "closed"]},
+    {"type": "boolean"},
+    {"type": "array", "items": {"type": "string"}},
+    {"type": "integer", "minimum": 0, "maximum": 150},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": "object", "properties": {"note": {"type": "string"}}, "required": ["note"]},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Vocabularies by the number of their ids, the sizes of the model, and how often each thing is measured."""
+
+    ids: tuple[int, ...] = (BYTE_LEVEL, SENTENCE_PIECE)
+    hidden: int = 640
+    layers: int = 18
+    repeats: int = 5
+    new_tokens: int = 64
+    judged: bool = True
+
+
+FULL = Size()
+QUICK = Size(ids=(16_384,), hidden=64, layers=4, repeats=2, new_tokens=16, judged=False)
+
+
+def measure(size: Size, say: Say) -> list[dict[str, Any]]:
+    """The figures by vocabulary."""
+    return [_measured(ids, size, say) for ids in size.ids]
+
+
+def missed(rows: list[dict[str, Any]]) -> int:
+    """How many goals were missed."""
+    return sum(not good for row in rows for _, _, _, good in _judged(row))
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    """The figures beside their goals."""
+    cells = [[row["ids"], what, figure, goal, good] for row in rows for what, figure, goal, good in _judged(row)]
+    return "real vocabularies: seconds beyond a plain request's, and steps\n" + table(
+        ("ids", "what", "measured", "goal", "met"), cells
+    )
+
+
+def schema_of(count: int, mark: str = "field") -> dict[str, Any]:
+    """An object with `count` members of ten kinds; another `mark` makes another schema."""
+    names = [f"{mark}_{at}" for at in range(count)]
+    members = {name: FIELDS[at % len(FIELDS)] for at, name in enumerate(names)}
+    return {"type": "object", "properties": members, "required": names, "additionalProperties": False}
+
+
+def _judged(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str, bool]]:
+    for name, each in row["requests"].items():
+        for what, goal in (("first", GOAL_FIRST_S), ("known", GOAL_KNOWN_S)):
+            yield f"{name}, {what}, s", f"{each[what]:.3f}", f"under {goal:g}", each[what] < goal
+    for name, count in row["bytes"].items():
+        yield f"{name}, bytes to a rank", str(count), f"at most {GOAL_BYTES}", count <= GOAL_BYTES
+    yield f"a step of {BATCH} with grammars", f"{row['step']:.3f}", f"at most {GOAL_STEP:g}", row["step"] <= GOAL_STEP
+
+
+def _measured(ids: int, size: Size, say: Say) -> dict[str, Any]:
+    tokens = made_up_tokens(ids)
+    with _model(tokens, size) as pair:
+        say(f"grammars: {ids} ids, requests to a server")
+        requests = asyncio.run(_requests(pair, size))
+        say(f"grammars: {ids} ids, steps of {BATCH}")
+        worker = Worker(Vocabulary(tuple(tokens), (STOP,)))
+        return {
+            "ids": ids,
+            "requests": requests,
+            "bytes": {name: len(worker.compile(grammar)) for name, grammar in _grammars().items()},
+            "step": _step(pair, worker, size),
+        }
+
+
+@contextmanager
+def _model(tokens: list[bytes], size: Size) -> Iterator[Pair]:
+    """A target, its draft and its tokenizer in a temporary folder: with the defaults, Gemma-3 270M's sizes."""
+    shape = LLAMA | {"vocab_size": len(tokens), "hidden_size": size.hidden, "num_hidden_layers": size.layers}
+    shape |= {"intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+    with TemporaryDirectory(prefix="aerie-real-sized-") as folder:
+        made = write_pair(Path(folder), shape, None, torch.device("cpu"))
+        write_tokenizer(Path(made.target), tokens, byte_level=len(tokens) < SENTENCE_PIECE)
+        yield Pair(made.target, made.draft)
+
+
+def _grammars() -> dict[str, Grammar]:
+    """Those whose text for ranks is counted."""
+    form = FORMATS["hermes"].written({"do": schema_of(20)}, True)
+    return {
+        "json_object": Grammar("json_object"),
+        "schema of 20 fields": Grammar("json_schema", json.dumps(schema_of(20))),
+        "a required tool": Grammar("chat", json.dumps({"type": "structural_tag", "format": form})),
+    }
+
+
+def _asking(mark: str) -> dict[str, dict[str, Any]]:
+    """The fields of requests with grammars that no request had before."""
+
+    def tools(*names: str) -> list[dict[str, Any]]:
+        given = ({"name": name, "parameters": schema_of(20, f"{mark}_{name}")} for name in names)
+        return [{"type": "function", "function": each} for each in given]
+
+    def schema(value: dict[str, Any]) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": value}}}
+
+    listed = {"type": "array", "items": schema_of(3, f"{mark}_item")}
+    named = {"type": "function", "function": {"name": "one"}}
+    return {
+        "schema of 3 fields": schema(schema_of(3, mark)),
+        "schema of 20 fields": schema(schema_of(20, mark)),
+        "list of objects": schema(listed),
+        "tool_choice required": {"tools": tools("one", "two"), "tool_choice": "required"},
+        "a named tool": {"tools": tools("one"), "tool_choice": named},
+    }
+
+
+async def _requests(pair: Pair, size: Size) -> dict[str, dict[str, float]]:
+    """Seconds that the first request with a grammar, and one with a known grammar, take beyond a plain one."""
+    settings = [f"model={pair.target}", f"speculative_draft_model_path={pair.draft}", "tool_call_parser=hermes"]
+    found: dict[str, dict[str, list[float]]] = {}
+    with ServerProcess(settings) as server:
+        model = served_model(server.port)
+
+        async def seconds(body: Mapping[str, Any]) -> float:
+            messages = [{"role": "user", "content": "go"}]
+            fixed = {"model": model, "messages": messages, "max_tokens": ANSWER, "temperature": 0}
+            reply = await post(server.port, "/v1/chat/completions", fixed | dict(body))
+            if reply.status != 200:
+                raise ValueError(f"a request was answered {reply.status}: {reply.body[:300]!r} {reply.error}")
+            return reply.seconds
+
+        async def beyond(name: str, body: Mapping[str, Any]) -> None:
+            plain = {key: value for key, value in body.items() if key == "tools"} | {"tool_choice": "none"}
+            plain = plain if "tools" in plain else {}
+            times = [await seconds(each) for each in (plain, body, plain, body, plain)]
+            usual = median(times[::2])
+            here = found.setdefault(name, {"first": [], "known": []})
+            here["first"].append(times[1] - usual)
+            here["known"].append(times[3] - usual)
+
+        await seconds({"structured_outputs": {"choice": ["a", "b"]}})  # what compiles starts beside the server
+        await beyond("json_object", {"response_format": {"type": "json_object"}})
+        for repeat in range(size.repeats):
+            for name, body in _asking(f"turn{repeat}").items():
+                await beyond(name, body)
+    return {name: {what: median(times) for what, times in each.items()} for name, each in found.items()}
+
+
+def _step(pair: Pair, worker: Worker, size: Size) -> float:
+    """The time of a step of requests that are all held to grammars, by that of one of free requests."""
+    config = pair.config(DEFAULT, BATCH).model_copy(update={"speculative_forced_tokens": 0})
+    engine = build_engine(config)
+    prompts = random_prompts(engine.info().vocab_size, BATCH, 32)
+    free = [params_of(size.new_tokens, seed=at) for at in range(BATCH)]
+    listed = ({"type": "array", "items": schema_of(4, f"m{at}"), "minItems": ITEMS} for at in range(BATCH))
+    texts = [worker.compile(Grammar("json_schema", json.dumps(each))) for each in listed]
+    held = [replace(params, grammar=text, ignore_eos=False) for params, text in zip(free, texts, strict=True)]
+    ratios = []
+    for repeat in range(size.repeats + 1):
+        pace = {}
+        for name, params in [("free", free), ("held", held)][:: -1 if repeat % 2 else 1]:
+            pace[name] = steady_steps(engine, prompts, params, BATCH).steps_per_second
+        ratios.append(ratio(pace["free"], pace["held"]))
+    return median(ratios[1:])
