@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY = 1 << 30  # bytes of address space that one grammar may take
+STACK = 1 << 20  # bytes of stack: a rank compiles the grammar again, in a thread that may have as little as twice that
 TOO_LARGE = "it is nested too deeply, or takes more than 1 GiB of memory to compile; make it shorter or simpler"
 OWN_SHARE = 0.9  # of the time that passes; who gets less processor time than that waits for others
 
@@ -41,9 +42,11 @@ class Stopwatch:
 
 def limit(seconds: float) -> None:
     """From now on, end this process by SIGPROF when it has taken `seconds` of processor time, its threads together and
-    the system's work for it included; and refuse it more than `MEMORY` beyond what it has. Waiting costs nothing.
+    the system's work for it included, or when its main thread needs more than `STACK`; and refuse it more than `MEMORY`
+    beyond what it has. Waiting costs nothing.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     taken = address_space()
     if taken:
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
