@@ -47,6 +47,16 @@ class Peers:
         return DeploymentBroadcastResponse(replicas(), asyncio.get_running_loop())  # type: ignore[arg-type]
 
 
+class NoGrammars:
+    """In the place of what compiles."""
+
+    def __init__(self, tokenizer: None, model: None) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("silent", [None, ActorDiedError()], ids=["silent", "dead"])
 def test_a_replica_that_does_not_answer_takes_no_other_s_sample_away(
     monkeypatch: pytest.MonkeyPatch, silent: Exception | None
@@ -55,7 +65,7 @@ def test_a_replica_that_does_not_answer_takes_no_other_s_sample_away(
     engine: Any = None
 
     async def ingresses(*answers: bytes | Exception | None) -> list[bytes]:
-        rest = app.Rest(make_app=None, tokenizer=None, model_info=None, grammars=lambda tokenizer, model: None)
+        rest = app.Rest(make_app=None, tokenizer=None, model_info=None, grammars=NoGrammars)
         service = ResilientService(engine, None, rest, ServingMetrics(model_name="m"), Peers(*answers))
         return await service._ingresses()
 
