@@ -79,8 +79,10 @@ class Settings(BaseModel):
 class EngineConfig(Settings):
     """Settings of one engine (one gang of ranks). Sizes are in tokens unless the name says otherwise."""
 
-    model_path: str = Field(description="folder of the target")
-    tokenizer_path: str | None = Field(default=None, description="folder of the tokenizer; unset: the target's")
+    model_path: str = Field(description="folder of the target, or its name on a hub")
+    tokenizer_path: str | None = Field(
+        default=None, description="folder of the tokenizer, or of that name on a hub; unset: the target's"
+    )
     dtype: Dtype = Field(
         default="auto",
         description="what models compute in; auto: what the checkpoint is in on a GPU; on a CPU float32, but bfloat16 "
@@ -156,7 +158,9 @@ class EngineConfig(Settings):
     speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = Field(
         default=None, description="unset: recognised from the draft's folder"
     )
-    speculative_draft_model_path: str | None = Field(default=None, description="folder of the draft; unset: none")
+    speculative_draft_model_path: str | None = Field(
+        default=None, description="folder of the draft, or its name on a hub; unset: none"
+    )
     speculative_num_steps: int | None = Field(
         default=None,
         ge=1,
@@ -247,7 +251,9 @@ class EngineConfig(Settings):
         default=3.0, gt=0, description="a rank that does not answer, or is busy without progress, for so long is frozen"
     )
     start_timeout_s: float = Field(
-        default=3600.0, gt=0, description="how long the first start of a gang may take, its models' loading included"
+        default=3600.0,
+        gt=0,
+        description="how long the first start of a gang may take, its models' loading included, their download not",
     )
     restart_timeout_s: float | None = Field(
         default=None,

@@ -1,10 +1,14 @@
-"""Without a GPU programs of Triton run in its interpreter, which has to be said before Triton is loaded."""
+"""What libraries are told before they are loaded: programs of Triton run in its interpreter where there is no GPU, and
+no test asks a hub on the internet for a model.
+"""
 
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -26,7 +26,7 @@ from cluster.spellings import ALIASES, SPECULATIVE_CONFIG
 FILE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting, its default and what it is for. `aerie serve DIR --set NAME=VALUE` takes those of the engine and of the
+Every setting, its default and what it is for. `aerie serve MODEL --set NAME=VALUE` takes those of the engine and of the
 application; a Serve config (`deploy/serve.yaml`) has the application's under `args` and the engine's under
 `engine_kwargs`. An unknown name is refused, with the nearest known one. [operations.md](operations.md) says how to
 choose.

@@ -112,11 +112,11 @@ class Gang:
         try:
             self._placement = await reserve(self.spec.layout, self.spec.name)
             began = time.monotonic()
-            await self._begin(self.spec.config.start_timeout_s)
+            life = await self._begin(self.spec.config.start_timeout_s)
         except BaseException:
             self.kill()
             raise
-        self._start_s = time.monotonic() - began
+        self._start_s = time.monotonic() - began - life.fetched_s
 
     @property
     def patience_s(self) -> float:
@@ -126,12 +126,12 @@ class Gang:
 
     @property
     def start_s(self) -> float:
-        """How long the first start took; 0.0 before it is over."""
+        """How long the first start took without what it downloaded; 0.0 before it is over."""
         return self._start_s
 
-    async def _begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """Start a life; see `Life.begin`. Every later life has as much KV cache as the first, however much memory is
-        free by then: the open streams were admitted on that size.
+    async def _begin(self, timeout_s: float, still_s: float = math.inf) -> Life:
+        """Start a life and return it; see `Life.begin`. Every later life has as much KV cache as the first, however
+        much memory is free by then: the open streams were admitted on that size.
         """
         assert self._placement is not None
         held = self._infos[0] if self._infos else None
@@ -142,6 +142,7 @@ class Gang:
         if self._sample is not None:
             with suppress(RayError):
                 await life.shards[0].keep_serving_sample.remote(self._sample)
+        return life
 
     def keep(self, sample: bytes) -> None:
         """Have rank 0 of each later life hold the replica's latest registry sample."""

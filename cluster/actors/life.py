@@ -18,6 +18,7 @@ from cluster.actors.placement import Placement
 from cluster.actors.room import Layout
 from cluster.actors.shard import ACTOR_OPTIONS, FACTORY, ShardActor
 from cluster.actors.verdict import Signs
+from cluster.arch.hub import is_pinned
 from cluster.config import ConfigError, EngineConfig
 from cluster.logs import LogSettings, first_line
 from cluster.status import EngineStatus, RankInfo
@@ -67,6 +68,7 @@ class Life:
         self.infos: list[RankInfo] = []
         self.beats: list[Heartbeat | None] = [None] * spec.world
         self.alarm = asyncio.Event()  # set by every sign that this life is over
+        self.fetched_s = 0.0
         self.last_item = 0.0  # when a step item last came from any rank; 0.0 before the first
         self.fruitful = False  # whether any request went on in it or ended well
         self._placement = placement
@@ -78,17 +80,23 @@ class Life:
         self._context = contextvars.Context()
 
     async def begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """Create the shards and load them in parallel; after an error the caller has to `kill` those created.
+        """Create the shards and load them in parallel; after an error the caller has to `kill` those created. Before
+        they load, one shard of each node downloads what the node lacks of models of a hub. How long that takes is in
+        `fetched_s` and does not count as loading.
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
             GangStartError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed
                 progress for `still_s`.
         """
-        until = time.monotonic() + timeout_s
         self._context = contextvars.copy_context()
         self.shards = [self._create(rank) for rank in range(self.spec.world)]
         self._answered = [time.monotonic()] * self.spec.world
+        if is_pinned(self.spec.config):
+            began = time.monotonic()
+            await self._fetch()
+            self.fetched_s = time.monotonic() - began
+        until = time.monotonic() + timeout_s
         meeting = None
         if self.spec.world > 1:
             meeting = (await self._loaded([_named(0, self.shards[0].open_store.remote())], until, still_s))[0]
@@ -100,6 +108,17 @@ class Life:
         self.alarm.clear()
         self._answered = [time.monotonic()] * self.spec.world
         self._following = [asyncio.create_task(self._follow(rank)) for rank in range(self.spec.world)]
+
+    async def _fetch(self) -> None:
+        """Have the first rank of each node download the models for all ranks of that node.
+
+        Raises:
+            ConfigError, GangStartError: a node cannot have them.
+        """
+        nodes = self._placement.nodes
+        first = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
+        fetching = [_named(rank, self.shards[rank].fetch.remote(self.spec.config)) for rank in first]
+        await self._loaded(fetching, math.inf, math.inf)
 
     async def _loaded(self, loads: Sequence[Any], until: float, still_s: float) -> list[Any]:
         """The answers of all ranks.

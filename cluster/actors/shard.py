@@ -21,6 +21,7 @@ from cluster.actors.loading import in_a_thread_that_ends
 from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network import choose_interface, node_address
+from cluster.arch.hub import fetch
 from cluster.config import ConfigError, EngineConfig
 from cluster.cpu_progress import Effort, Pulse, reads
 from cluster.logs import LogSettings, configure
@@ -76,6 +77,16 @@ class ShardActor:
         host = node_address()
         self._store = self._beside_factory("open_store")(host)
         return host, self._store.port
+
+    @ray.method(concurrency_group="control")
+    def fetch(self, config: EngineConfig) -> None:
+        """Download what this node's cache lacks of the models that `config` names on a hub, for all ranks of the node.
+
+        Raises:
+            ConfigError: the files cannot be had; the message says what was tried.
+        """
+        self._loading.begin()
+        fetch(config)
 
     @ray.method(concurrency_group="control")
     def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> RankInfo:

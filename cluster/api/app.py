@@ -25,6 +25,7 @@ from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.shard import FACTORY
 from cluster.actors.shared_answer import Shared
 from cluster.api.keys import Keys, check_reach
+from cluster.api.model_sources import pinned
 from cluster.api.proxy import stands_before_serve
 from cluster.api.refusals import TellsProxy
 from cluster.api.replica.callers import Callers
@@ -46,6 +47,7 @@ from cluster.api.replica.resilient_client import (
 from cluster.api.replica.rest import Rest, load_rest, together
 from cluster.api.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.arch.generation import sampling_defaults
+from cluster.arch.hub import describe
 from cluster.config import EngineConfig
 from cluster.logs import configure
 from cluster.metrics import ServingMetrics, merge
@@ -113,8 +115,8 @@ class Replica(GangOwner):
         _begin_process(settings)
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
-        sampling = _sampling(settings, self._host.config)
-        rest = asyncio.to_thread(load_rest, self._host.config, settings.parsers)
+        sampling = _sampling(settings, self._host.config_here)
+        rest = asyncio.to_thread(load_rest, self._host.config_here, settings.parsers)
         try:
             _, loaded = await together(self._host.start(), rest)
         except BaseException:
@@ -152,7 +154,7 @@ class EngineReplica(GangOwner):
         """Start the gang; returns when requests can be served."""
         _begin_process(settings)
         self._host = GangHost(settings, factory)
-        sampling = _sampling(settings, self._host.config)
+        sampling = _sampling(settings, self._host.config_here)
         await self._host.start()
         info = self._host.gang.infos[0]
         self._facts = _model_facts(settings, info, sampling)
@@ -225,7 +227,7 @@ class IngressReplica:
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
         calls = HandleCalls(engine, context.replica_id.to_full_id_str())
-        rest = asyncio.to_thread(load_rest, config, settings.parsers)
+        rest = asyncio.to_thread(lambda: load_rest(describe(config), settings.parsers))
         facts, loaded = await together(_facts_of(calls, _made_of(settings)), rest)
         patience_s = await calls.call("patience_s")
         self._make_app = loaded.make_app
@@ -341,7 +343,14 @@ async def _facts_of(calls: EngineCalls, made_of: str) -> dict[str, Any]:
 
 
 def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:
-    """The application of validated settings; `factory` is the import path of what builds an engine, for tests."""
+    """The application of validated settings; `factory` is the import path of what builds an engine, for tests.
+
+    Names of a hub become commits here, once for all replicas and ranks, those that start later included.
+
+    Raises:
+        ConfigError: a hub has no such model or revision, or cannot be reached.
+    """
+    settings = pinned(settings)
     llm = settings.llm
     name = "aerie-" + llm.model_loading_config.model_id.replace("/", "--").replace(".", "_").replace("#", "_")
     if settings.ingress == "direct":

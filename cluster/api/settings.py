@@ -78,8 +78,14 @@ class ModelLoadingConfig(ServingSettings):
     """Which model, and under which name clients ask for it."""
 
     model_id: str = Field(min_length=1, description="the name that clients ask for")
-    model_source: str | None = Field(default=None, description="folder of the target; unset: `model_id` is one")
-    tokenizer_source: str | None = Field(default=None, description="folder of the tokenizer; unset: the target's")
+    model_source: str | None = Field(
+        default=None,
+        description="folder of the target, or its name on a hub, ORGANISATION/NAME or "
+        "ORGANISATION/NAME@REVISION; unset: `model_id` is one of them",
+    )
+    tokenizer_source: str | None = Field(
+        default=None, description="folder of the tokenizer, or the name of a model of a hub; unset: the target's"
+    )
 
 
 class PlacementGroupConfig(ServingSettings):

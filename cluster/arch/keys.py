@@ -41,8 +41,8 @@ def check_folder(folder: str) -> None:
         raise ConfigError(f"model folder {folder!r} is a file; give the folder that holds config.json and safetensors")
     if not Path(folder).is_dir():
         raise ConfigError(
-            f"model folder {folder!r} does not exist; give a local folder with config.json: nothing is downloaded, "
-            "so get a model of the Hugging Face hub first: hf download ORGANISATION/NAME --local-dir DIR"
+            f"model folder {folder!r} does not exist; give a folder with config.json, or the name that a model has "
+            "on a hub: ORGANISATION/NAME, or ORGANISATION/NAME@REVISION"
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.arch.hub import fetch, name_of
 from cluster.arch.resolve import ResolvedModels, check_models, resolve_models
 from cluster.config import LONGEST_CONTEXT, ConfigError, EngineConfig
 from cluster.dp_attention.coordinator import Coordinator
@@ -101,12 +102,12 @@ class Prepared:
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """The engine of `config` in a world of one, ready to step.
+    """The engine of `config` in a world of one, ready to step. What it names on a hub is downloaded first.
 
     Raises:
         ConfigError: something cannot run as configured; the message names the setting and the remedy.
     """
-    prepared = prepare_alone(config)
+    prepared = prepare_alone(fetch(config))
     return engine_of(prepared, prepared.draft())
 
 
@@ -137,6 +138,7 @@ def engine_of(prepared: Prepared, draft: Draft) -> Engine:
 
 def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, store: Store | None = None) -> Rank:
     """Rank `rank` of the gang that meets at `rendezvous`, ready to step with its peers; rank 0 brings the `store`.
+    What `config` names on a hub is read from this node's cache, and downloaded into it if it is not there.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
@@ -144,7 +146,7 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     """
     if rendezvous is None:
         return build_engine(config)
-    device = _device(config)
+    config, device = fetch(config), _device(config)
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -225,7 +227,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
         captured = capture() if own is None else beside(taken, capture, mesh, own)
     memory.watch.take()
     lockstep.watch.serve(resolved.config.watchdog_timeout_s)
-    name = Path(resolved.config.model_path).name or "model"
+    name = name_of(resolved.config.model_path) or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
     info = _info(prepared, pace, captured)
     logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)

@@ -11,6 +11,7 @@ import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
+from cluster.arch.hub.names import HUB_NAME
 from cluster.config import ConfigError
 from cluster.tools.answers import Answers, Run, ServerAnswers
 from cluster.tools.client import Client, NoAnswerError, add_server_arguments
@@ -25,7 +26,9 @@ SETTINGS = {"temperature": "0.7", "seed": "7", "max_tokens": "256"}  # with an e
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie chat`."""
-    parser.add_argument("dir", metavar="DIR", nargs="?", help="folder of a target, to run in this process")
+    parser.add_argument(
+        "dir", metavar="MODEL", nargs="?", help=f"a target to run in this process: its folder, or {HUB_NAME}"
+    )
     add_server_arguments(parser, None)
     parser.add_argument("--model", metavar="NAME", help="with --url: a name of the model (default: the one it has)")
     parser.add_argument("--system", metavar="TEXT", default="", help="what the model is told first")
@@ -72,7 +75,7 @@ def _answers(args: argparse.Namespace) -> Answers:
         NoAnswerError: there is no server.
     """
     if (args.dir is None) == (args.url is None):
-        raise ConfigError("who shall answer? aerie chat DIR, or aerie chat --url http://127.0.0.1:8000")
+        raise ConfigError("who shall answer? aerie chat MODEL, or aerie chat --url http://127.0.0.1:8000")
     if args.url is not None:
         if given := engine_flags_given(args):
             raise ConfigError(f"{given[0]} is for an engine here; with --url, the server has its own settings")

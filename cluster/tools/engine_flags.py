@@ -14,7 +14,9 @@ TREE = (
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument(
-        "--draft", metavar="DIR", help="folder of a draft, EAGLE, EAGLE-3 or MTP layers; without it, plain decoding"
+        "--draft",
+        metavar="DRAFT",
+        help="a draft, EAGLE, EAGLE-3 or MTP layers: its folder or its name on a hub; without it, plain decoding",
     )
     for flag, _, text in TREE:
         parser.add_argument(f"--{flag.replace('_', '-')}", type=int, help=text)
@@ -39,7 +41,8 @@ def engine_flags_given(args: argparse.Namespace) -> list[str]:
 
 
 def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
-    """The engine's settings for the target in folder `model`, as `EngineConfig.from_kwargs` takes them.
+    """The engine's settings for the target in folder `model`, or of that name on a hub, as `EngineConfig.from_kwargs`
+    takes them.
 
     Raises:
         ConfigError: flags that do not go together.

@@ -6,6 +6,7 @@ import sys
 import time
 from itertools import chain
 
+from cluster.arch.hub.names import HUB_NAME
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.request import Request, RequestOutput, SamplingParams, signed_seed
@@ -20,12 +21,12 @@ MAX_TOKENS = 128
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie generate`."""
     words = (
-        parser.add_argument("dir", metavar="DIR", help="folder of the target"),
+        parser.add_argument("dir", metavar="MODEL", help=f"the target: its folder, or {HUB_NAME}"),
         parser.add_argument("text", metavar="PROMPT", help="the text to continue"),
     )
     for word in words:  # not nargs="?": a flag between the two would leave the second one without its value
         word.required = False
-    parser.add_argument("--model", "--model-path", metavar="DIR", help="another way to give DIR")
+    parser.add_argument("--model", "--model-path", metavar="MODEL", help="another way to give MODEL")
     parser.add_argument("--prompt", metavar="TEXT", help="another way to give PROMPT")
     parser.add_argument(
         "--prompt-token-ids", metavar="1,2,3", help="in place of a prompt, for a model without tokenizer"
@@ -110,20 +111,20 @@ def _numbers(output: RequestOutput, begun: bool) -> str:
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:
-    """The target's folder and the prompt's text, each given once, as an argument or as an option.
+    """The target's folder or name on a hub and the prompt's text, each given once, as an argument or as an option.
 
     Raises:
         ConfigError: one is missing or given twice.
     """
     words = [word for word in (args.dir, args.text) if word is not None]
     if args.model is not None and len(words) == 2:
-        raise ConfigError("the model is given twice, as DIR and as --model; give it once")
+        raise ConfigError("the model is given twice, as MODEL and as --model; give it once")
     model = args.model if args.model is not None else words.pop(0) if words else None
     if model is None:
-        raise ConfigError('which model? aerie generate DIR "prompt"; DIR is the folder of a target')
+        raise ConfigError('which model? aerie generate MODEL "prompt"; MODEL is a folder or a name on a hub')
     texts = [*words, *([] if args.prompt is None else [args.prompt])]
     if len(texts) + (args.prompt_token_ids is not None) != 1:
-        raise ConfigError('give one prompt: aerie generate DIR "prompt", --prompt or --prompt-token-ids')
+        raise ConfigError('give one prompt: aerie generate MODEL "prompt", --prompt or --prompt-token-ids')
     return model, texts[0] if texts else None
 
 

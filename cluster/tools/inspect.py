@@ -1,4 +1,5 @@
-"""`aerie inspect`: what a checkpoint is and how it would be served, from its headers alone; no weight is read.
+"""`aerie inspect`: what a checkpoint is and how it would be served, from its headers alone; no weight is read. Of a
+model of a hub the headers are read by range requests, and the weights are not downloaded.
 
 A target alone is described without torch, whose import takes longer than all the rest. A draft, several ranks, single
 tensors, quantised weights and problems are described by the code that loads them, on torch's meta device.
@@ -7,11 +8,15 @@ tensors, quantised weights and problems are described by the code that loads the
 import argparse
 import importlib
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cluster.arch.dtypes import BYTES
+from cluster.arch.hub.names import HUB_NAME, hub_model
+from cluster.arch.hub.outline import outline
+from cluster.arch.hub.snapshot import resolved
 from cluster.config import CACHES, ConfigError
 from cluster.tools.overrides import add_override_argument, overrides_of
 from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
@@ -22,8 +27,8 @@ UNSHOWN = ("tensors", "spec", "choices", "doubts", "folder", "quantised")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie inspect`."""
-    parser.add_argument("path", metavar="DIR", help="folder of the target")
-    parser.add_argument("--draft", metavar="DIR", help="folder of the draft")
+    parser.add_argument("path", metavar="MODEL", help=f"the target: its folder, or {HUB_NAME}")
+    parser.add_argument("--draft", metavar="DRAFT", help="the draft: its folder, or its name on a hub")
     parser.add_argument("--tp", type=int, default=1, help="number of ranks")
     parser.add_argument("--dp", type=int, default=1, help="number of attention groups that the ranks form")
     parser.add_argument("--ep", type=int, default=1, help="ep_size: parts that whole experts are divided into")
@@ -50,10 +55,19 @@ def run(args: argparse.Namespace) -> int:
     """
     overrides = overrides_of(args.draft_override)
     if args.draft is None and (overrides or args.token_map):
-        raise ConfigError("--draft-override and --token-map apply to a draft; give --draft DIR as well")
-    report = _report(args, overrides, args.device or ASSUMED_DEVICE)
-    if args.device is None and not gpu_here():
-        report.here = _here(_report(args, overrides, "cpu"), report)
+        raise ConfigError("--draft-override and --token-map apply to a draft; give --draft as well")
+    with ExitStack() as stack:
+        shown: dict[str, str] = {}  # the names of models of a hub by the folders that stand for them
+        try:
+            folders = [_folder_of(given, stack, shown) for given in (args.path, args.draft)]
+        except ConfigError as error:
+            report = Report(problems=[str(error)])
+        else:
+            how = argparse.Namespace(**{**vars(args), "path": folders[0], "draft": folders[1]})
+            report = _report(how, overrides, args.device or ASSUMED_DEVICE)
+            if args.device is None and not gpu_here():
+                report.here = _here(_report(how, overrides, "cpu"), report)
+            report = _named(report, shown)
     if args.json:
         print(json.dumps(asdict(report)))
     else:
@@ -90,6 +104,32 @@ def _here(here: Report, report: Report) -> dict[str, Any]:
     if here.problems != report.problems:
         found["problems"] = here.problems
     return found
+
+
+def _folder_of(given: str | None, stack: ExitStack, shown: dict[str, str]) -> str | None:
+    """The folder `given`, or one that has the configs and headers of the model of that name on a hub until `stack` is
+    closed; what to call that folder is added to `shown`.
+
+    Raises:
+        ConfigError: it is not to be had.
+    """
+    model = None if given is None else hub_model(given)
+    if model is None:
+        return given
+    model = resolved(model)
+    folder = stack.enter_context(outline(model))
+    shown[folder] = model.shown
+    return folder
+
+
+def _named(report: Report, shown: dict[str, str]) -> Report:
+    """The report with the names of models in place of the folders that stood for them."""
+    if not shown:
+        return report
+    text = json.dumps(asdict(report), ensure_ascii=False)
+    for folder, name in shown.items():
+        text = text.replace(folder, name)
+    return Report(**json.loads(text))
 
 
 def _print(report: Report, tensors: bool) -> None:

@@ -11,7 +11,7 @@ from cluster.tools.engine_flags import engine_settings
 
 
 def engine_of(args: argparse.Namespace, model: str) -> Engine:
-    """The engine that the flags ask for, with the target in folder `model`.
+    """The engine that the flags ask for, with the target in folder `model` or of that name on a hub.
 
     Raises:
         ConfigError: a setting cannot be honoured.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.arch.draft.sample import FILE
+from cluster.arch.hub import fetch
 from cluster.config import DRAFT_FACTS, ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.request import Request, SamplingParams
@@ -47,6 +48,8 @@ def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[R
     Raises:
         ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which is more certain.
     """
+    config = fetch(EngineConfig.from_kwargs(settings_of(draft, target, algorithm)))
+    target, draft = config.model_path, config.speculative_draft_model_path or draft
     if (Path(draft) / FILE).exists():
         raise ConfigError(f"draft {draft!r} has a {FILE}, which settles how it is read; remove it to probe anyway")
     best, facts = _read(draft, target, algorithm, {})
@@ -89,8 +92,8 @@ def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, A
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie probe-draft`."""
-    parser.add_argument("draft", metavar="DRAFT", help="folder of the draft")
-    parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
+    parser.add_argument("draft", metavar="DRAFT", help="the draft: its folder, or its name on a hub")
+    parser.add_argument("--target", required=True, metavar="MODEL", help="its target: a folder or a name on a hub")
     parser.add_argument("--algorithm", help="its speculative_algorithm (default: what its folder holds)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

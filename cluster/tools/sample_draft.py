@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.arch.draft.sample import FILE, Sample
+from cluster.arch.keys import check_folder
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.spec.inputs import EagleDraftInput
@@ -30,8 +31,9 @@ def sample_draft(
     `overrides` are right for this draft must be known.
 
     Raises:
-        ConfigError: there is a sample already, or the pair cannot be served.
+        ConfigError: `draft` is no folder, there is a sample already, or the pair cannot be served.
     """
+    check_folder(draft)
     file = Path(draft) / FILE
     if file.exists():
         raise ConfigError(f"{str(file)!r} is there already; remove it to write another one")
@@ -75,7 +77,7 @@ def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie sample-draft`."""
     parser.add_argument("draft", metavar="DRAFT", help="folder of a draft that is known to be right")
-    parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
+    parser.add_argument("--target", required=True, metavar="MODEL", help="its target: a folder or a name on a hub")
     parser.add_argument("--algorithm", help="its speculative_algorithm (default: what its folder holds)")
     parser.add_argument("--dtype", default="float32", help="of the computation (default: float32)")
     add_override_argument(parser)

@@ -59,7 +59,7 @@ def test_every_command_works_on_a_folder_or_says_where_the_demo_is(installed: Pa
         status, text = found[words]
         assert (status, NO_DEMO in text) == (2, True), text
         assert "set AERIE_HOME to a checkout" in text
-    assert "aerie serve DIR" in found["serve"][1]
+    assert "aerie serve MODEL" in found["serve"][1]
     assert found["serve /no/folder"][0] == 2
     assert "'/no/folder' does not exist" in found["serve /no/folder"][1]
     assert found[commands[-2]][0] == 0

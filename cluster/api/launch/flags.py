@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from cluster.api.launch.overlay import Override
 from cluster.api.launch.plan import here
+from cluster.arch.hub.names import HUB_NAME
 from cluster.chat.formats.choose import REASONING_NAMES, TOOL_NAMES
 from cluster.config import ConfigError
 
@@ -27,12 +28,19 @@ FLAGS: dict[str, str] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say what is served, and where."""
     parser.add_argument(
-        "model", nargs="?", metavar="DIR", help="folder of the target; without it and --config, the demo pair"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"the target: its folder, or {HUB_NAME}; without it and --config, the demo pair",
     )
-    parser.add_argument("--model-path", "--model", metavar="DIR", help="another way to give DIR")
-    parser.add_argument("--draft", metavar="DIR", help="folder of a draft for it: EAGLE, EAGLE-3 or MTP layers")
+    parser.add_argument("--model-path", "--model", metavar="MODEL", help="another way to give MODEL")
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: the folder's name)"
+        "--draft", metavar="DRAFT", help="a draft for it, EAGLE, EAGLE-3 or MTP layers: its folder or its name on a hub"
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model (default: the folder's name, or that on the hub)",
     )
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default: 8000)")
@@ -89,13 +97,13 @@ def _refuse_key(key: str) -> NoReturn:
 
 
 def model_of(args: argparse.Namespace) -> str | None:
-    """The folder of the target, given as DIR or as --model-path; None for the config's.
+    """The target's folder or name on a hub, given as MODEL or as --model-path; None for the config's.
 
     Raises:
         ConfigError: it is given twice.
     """
     if args.model is not None and args.model_path is not None:
-        raise ConfigError("the model is given twice, as DIR and as --model-path; give it once")
+        raise ConfigError("the model is given twice, as MODEL and as --model-path; give it once")
     model: str | None = args.model if args.model is not None else args.model_path
     return model
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from cluster.api.settings import DEPLOYMENT_OPTIONS, AppSettings, LLMConfig, read_yaml, resolve_path
+from cluster.arch.hub import hub_model, name_of
 from cluster.config import ConfigError, EngineConfig, nearest
 from cluster.spellings import ALIASES, EXPERT_SWITCH, SPECULATIVE_CONFIG, spelled
 
@@ -107,30 +108,28 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
         raise ConfigError(f"unknown setting {key!r}{nearest(key, known)}")
 
 
-def _name_of(folder: Path) -> str:
-    """What a model is served as: its folder's name, or ORGANISATION/NAME of a revision in a cache of the hub, whose
-    folder is models--ORGANISATION--NAME/snapshots/REVISION.
-    """
-    cache = folder.parent.parent.name
-    if folder.parent.name == "snapshots" and cache.startswith("models--"):
-        return cache.removeprefix("models--").replace("--", "/")
-    return folder.name
-
-
 def _set_model(llm: dict[str, Any], folder: Any) -> None:
-    """Serve the target in `folder`, without the config's draft, tokenizer and name: they are the old model's."""
+    """Serve the target in `folder`, or of that name on a hub, without the config's draft, tokenizer and name, which are
+    those of the old model.
+    """
     loading = _inner(llm, "model_loading_config")
     before = loading.get("model_source") or loading.get("model_id")
     loading["model_source"] = folder
     if before is not None and resolve_path(str(before)) == resolve_path(str(folder)):
         return
     loading.pop("tokenizer_source", None)
-    loading["model_id"] = _name_of(Path(resolve_path(str(folder))).resolve()) or str(folder)
+    loading["model_id"] = _name_of(resolve_path(str(folder)))
     engine = _inner(llm, "engine_kwargs")
     for name in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
         del engine[name]
     for name in ("tokenizer", "tokenizer_path"):
         engine.pop(name, None)
+
+
+def _name_of(source: str) -> str:
+    """What the model is served as: its name on the hub without a revision, or that of its folder."""
+    model = hub_model(source)
+    return model.name if model is not None else name_of(str(Path(source).resolve())) or source
 
 
 def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:

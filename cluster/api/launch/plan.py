@@ -10,7 +10,9 @@ from pydantic import Field, ValidationError
 
 from cluster.api.keys import Keys, check_reach
 from cluster.api.launch.overlay import Override, lay_over, llm_entry
+from cluster.api.model_sources import pinned
 from cluster.api.settings import AppSettings, parse, read_yaml, resolve_engine_paths, resolve_path
+from cluster.arch.hub import outlined
 from cluster.arch.resolve import check_models
 from cluster.checkout import DEMO_CONFIG, demo_path
 from cluster.config import ConfigError, EngineConfig, Settings, as_config_error
@@ -104,8 +106,9 @@ class ServePlan:
 def make_plan(config: str | None, overrides: Sequence[Override], model: str | None = None) -> ServePlan:
     """Read the config, apply the overrides to it, and refuse what is known to fail.
 
-    `model` is the folder to serve in place of the config's model. Without a config it is served with the defaults;
-    without a config and a model, the demo's config is served.
+    `model` is the folder to serve in place of the config's model, or the name of a model of a hub. Without a config it
+    is served with the defaults; without a config and a model, the demo's config is served. Names of a hub are resolved
+    to commits. Of such models, configs are downloaded here and headers are read; the weights are not.
 
     Raises:
         ConfigError: naming the setting.
@@ -121,18 +124,23 @@ def make_plan(config: str | None, overrides: Sequence[Override], model: str | No
     except ValidationError as error:
         raise as_config_error(error) from None
     settings = parse(file.applications[0].args)
+    left_behind = _left_behind(data, resolve_engine_paths(settings.llm.engine_config())) if overrides else ""
+    settings = pinned(settings)
     engine = resolve_engine_paths(settings.llm.engine_config())
-    draft = engine.speculative_draft_model_path
-    if draft is not None and not any((Path(draft) / name).is_file() for name in ("config.json", "params.json")):
-        raise ConfigError(f"speculative_draft_model_path {draft!r} has no config.json; give the folder of a draft")
-    check_models(engine)
+    with outlined(engine) as seen:
+        draft = seen.speculative_draft_model_path
+        if draft is not None and not any((Path(draft) / name).is_file() for name in ("config.json", "params.json")):
+            raise ConfigError(f"speculative_draft_model_path {draft!r} has no config.json; give the folder of a draft")
+        check_models(seen)
     keys = Keys.load(settings.api_keys_file)
     check_reach(file.http_options.host, keys, settings.allow_unauthenticated)
-    return ServePlan(file, settings, engine, keys, _left_behind(data, engine) if overrides else "")
+    return ServePlan(file, settings, engine, keys, left_behind)
 
 
 def here(folder: str) -> str:
-    """A folder from the command line: absolute if it exists, else as given, to be resolved like one in a config."""
+    """A folder from the command line: absolute if it exists, else as given, to be resolved like one in a config. The
+    name of a model of a hub stays as given too.
+    """
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
 
@@ -143,7 +151,7 @@ def _base(config: str | None, model: str | None) -> Any:
     if model is not None:
         llm = {"deployment_config": dict(LOCAL_DEPLOYMENT)}
         return {"applications": [{"args": {"llm_configs": [llm]}}]}
-    return read_yaml(demo_path(DEMO_CONFIG, "give the folder of a model, aerie serve DIR, or --config FILE"))
+    return read_yaml(demo_path(DEMO_CONFIG, "give a model, aerie serve MODEL, or --config FILE"))
 
 
 def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:

@@ -34,6 +34,7 @@ from cluster.api.launch.plan import ServePlan, check_port, make_plan
 from cluster.api.launch.shared_ray import check_alive
 from cluster.api.launch.stop import StopSignals, drain
 from cluster.api.proxy import CALLBACK, IMPORT_PATH
+from cluster.arch.hub import HubModel, fetch, hub_models
 from cluster.cache_folder import cache_folder, unusable_home
 from cluster.config import ConfigError
 from cluster.logs import LogFormat, configure, default_path, drop_old
@@ -113,6 +114,13 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
     log = plan.settings.log(name)
     configure(log, to_stderr=False)
     phases.end("settings")
+    if models := hub_models(plan.engine):
+        try:
+            _fetch(plan, models, None if address else signals)
+        except KeyboardInterrupt:
+            _say("stopping before the start was over")
+            return 0
+        phases.end("download")
     os.environ.setdefault(CALLBACK, IMPORT_PATH)
     if uses_haproxy():
         _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
@@ -154,6 +162,22 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
             _shut_down(cluster, plan, orderly=deployed if cluster is None else ready)
             _say(f"ended; the log stays: {log.path}")
     return 0
+
+
+def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | None) -> None:
+    """Say which commits of models of a hub are served, and download what this machine's cache lacks of them until a
+    signal comes. `signals` is None for a cluster that runs already, each node of which downloads when its ranks start.
+
+    Raises:
+        ConfigError: the files cannot be had.
+        KeyboardInterrupt: a signal came.
+    """
+    for model in models.values():
+        _say(f"{model.name}: revision {model.revision} is commit {model.commit}")
+    if signals is not None:
+        fetched = fetch(plan.engine, signals.check)
+        for name, model in models.items():
+            _say(f"{model.name}: in {getattr(fetched, name)}")
 
 
 def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:

@@ -11,8 +11,11 @@ from cluster.actors.messages import Loss
 from cluster.actors.peers import gang_name, publish
 from cluster.actors.placement import cluster_gpus
 from cluster.actors.router import Router
+from cluster.api.model_sources import facts_of_sources
 from cluster.api.settings import AppSettings, resolve_engine_paths
-from cluster.arch.resolve import resolve_models
+from cluster.arch.hub import describe, hub_models, outlined, pin
+from cluster.arch.resolve import check_models, resolve_models
+from cluster.config import EngineConfig
 from cluster.metrics import ServingMetrics
 
 logger = logging.getLogger(__name__)
@@ -21,7 +24,11 @@ PUBLISH_PERIOD_S = 0.5  # how old this replica's metrics may be when another rep
 
 
 class GangHost:
-    """Starts and ends the gang of a replica and publishes `metrics`, which also count its losses and restarts."""
+    """Starts and ends the gang of a replica and publishes `metrics`, which also count its losses and restarts.
+
+    `config` are the settings that the ranks get. Models of a hub are named in it by their commit, since the folder of
+    each node is that node's own; `config_here` has the folders of this node, which hold all but the weights.
+    """
 
     def __init__(self, settings: AppSettings, factory: str) -> None:
         """`factory` is the import path of what builds an engine.
@@ -33,16 +40,14 @@ class GangHost:
         llm = settings.llm
         device, why = llm.device(cluster_gpus())
         logger.info("the ranks run on %s (%s)", device, why)
-        config = resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device})
-        if config.speculative_draft_model_path is not None:
-            config = resolve_models(config).config
-        self.config = config
+        self.config = _settled(resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device}))
+        self.config_here = describe(self.config)
         replica = context.replica_id.unique_id
         self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id, replica=replica)
         self.metrics.expect_ranks(self.config.tp_size)
         self.leaving = False
         name = gang_name(f"{context.app_name}/{context.deployment}", replica)
-        decided, log = {"device_chosen_by": why}, settings.log(context.app_name)
+        decided, log = {"device_chosen_by": why, **facts_of_sources(self.config)}, settings.log(context.app_name)
         spec = GangSpec(self.config, llm.layout(device), name, factory, decided=decided, log=log)
         self.gang = Gang(spec, on_loss=self._note)
         self.router = Router(self.gang, on_resumed=self.metrics.on_resumed, replica_rank=context.rank.rank)
@@ -104,3 +109,21 @@ class GangHost:
             except Exception:
                 logger.exception("the replica's own metrics could not be published at rank 0; trying again")
             await asyncio.sleep(PUBLISH_PERIOD_S)
+
+
+def _settled(config: EngineConfig) -> EngineConfig:
+    """The settings with commits for names of a hub, and with what the draft's folder decides. Models of a hub are
+    checked here, before any rank downloads their weights.
+
+    Raises:
+        ConfigError: a model cannot be had or served, or the draft is not what the settings say.
+    """
+    if hub_models(config):
+        config = pin(config)
+        with outlined(config) as seen:
+            settled = check_models(seen).config
+    elif config.speculative_draft_model_path is not None:
+        return resolve_models(config).config
+    else:
+        return config
+    return settled.model_copy(update={name: getattr(config, name) for name in hub_models(config)})

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,3 +142,36 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
         assert EngineConfig.model_validate(spec.config.model_dump()) == spec.config, "one size, not two"
         assert page_count(spec.config, Capacity(4096, ""), 5) * 16 == spec.config.max_total_tokens == 4096
     assert [info.kv_sized_by for info in gang.infos] == ["mem_fraction_static 0.5"] * 2
+
+
+def test_one_rank_of_each_node_downloads_before_any_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, int]] = []
+
+    def shard(rank: int) -> Any:
+        async def call(name: str, answer: Any) -> Any:
+            done.append((name, rank))
+            return answer
+
+        calls = {"fetch": None, "load": rank_info(), "open_store": ("127.0.0.1", 1)}
+        return SimpleNamespace(
+            **{name: SimpleNamespace(remote=partial(lambda n, a, *_: call(n, a), name, a)) for name, a in calls.items()}
+        )
+
+    async def follow(rank: int) -> None:
+        await never()
+
+    async def whole(model: str) -> list[tuple[str, int]]:
+        done.clear()
+        config = EngineConfig(model_path=model, tp_size=4)
+        spec = GangSpec(config, layout_of(4, bundle_per_worker={"CPU": 1}), "test/by-hand")
+        made = Life(spec, SimpleNamespace(nodes=("a", "a", "b", "b")), 0)  # type: ignore[arg-type]
+        for name, instead in {"_create": shard, "_follow": follow, "ask": list}.items():
+            monkeypatch.setattr(made, name, instead)
+        await made.begin(30)
+        made._unfollow()
+        return done
+
+    pinned = f"hf://org/model@main#{'0' * 40}"
+    assert asyncio.run(whole(pinned))[:3] == [("fetch", 0), ("fetch", 2), ("open_store", 0)]
+    assert [rank for name, rank in done if name == "load"] == [0, 1, 2, 3]
+    assert asyncio.run(whole("/a/folder"))[0] == ("open_store", 0)

@@ -1,0 +1,73 @@
+"""Names of models on a hub: NAME or ORGANISATION/NAME, alone or followed by @REVISION."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub.utils import validate_repo_id
+
+from cluster.config import ConfigError
+
+SCHEME = "hf://"
+HUB_NAME = "its name on a hub, ORGANISATION/NAME or ORGANISATION/NAME@REVISION"
+"""The end of a help text."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of a hub at a revision, which is a branch, a tag or a commit. `commit` is the full hash that the revision
+    was resolved to, and empty before that.
+    """
+
+    name: str
+    revision: str = "main"
+    commit: str = ""
+
+    def __str__(self) -> str:
+        """The form that settings hold once the commit is known; `hub_model` reads it back."""
+        return f"{SCHEME}{self.name}@{self.revision}" + (f"#{self.commit}" if self.commit else "")
+
+    @property
+    def shown(self) -> str:
+        """The form that messages use, and that every command takes."""
+        return f"{self.name}@{self.commit or self.revision}"
+
+
+def hub_model(text: str) -> HubModel | None:
+    """The model of a hub that `text` names, or None where `text` is a path.
+
+    A file or folder that exists is a path, whatever it is called. With `hf://` in front, `text` is always a name.
+
+    Raises:
+        ConfigError: `text` begins with hf:// and no name follows, or nothing follows its @.
+    """
+    name, at, revision = text.removeprefix(SCHEME).partition("@")
+    forced = text.startswith(SCHEME)
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        if forced:
+            raise ConfigError(f"{text!r} does not name a model of a hub: {error}") from None
+        return None
+    if not forced and Path(text).exists():
+        return None
+    if at and not revision:
+        raise ConfigError(f"{text!r} has no revision after its @; give a branch, a tag or a commit")
+    commit = ""
+    if forced and COMMIT.fullmatch(revision.rpartition("#")[2]):
+        revision, _, commit = revision.rpartition("#")
+    elif COMMIT.fullmatch(revision):
+        commit = revision
+    return HubModel(name, revision or commit or "main", commit)
+
+
+def name_of(folder: str) -> str:
+    """What the model in `folder` is called: the name of the folder or, of a snapshot in a cache of the hub
+    (models--ORGANISATION--NAME/snapshots/COMMIT), ORGANISATION/NAME.
+    """
+    path = Path(folder)
+    cache = path.parent.parent.name
+    if path.parent.name == "snapshots" and cache.startswith("models--"):
+        return cache.removeprefix("models--").replace("--", "/")
+    return path.name

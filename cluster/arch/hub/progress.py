@@ -1,0 +1,57 @@
+"""A download that shows how far it is, on a terminal or in the log, and ends at once when it is interrupted."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from huggingface_hub.utils import tqdm
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[], None]
+CHECK_PERIOD_S = 0.2
+THREAD = "aerie-download"
+LOG_PERIOD_S = 30.0
+BYTES = "huggingface_hub.snapshot_download"  # what the library calls its bar of the bytes that are written
+
+
+def watched(name: str, download: Callable[[type[tqdm]], object], check: Check | None = None) -> None:
+    """Run `download` with a class of progress bars: they draw on a terminal, and log every `LOG_PERIOD_S` in any case.
+
+    The library waits for its threads when it is interrupted, until each has ended its file. So the download runs in a
+    thread of its own here, and once this one is interrupted the next piece that arrives ends it. `check` is called
+    every `CHECK_PERIOD_S` meanwhile, and may raise to interrupt it.
+    """
+    interrupted = threading.Event()
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts_bytes, self._bytes = kwargs.get("name") == BYTES, 0.0
+            self._logged_at = time.monotonic()
+            kwargs.setdefault("disable", None)  # draws on terminals alone
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if interrupted.is_set():
+                raise RuntimeError("interrupted")
+            self._bytes += n or 0
+            if self._counts_bytes and (now := time.monotonic()) - self._logged_at > LOG_PERIOD_S:
+                self._logged_at = now
+                logger.info("downloading %s: %.2f of %.2f GB", name, self._bytes / 1e9, (self.total or 0) / 1e9)
+            drawn: bool | None = super().update(n)
+            return drawn
+
+    own_thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+    try:
+        running = own_thread.submit(download, Bar)
+        while check is not None and wait([running], CHECK_PERIOD_S).not_done:
+            check()
+        running.result()
+    except BaseException:
+        interrupted.set()
+        raise
+    finally:
+        own_thread.shutdown()

@@ -1,0 +1,144 @@
+"""Why a model of a hub cannot be had, in words that say what to do."""
+
+import errno
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, errors
+from huggingface_hub.utils import get_token
+
+from cluster.arch.hub.names import HubModel
+from cluster.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+REVISIONS_SHOWN = 5  # of each kind
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextmanager
+def explained(model: HubModel) -> Iterator[None]:
+    """Turn a failure of the hub, the network or the disk inside the block into a ConfigError that says what was tried,
+    what went wrong and what to do.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_from_outside(error):
+            raise
+        logger.debug("%s could not be had", model.shown, exc_info=True)
+        raise ConfigError(f"{_tried(model)}: {_why(model, error)}") from None
+
+
+def _is_from_outside(error: Exception) -> bool:
+    """Whether the error is of the disk, the library, or the HTTP client that the library uses."""
+    return isinstance(error, OSError) or type(error).__module__.startswith(("huggingface_hub", "http"))
+
+
+def not_cached(model: HubModel, missing: list[str]) -> ConfigError:
+    """The error for a model whose files are not all in the cache while the hub may not be asked."""
+    lacks = f"lacks {', '.join(missing[:3])}{' and others' if missing[3:] else ''} of it" if missing else "lacks it"
+    return ConfigError(f"{_tried(model)}: {_offline(model, lacks)}")
+
+
+def _tried(model: HubModel) -> str:
+    return f"model folder {model.name!r} does not exist, and {model.shown} cannot be had from {constants.ENDPOINT}"
+
+
+def _offline(model: HubModel, lacks: str) -> str:
+    return (
+        f"HF_HUB_OFFLINE is set, and the cache in {constants.HF_HUB_CACHE!r} {lacks}; give a folder, unset "
+        f"HF_HUB_OFFLINE, or fill the cache where there is a network: hf download {model.name} --revision "
+        f"{model.commit or model.revision}"
+    )
+
+
+def _why(model: HubModel, error: Exception) -> str:
+    """What went wrong and what to do, by the first error in the chain of causes that says so."""
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, errors.HfHubHTTPError):
+            return _answered(model, cause)
+        if isinstance(cause, errors.OfflineModeIsEnabled):
+            return _offline(model, "lacks it")
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return (
+                f"{cause.filename or constants.HF_HUB_CACHE!r} cannot be written: {cause.strerror}; make room there, "
+                "or set HF_HOME, or TMPDIR for temporary files, to a folder on another disk. Files that are whole are "
+                "kept"
+            )
+        if isinstance(cause, OSError) and cause.errno in CLOSED:
+            return (
+                f"{cause.filename or constants.HF_HUB_CACHE!r} cannot be written: {cause.strerror}; set HF_HOME to a "
+                "folder that can"
+            )
+        if "Consistency check failed" in str(cause):
+            return f"{_first_line(cause)} The file is not kept; start again, or look for a proxy or mirror that cuts it"
+    root = causes[-1]
+    return (
+        f"the hub cannot be reached ({type(root).__name__}: {_first_line(root)}); check the network, proxies and "
+        "HF_ENDPOINT, or give a folder. A model that is whole in the cache is served without a network"
+    )
+
+
+def _answered(model: HubModel, error: errors.HfHubHTTPError) -> str:
+    """What an answer of the hub means."""
+    token = "HF_TOKEN, or `hf auth login`," if get_token() is None else "the token that is set"
+    page = f"{constants.ENDPOINT}/{model.name}"
+    if isinstance(error, errors.GatedRepoError):
+        remedy = "set HF_TOKEN to a token of that account" if get_token() is None else "use a token of that account"
+        return f"it is gated: accept its licence at {page} and {remedy}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"it has no revision {model.revision!r}{_revisions(model)}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"no such model is there, or it is private; check the name, and that {token} may read it"
+    status = error.response.status_code
+    if status in (401, 403):
+        return f"the hub answers {status} ({_first_line(error)}); check that {token} may read it"
+    return f"the hub answers {status} ({_first_line(error)}); try again later"
+
+
+def _revisions(model: HubModel) -> str:
+    """A few of the revisions that there are, as the end of a sentence."""
+    with suppress(Exception):  # the hub has just answered, and the error is complete without the list
+        refs = HfApi().list_repo_refs(model.name)
+        parts = []
+        for kind, found in (("branches", refs.branches), ("tags", refs.tags)):
+            if found:
+                more = ", ..." if len(found) > REVISIONS_SHOWN else ""
+                parts.append(f"{kind} {', '.join(ref.name for ref in found[:REVISIONS_SHOWN])}{more}")
+        if parts:
+            return f"; it has {' and '.join(parts)}"
+    return f"; see {constants.ENDPOINT}/{model.name}/tree/main"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no details")
+
+
+def no_room(model: HubModel, needed: int, free: int, folder: Path) -> ConfigError:
+    """The error for a disk that is too small, known before anything is downloaded; sizes in bytes."""
+    return ConfigError(
+        f"{model.shown} needs {needed / 1e9:.2f} GB in {constants.HF_HUB_CACHE!r}, and the disk of {str(folder)!r} has "
+        f"{free / 1e9:.2f} GB free; make room there, or set HF_HOME to a folder on another disk"
+    )
+
+
+def damaged(model: HubModel, wrong: dict[str, tuple[str, str]]) -> ConfigError:
+    """The error for downloaded files whose contents are not those that the hub lists: by name, the hash that was found
+    and the one that is listed.
+    """
+    files = "; ".join(f"{name} has hash {found}, and {listed} is listed" for name, (found, listed) in wrong.items())
+    return ConfigError(
+        f"{model.shown} from {constants.ENDPOINT} arrived damaged: {files}. What is damaged has been removed; start "
+        "again to download it anew, and if that fails as well, look for a proxy or mirror that serves other files"
+    )

@@ -1,0 +1,251 @@
+"""The files of one commit of a model, in this node's cache: which are served, and how they get there whole."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub.errors import CachedRepoTreeNotFoundError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import WeakFileLock
+
+from cluster.arch.hub.names import HubModel
+from cluster.arch.hub.progress import Check, watched
+from cluster.arch.hub.refusals import damaged, explained, no_room, not_cached
+from cluster.arch.safetensors.stored import weight_files
+from cluster.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION = (
+    "config.json",
+    "generation_config.json",
+    "params.json",
+    "draft_sample.json",
+    "model.safetensors.index.json",
+    "consolidated.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What is served of a model beside its weights. Nothing else is downloaded: no pickles, GGUF, or code."""
+CONFIGS = ("config.json", "params.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The folder in the cache that holds, or will hold, the files of a commit.
+
+    `listed` are the files at the top of the repository by name, with their sizes and hashes. It is None where neither
+    the cache nor the hub could give the list; the folder is then taken as it is.
+    """
+
+    model: HubModel
+    folder: Path
+    listed: Mapping[str, RepoFile] | None
+
+    def lacks(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that the folder does not hold."""
+        return [name for name in names if not (self.folder / name).exists()]
+
+    @property
+    def unverified(self) -> Path:
+        """A file beside the library's locks that lists downloads whose hashes have not been compared yet."""
+        repository = self.folder.parents[1]
+        return repository.parent / ".locks" / repository.name / f"aerie-{self.model.commit}.json"
+
+
+def resolved(model: HubModel) -> HubModel:
+    """The model with the commit that its revision stands for now; where the hub cannot be reached, the commit that the
+    cache has for it.
+
+    Raises:
+        ConfigError: there is no such model or revision, or neither hub nor cache can tell.
+    """
+    if model.commit:
+        return model
+    with explained(model):
+        return replace(model, commit=HfApi().resolve_revision(model.name, revision=model.revision).resolved)
+
+
+def described(model: HubModel) -> Snapshot:
+    """The snapshot of a model, with everything but its weights in its folder.
+
+    Raises:
+        ConfigError: the files cannot be had.
+    """
+    model = resolved(model)
+    repository = Path(constants.HF_HUB_CACHE).expanduser().resolve() / f"models--{model.name.replace('/', '--')}"
+    folder = repository / "snapshots" / model.commit
+    with explained(model):
+        listed = _listed(model, folder)
+    snapshot = Snapshot(model, folder, listed)
+    if listed is not None:
+        _bring(snapshot, [name for name in DESCRIPTION if name in listed])
+    return snapshot
+
+
+def whole(model: HubModel, check: Check | None = None) -> Snapshot:
+    """The snapshot of a model with all that is served of it, weights included. `check` is called now and then while
+    weights are downloaded, and may raise to end that.
+
+    Raises:
+        ConfigError: the files cannot be had.
+    """
+    snapshot = described(model)
+    _bring(snapshot, weights_of(snapshot), check)
+    return snapshot
+
+
+def is_whole(snapshot: Snapshot) -> bool:
+    """Whether the folder holds all weights, and nothing that was downloaded waits for a comparison of its hash."""
+    if snapshot.listed is None:
+        return True
+    names = weights_of(snapshot)
+    return bool(names) and not snapshot.lacks(names) and not snapshot.unverified.exists()
+
+
+def weights_of(snapshot: Snapshot) -> list[str]:
+    """The files of weights that are served, as the reader of a folder chooses them; none where no list is known."""
+    if snapshot.listed is None:
+        return []
+    with tempfile.TemporaryDirectory(prefix="aerie-names-") as stand_in:
+        mirror(snapshot, Path(stand_in), sized=False)
+        try:
+            files, _ = weight_files(stand_in)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(stand_in, snapshot.model.shown)) from None
+        return [path.name for path in files if path.name in snapshot.listed]
+
+
+def mirror(snapshot: Snapshot, into: Path, *, sized: bool) -> None:
+    """Fill the empty folder `into` with every file that is listed: links to those that are here, and for each of the
+    others a file without contents, of its size (`sized`) or of none.
+
+    Raises:
+        OSError: the disk does not take such a file.
+    """
+    for name, file in (snapshot.listed or {}).items():
+        if name in DESCRIPTION and (snapshot.folder / name).exists():
+            (into / name).symlink_to(snapshot.folder / name)
+        else:
+            (into / name).touch()
+            os.truncate(into / name, file.size if sized else 0)
+
+
+def _listed(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
+    """The files at the top of the repository, from the cache or else from the hub; None where neither has them and
+    files of the commit are here, brought by an older version of the library or by hand.
+    """
+    try:
+        files = get_cached_repo_tree(model.name, revision=model.commit)
+    except CachedRepoTreeNotFoundError:
+        here = any((folder / name).exists() for name in CONFIGS)
+        if constants.HF_HUB_OFFLINE and here:
+            return None
+        if constants.HF_HUB_OFFLINE:
+            raise not_cached(model, []) from None
+        try:
+            tree = HfApi().list_repo_tree(model.name, revision=model.commit)
+            files = [file for file in tree if isinstance(file, RepoFile)]
+        except Exception as error:
+            if not here:
+                raise
+            logger.warning("%s is served from %s as it is, since the hub gave no list: %s", model.shown, folder, error)
+            return None
+    return {file.path: file for file in files if "/" not in file.path}
+
+
+def _bring(snapshot: Snapshot, names: Sequence[str], check: Check | None = None) -> None:
+    """Have `names` in the folder, verified. Processes that want the same at the same time wait for the first one.
+
+    A file counts once its hash has been compared: until then `unverified` lists it, so that a process that dies in
+    between leaves nothing that the next one trusts.
+    """
+    if not snapshot.lacks(names) and not snapshot.unverified.exists():
+        return
+    model, missing = snapshot.model, snapshot.lacks(names)
+    if constants.HF_HUB_OFFLINE and missing:
+        raise not_cached(model, missing)
+    with explained(model):
+        snapshot.unverified.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(snapshot.unverified.with_suffix(".lock")):
+            if missing := snapshot.lacks(names):
+                _download(snapshot, missing, check)
+            _verify(snapshot)
+
+
+def _download(snapshot: Snapshot, missing: list[str], check: Check | None) -> None:
+    """Download files into the cache, listed as unverified before the first byte comes."""
+    model, files = snapshot.model, snapshot.listed or {}
+    size = sum(files[name].size for name in missing)
+    disk = next(folder for folder in snapshot.folder.parents if folder.exists())
+    if (free := shutil.disk_usage(disk).free) < size:
+        raise no_room(model, size, free, disk)
+    before = _names_in(snapshot.unverified)
+    snapshot.unverified.write_text(json.dumps(sorted({*before, *missing})), encoding="utf-8")
+    where = (model.shown, len(missing), size / 1e9, str(snapshot.folder))
+    logger.info("downloading %s: %d files, %.2f GB, to %s", *where)
+    began = time.monotonic()
+    watched(
+        model.shown,
+        lambda bar: snapshot_download(model.name, revision=model.commit, allow_patterns=missing, tqdm_class=bar),
+        check,
+    )
+    logger.info("downloaded %s in %.1f s", model.shown, time.monotonic() - began)
+
+
+def _verify(snapshot: Snapshot) -> None:
+    """Compare the files that are unverified with the hashes that the hub lists; remove those that differ.
+
+    Raises:
+        ConfigError: some differ; they are named.
+    """
+    listed = snapshot.listed or {}
+    names = [name for name in _names_in(snapshot.unverified) if name in listed and not snapshot.lacks([name])]
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(lambda name: _hash(snapshot.folder / name, listed[name]), names))
+    wrong = {}
+    for name, given in zip(names, found, strict=True):
+        if given != (expected := _expected(listed[name])):
+            wrong[name] = given, expected
+            blob = (snapshot.folder / name).resolve()
+            (snapshot.folder / name).unlink()
+            blob.unlink(missing_ok=True)
+    snapshot.unverified.unlink(missing_ok=True)
+    if wrong:
+        raise damaged(snapshot.model, wrong)
+
+
+def _names_in(file: Path) -> list[str]:
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        raise ConfigError(f"{str(file)!r} is not a list of files; remove it and the folder of that commit") from None
+
+
+def _expected(file: RepoFile) -> str:
+    """The hash that the hub lists: SHA-256 of a large file, git's SHA-1 of another."""
+    return file.lfs.sha256 if file.lfs is not None else file.blob_id
+
+
+def _hash(path: Path, file: RepoFile) -> str:
+    """The hash of a file, of the kind that `_expected` gives."""
+    own = hashlib.sha256() if file.lfs is not None else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, lambda: own).hexdigest()

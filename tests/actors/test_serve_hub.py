@@ -1,0 +1,41 @@
+"""`aerie serve` with names of a hub: two ranks of one commit, from files that this machine downloads once."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.actors.test_serve_command import aerie_serve, free_port, wait_for
+from tests.fake_hub import commit_of, fake_hub
+from tests.tiny import draft_folder, target_folder
+
+pytestmark = pytest.mark.ray
+
+
+def test_a_pair_is_served_by_its_names(tmp_path: Path) -> None:
+    port, home = free_port(), tmp_path / "home"
+    target = target_folder()
+    with fake_hub() as hub:
+        hub.add("org/target", target)
+        hub.add("org/draft", draft_folder(target))
+        settings = [f"http_port={port}", "model=org/target", "speculative_draft_model_path=org/draft@main", "tp_size=2"]
+        settings += ["dtype=float64", "attn_dp_size=2", "max_running_requests=4"]
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+        with aerie_serve(*settings, log=tmp_path / "server.log", **environment) as process:
+            said = wait_for(process, "READY ")
+            commit = commit_of("main")
+            assert f"org/target: revision main is commit {commit}" in said
+            body = {"model": "org/target", "prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0}
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=20)
+            assert answer.status_code == 200, answer.text
+            info = httpx.get(f"http://127.0.0.1:{port}/server_info", timeout=20).json()
+            process.terminate()
+            assert process.wait(timeout=60) == 0
+    assert (info["model_source"], info["model_revision"], info["model_commit"]) == ("org/target", "main", commit)
+    assert (info["draft_source"], info["draft_commit"]) == ("org/draft", commit)
+    folder = home / "hub" / "models--org--target" / "snapshots" / commit
+    assert info["config"]["model_path"] == str(folder) and f"org/target: in {folder}" in said
+    whole = [sent.path for sent in hub.downloads() if "/resolve/" in sent.path and not sent.range]
+    assert sorted(whole) == sorted(set(whole)) and len(whole) == 5, "two configs of the target, one, and both weights"
+    resolved = [sent.path for sent in hub.log if "/revision/" in sent.path]
+    assert len(resolved) == 2, "each name once, however many processes load it"

@@ -1,0 +1,43 @@
+"""A download ends soon after it is interrupted, and says in the log how far it is."""
+
+import logging
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from cluster.arch.hub import progress
+from cluster.arch.hub.progress import BYTES, THREAD, watched
+
+
+def test_an_interrupt_ends_it() -> None:
+    def download(bar: Any) -> None:
+        with bar(total=100) as shown:
+            shown.update(1)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # as Ctrl-C
+            while True:
+                shown.update(1)
+                time.sleep(0.001)
+
+    with pytest.raises(KeyboardInterrupt):
+        watched("org/model", download)
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREAD):
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_the_log_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, 10.0, 40.0, 50.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+
+    def download(bar: Any) -> None:
+        with bar(total=8_000_000_000, name=BYTES) as shown:
+            for _ in range(3):
+                shown.update(2_000_000_000)
+
+    with caplog.at_level(logging.INFO, "cluster.arch.hub.progress"):
+        watched("org/model", download)
+    assert caplog.messages == ["downloading org/model: 4.00 of 8.00 GB"]

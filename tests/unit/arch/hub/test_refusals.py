@@ -1,0 +1,92 @@
+"""What cannot be had of a hub is refused in words that say what to do; and which texts are names of a hub at all."""
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from cluster.arch.hub import HubModel, fetch, hub_model, pin
+from cluster.config import ConfigError, EngineConfig
+from tests.fake_hub import TOKEN, FakeHub, commit_of
+from tests.tiny import target_folder
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def pinned(model: str) -> EngineConfig:
+    return pin(EngineConfig(model_path=model))
+
+
+def test_a_missing_revision_names_those_that_there_are(hub: FakeHub) -> None:
+    folder = Path(target_folder())
+    hub.add("org/model", folder).revisions |= {f"v{i}": folder for i in range(6)}
+    with pytest.raises(ConfigError, match=r"has no revision 'v9'; it has branches main, v0, v1, v2, v3, \.\.\.$"):
+        pinned("org/model@v9")
+
+
+def test_a_missing_model(hub: FakeHub) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        pinned("org/nothing")
+    assert "model folder 'org/nothing' does not exist" in str(refusal.value)
+    assert f"cannot be had from {hub.url}" in str(refusal.value)
+    assert "no such model is there, or it is private; check the name, and that HF_TOKEN" in str(refusal.value)
+
+
+def test_a_gated_model_needs_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("org/gated", target_folder(), gated=True)
+    licence = f"it is gated: accept its licence at {hub.url}/org/gated and "
+    with pytest.raises(ConfigError, match=f"{licence}set HF_TOKEN to a token of that account"):
+        fetch(EngineConfig(model_path="org/gated"))
+    monkeypatch.setenv("HF_TOKEN", "hf_of_another")
+    with pytest.raises(ConfigError, match=f"{licence}use a token of that account"):
+        fetch(EngineConfig(model_path="org/gated"))
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("blobs/*"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert (Path(fetch(EngineConfig(model_path="org/gated")).model_path) / "model.safetensors").is_file()
+
+
+def test_faults_of_our_own_are_not_blamed_on_the_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("org/model", target_folder())
+    monkeypatch.setattr("cluster.arch.hub.snapshot.get_cached_repo_tree", lambda *given, **named: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fetch(EngineConfig(model_path="org/model"))
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("Qwen/Qwen3-8B", HubModel("Qwen/Qwen3-8B")),
+        ("gpt2", HubModel("gpt2")),
+        ("Qwen/Qwen3-8B@v1.0", HubModel("Qwen/Qwen3-8B", "v1.0")),
+        ("Qwen/Qwen3-8B@refs/pr/3", HubModel("Qwen/Qwen3-8B", "refs/pr/3")),
+        (f"org/m@{COMMIT}", HubModel("org/m", COMMIT, COMMIT)),
+        (f"hf://org/m@main#{COMMIT}", HubModel("org/m", "main", COMMIT)),
+        ("hf://org/m", HubModel("org/m")),
+        ("/models/m", None),
+        ("./m", None),
+        ("../m", None),
+        ("models/demo/target", None),
+        ("~/m", None),
+        ("", None),
+    ],
+)
+def test_names(text: str, model: HubModel | None) -> None:
+    assert hub_model(text) == model
+    assert model is None or hub_model(str(model)) == model
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("org/m@", "no revision after its @"), ("hf:///models/m", "does not name a model of a hub")]
+)
+def test_names_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        hub_model(text)
+
+
+def test_a_folder_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub_model("org/model") is None and pinned("org/model").model_path == "org/model"
+    assert not hub.log
+    hub.add("org/model", target_folder())
+    assert pinned("hf://org/model").model_path == f"hf://org/model@main#{commit_of('main')}"
