@@ -20,11 +20,13 @@ def pinned(settings: AppSettings) -> AppSettings:
         ConfigError: a hub has no such model or revision, or neither it nor the cache can tell.
     """
     config = resolve_engine_paths(settings.llm.engine_config())
-    found = {name: str(getattr(pin(config), name)) for name in hub_models(config)}
-    if not found:
+    names = hub_models(config)
+    if not names:
         return settings
+    config = pin(config)
     loading, kwargs = settings.llm.model_loading_config, dict(settings.llm.engine_kwargs)
-    for name, source in found.items():
+    for name in names:
+        source = str(getattr(config, name))
         if name in LOADING and (name == "model_path" or loading.tokenizer_source is not None):
             loading = loading.model_copy(update={LOADING[name]: source})
         else:

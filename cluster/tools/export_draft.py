@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cluster.arch import DraftSpec, read_draft, read_json, read_target
 from cluster.arch.draft.sample import FILE as SAMPLE
+from cluster.arch.hub import folder_of
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 
@@ -192,8 +193,8 @@ DIALECTS: dict[str, tuple[str, Callable[[DraftSpec], Config]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie export-draft`."""
-    parser.add_argument("draft", metavar="DRAFT", help="folder of an EAGLE-3 draft")
-    parser.add_argument("--target", required=True, metavar="DIR", help="folder of its target")
+    parser.add_argument("draft", metavar="DRAFT", help="an EAGLE-3 draft: its folder, or its name on a hub")
+    parser.add_argument("--target", required=True, metavar="MODEL", help="its target: a folder or a name on a hub")
     parser.add_argument("--dialect", required=True, help=f"one of {', '.join(DIALECTS)}")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--layers", type=int, help="number of layers to write: layers that do nothing are appended")
@@ -201,6 +202,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export and say what was written."""
-    spec = export_draft(args.draft, args.target, args.dialect, args.out, args.layers)
+    draft, target = folder_of(args.draft), folder_of(args.target, weights=False)
+    spec = export_draft(draft, target, args.dialect, args.out, args.layers)
     print(f"{args.out}: {spec.dialect}, {spec.num_layers} layer(s), boundaries {list(spec.aux_boundaries)}")
     return 0

@@ -5,6 +5,17 @@ are fetched, and says what to do when they cannot be.
 """
 
 from cluster.arch.hub.names import HubModel, hub_model, name_of
-from cluster.arch.hub.settings import describe, fetch, hub_models, is_pinned, outlined, pin
+from cluster.arch.hub.settings import describe, fetch, folder_of, hub_models, is_pinned, outlined, pin
 
-__all__ = ["HubModel", "describe", "fetch", "hub_model", "hub_models", "is_pinned", "name_of", "outlined", "pin"]
+__all__ = [
+    "HubModel",
+    "describe",
+    "fetch",
+    "folder_of",
+    "hub_model",
+    "hub_models",
+    "is_pinned",
+    "name_of",
+    "outlined",
+    "pin",
+]

@@ -27,12 +27,14 @@ def is_pinned(config: EngineConfig) -> bool:
 
 
 def pin(config: EngineConfig) -> EngineConfig:
-    """The settings with every name of a hub resolved to a commit, so that all processes that get them load the same.
+    """The settings with every name of a hub resolved to a commit, so that all processes that get them load the same. A
+    name that several settings give is resolved once.
 
     Raises:
         ConfigError: there is no such model or revision, or neither the hub nor the cache can tell.
     """
-    return _with(config, lambda name, model: str(resolved(model)))
+    commits = {model: str(resolved(model)) for model in {*hub_models(config).values()}}
+    return _with(config, lambda name, model: commits[model])
 
 
 def describe(config: EngineConfig) -> EngineConfig:
@@ -64,6 +66,16 @@ def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
         return str((whole(model, check) if name in WITH_WEIGHTS else described(model)).folder)
 
     return _with(config, folder)
+
+
+def folder_of(source: str, *, weights: bool = True) -> str:
+    """The folder `source`, or a folder of this node with the model of that name on a hub, with or without its `weights`.
+
+    Raises:
+        ConfigError: the files cannot be had.
+    """
+    model = hub_model(source)
+    return source if model is None else str((whole if weights else described)(model).folder)
 
 
 @contextmanager

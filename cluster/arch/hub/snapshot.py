@@ -195,7 +195,7 @@ def _download(snapshot: Snapshot, missing: list[str], check: Check | None) -> No
     disk = next(folder for folder in snapshot.folder.parents if folder.exists())
     if (free := shutil.disk_usage(disk).free) < size:
         raise no_room(model, size, free, disk)
-    before = _names_in(snapshot.unverified)
+    before = _names_unverified(snapshot)
     snapshot.unverified.write_text(json.dumps(sorted({*before, *missing})), encoding="utf-8")
     where = (model.shown, len(missing), size / 1e9, str(snapshot.folder))
     logger.info("downloading %s: %d files, %.2f GB, to %s", *where)
@@ -215,7 +215,7 @@ def _verify(snapshot: Snapshot) -> None:
         ConfigError: some differ; they are named.
     """
     listed = snapshot.listed or {}
-    names = [name for name in _names_in(snapshot.unverified) if name in listed and not snapshot.lacks([name])]
+    names = [name for name in _names_unverified(snapshot) if name in listed and not snapshot.lacks([name])]
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(lambda name: _hash(snapshot.folder / name, listed[name]), names))
     wrong = {}
@@ -230,13 +230,14 @@ def _verify(snapshot: Snapshot) -> None:
         raise damaged(snapshot.model, wrong)
 
 
-def _names_in(file: Path) -> list[str]:
+def _names_unverified(snapshot: Snapshot) -> list[str]:
+    """The files that a download left unverified; all of them where the list was cut off, as on a full disk."""
     try:
-        return list(json.loads(file.read_text(encoding="utf-8")))
+        return list(json.loads(snapshot.unverified.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return []
     except ValueError:
-        raise ConfigError(f"{str(file)!r} is not a list of files; remove it and the folder of that commit") from None
+        return list(snapshot.listed or ())
 
 
 def _expected(file: RepoFile) -> str:

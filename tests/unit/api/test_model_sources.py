@@ -47,6 +47,7 @@ def test_every_name_gets_its_commit(models: FakeHub, draft: dict[str, Any]) -> N
     assert engine.speculative_num_steps == given.llm.engine_config().speculative_num_steps
     assert made.llm.model_loading_config.model_id == "m"
     asked = len(models.log)
+    assert sum("/revision/" in sent.path for sent in models.log) == 2, "of a name that is given twice, once"
     assert pinned(made) == made and len(models.log) == asked, "what has a commit is not asked for again"
     assert facts_of_sources(engine)["draft_commit"] == commit_of("main")
     assert facts_of_sources(engine)["model_revision"] == "main"
