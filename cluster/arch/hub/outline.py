@@ -62,7 +62,7 @@ def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
     assert snapshot.listed is not None, "a snapshot without a list of files has no names of weights"
     size = snapshot.listed[name].size
     url = hf_hub_url(snapshot.model.name, name, revision=snapshot.model.commit)
-    begin = _read(url, 0, min(size, FIRST))
+    begin = _read(url, 0, min(size, FIRST)) if size else b""
     length = int.from_bytes(begin[:8], "little")
     if FIRST - 8 < length <= min(size - 8, LONGEST):
         begin += _read(url, len(begin), 8 + length)

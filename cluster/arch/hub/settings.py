@@ -69,7 +69,8 @@ def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
 
 
 def folder_of(source: str, *, weights: bool = True) -> str:
-    """The folder `source`, or a folder of this node with the model of that name on a hub, with or without its `weights`.
+    """The folder `source` or, where that is a name on a hub, a folder of this node with the model's files: all that are
+    served, or without `weights` the others.
 
     Raises:
         ConfigError: the files cannot be had.
