@@ -47,7 +47,9 @@ class GangHost:
         self.metrics.expect_ranks(self.config.tp_size)
         self.leaving = False
         name = gang_name(f"{context.app_name}/{context.deployment}", replica)
-        decided, log = {"device_chosen_by": why, **facts_of_sources(self.config)}, settings.log(context.app_name)
+        if sources := facts_of_sources(self.config):
+            logger.info("models of a hub: %s", ", ".join(f"{fact} {value}" for fact, value in sources.items()))
+        decided, log = {"device_chosen_by": why, **sources}, settings.log(context.app_name)
         spec = GangSpec(self.config, llm.layout(device), name, factory, decided=decided, log=log)
         self.gang = Gang(spec, on_loss=self._note)
         self.router = Router(self.gang, on_resumed=self.metrics.on_resumed, replica_rank=context.rank.rank)

@@ -87,7 +87,13 @@ def outlined(config: EngineConfig) -> Iterator[EngineConfig]:
         ConfigError: the files cannot be had.
     """
     with ExitStack() as stack:
-        yield _with(config, lambda name, model: stack.enter_context(outline(model)))
+
+        def folder(name: str, model: HubModel) -> str:
+            if name in WITH_WEIGHTS:
+                return stack.enter_context(outline(model))
+            return str(described(model).folder)
+
+        yield _with(config, folder)
 
 
 def _with(config: EngineConfig, place: Callable[[str, HubModel], str]) -> EngineConfig:
