@@ -1,4 +1,4 @@
-"""`aerie inspect` of a model of a hub: what it says of a folder of the same files, for a few bytes of the weights."""
+"""Commands with names of a hub do what they do with folders of the same files; `aerie inspect` reads a few bytes."""
 
 import json
 import os
@@ -74,3 +74,18 @@ def test_the_command_takes_its_hub_from_the_environment(hub: FakeHub, tmp_path: 
     assert "can be served" in ended.stdout and f"target org/target@{commit_of('main')}:" in ended.stdout, ended.stderr
     assert not ended.stderr, "there is no terminal to draw bars on"
     assert list((tmp_path / "home" / "hub").rglob("config.json")) and not list((tmp_path / "home").rglob(WEIGHTS))
+
+
+def test_a_pair_generates_what_its_folders_do(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder()
+    draft = draft_folder(target)
+    hub.add("org/target", target)
+    hub.add("org/draft", draft)
+    said = []
+    for pair in ((target, draft), ("org/target", "org/draft@main")):
+        words = ["generate", pair[0], "--draft", pair[1], "--prompt-token-ids", "5,6,7", "--max-tokens", "8", "--json"]
+        assert main([*words, "--dtype", "float32"]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["token_ids"] == said[1]["token_ids"] and len(said[1]["token_ids"]) == 8
+    assert main(["chat", "org/target"]) == 2
+    assert "a chat needs a tokenizer" in capsys.readouterr().err
