@@ -32,6 +32,7 @@ def watched(name: str, download: Callable[[type[tqdm]], object], check: Check | 
             self._counts_bytes, self._bytes = kwargs.get("name") == BYTES, 0.0
             self._logged_at = time.monotonic()
             kwargs.setdefault("disable", None)  # draws on terminals alone
+            kwargs["leave"] = False  # and is gone when it is over
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> bool | None:
