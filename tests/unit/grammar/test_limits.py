@@ -54,9 +54,7 @@ def answer_of(worker: Worker) -> bytes:
 
 
 def test_waiting_costs_a_grammar_nothing() -> None:
-    assert answer_of(Odd("waits")) == COMPILED + b"done", (
-        "a second, three times its limit"
-    )
+    assert answer_of(Odd("waits")) == COMPILED + b"done", "a second, three times its limit"
 
 
 def test_computing_ends_a_grammar_at_its_limit() -> None:
