@@ -142,7 +142,6 @@ def test_the_resolved_settings_are_told(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"context_length": 513}, "context_length 513 exceeds.*512"),
         ({"tp_size": 2}, "tp_size"),
         ({"max_total_tokens": 3}, "raise max_total_tokens"),
         ({"tokenizer_path": "/nowhere"}, "tokenizer"),
