@@ -218,7 +218,7 @@ def test_files(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name
         (["--page-size", "0"], "page_size"),
         (["--temperature", "-1"], "temperature must lie in"),
         (["--top-p", "0"], "top_p must lie in"),
-        (["--seed", "-4"], "seed must lie in"),
+        (["--seed", str(2**64)], "seed must lie in"),
         (["--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--max-tokens", "100000"], "max_tokens"),
         (["--stop", "x"], "stop"),
