@@ -78,7 +78,8 @@ def members_of(
     if extra is False and (missing := [name for name in required if name not in declared and not patterns]):
         raise GrammarError(f"required names {missing[0][:60]!r}, which no property declares")
     for name in required:
-        declared.setdefault(name, True if extra is None else extra)
+        described = extra is None or any(_matches(pattern, name) for pattern in patterns)
+        declared.setdefault(name, True if described else extra)
     for pattern, inside in patterns.items():
         for name in declared:
             if _matches(pattern, name):
@@ -110,13 +111,12 @@ def _keyed(
     if patterns:
         if extra not in (None, False) or names is not None:
             raise GrammarError("patternProperties is not enforced beside additionalProperties or propertyNames")
-        if taken := [name for pattern in patterns for name in declared if _matches(pattern, name)]:
-            raise GrammarError(
-                f"patternProperties is not enforced where a pattern matches the property {taken[0][:60]!r}"
-            )
         if len({spelled(inside) for inside in patterns.values()}) > 1:
             raise GrammarError("patternProperties is not enforced for several patterns with schemas of their own")
-        keys = [string(rules, {"pattern": pattern}) for pattern in patterns]
+        keys = [
+            string(rules, {"pattern": pattern}, [name for name in declared if _matches(pattern, name)])
+            for pattern in patterns
+        ]
         return alt(*keys), next(iter(patterns.values())), "patternProperties"
     if names is not None and declared:
         raise GrammarError("propertyNames is not enforced beside properties; leave one of them out")

@@ -88,6 +88,16 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
         {"b": 1, "c": 2},
     ),
     "pattern of names": ({"type": "object", "patternProperties": {"^x-[a-z]{1,3}$": {"type": "integer"}}}, {"x-ab": 1}),
+    "a pattern over a property": (
+        {
+            "type": "object",
+            "properties": {"n1": {"minimum": 3}},
+            "patternProperties": {"^n\\d$": {"type": "integer"}},
+            "required": ["n2"],
+            "additionalProperties": False,
+        },
+        {"n1": 3, "n2": 0, "n4": 1},
+    ),
     "names by length": ({"type": "object", "propertyNames": {"maxLength": 2}}, {"ab": 1}),
     "names by enum": ({"propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "integer"}}, {"y": 1}),
     "at most two": (
@@ -368,10 +378,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "enum beside a bound": ({"enum": ["a", "bb"], "maxLength": 1}, "maxLength"),
     "free names at least twice": ({"type": "object", "minProperties": 2}, "minProperties"),
     "patterns and more": ({"patternProperties": {"a": {}}, "additionalProperties": True}, "patternProperties"),
-    "a pattern over a property": (
-        {"type": "object", "properties": {"n1": {"minimum": 3}}, "patternProperties": {"^n\\d$": {"type": "integer"}}},
-        "where a pattern matches the property 'n1'",
-    ),
     "names beside properties that are all": (
         {"properties": {"Foo": {}}, "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": False},
         "propertyNames is not enforced beside properties",

@@ -123,6 +123,11 @@ def test_a_key_cannot_be_spelled_in_another_way() -> None:
         ({"type": "string", "pattern": "\\.pdf$"}, ["a.pdf", ".pdf"], ["pdf", "a.pdfx"]),
         ({"type": "string", "pattern": "^(?!x)"}, ["", "ax"], ["xa"]),
         ({"type": "string", "pattern": "^a"}, ["a", 'a"\n'], ["", "ba"]),
+        (
+            {"properties": {"n1": {"minimum": 3}}, "patternProperties": {"^n": {"type": "integer"}}},
+            [{"n1": 3}, {"n2": 1}, {"n1": 4, "n": 1}],
+            [{"n1": 2}, {"n1": 3, "n1 ": None}],
+        ),
         ({"type": "string", "pattern": "[ab]+"}, ["ab"], ["", "xa"]),  # neither ^ nor $: the whole string
     ],
 )
