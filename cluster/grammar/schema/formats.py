@@ -10,9 +10,10 @@ _HOUR_MINUTE = r"(?:[01]\d|2[0-3]):[0-5]\d"
 _TIME = rf"{_HOUR_MINUTE}:[0-5]\d(?:\.\d{{1,6}})?(?:Z|[+-]{_HOUR_MINUTE})"
 _CLOCK = r"T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
 _DURATION = rf"P(?:(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)(?:{_CLOCK})?|{_CLOCK}|\d+W)"
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,14}[A-Za-z0-9])?"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,6}}"
-_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
+# At most 32 letters and digits with one . or - between two of them: 63 characters, and so no label is longer. One count
+# for the whole name keeps the automaton small; a count for each label would need one for the labels too.
+_HOST = r"[A-Za-z0-9](?:[.-]?[A-Za-z0-9]){0,31}"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 _PIECE = r"[0-9A-Fa-f]{1,4}"
@@ -23,7 +24,7 @@ _IPV6 = "|".join(
 _SAFE = r"[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2}"
 _PATH = rf"(?:{_SAFE}|/)*"
 _QUERY = rf"(?:{_SAFE}|[/?])*"
-_AUTHORITY = rf"(?:{_HOST}|{_IPV4})(?::\d{{1,4}})?"
+_AUTHORITY = rf"{_HOST}(?::\d{{1,4}})?"
 _AFTER_PATH = rf"(?:\?{_QUERY})?(?:#{_QUERY})?"
 _URI = rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_AUTHORITY}(?:/{_PATH})?|(?:{_SAFE}){_PATH}){_AFTER_PATH}"
 _URI_REFERENCE = rf"(?:{_URI}|(?:/(?:(?:{_SAFE}){_PATH})?)?{_AFTER_PATH})"
@@ -31,7 +32,7 @@ _TEMPLATE = rf"(?:{_SAFE}|[/?#]|\{{[A-Za-z0-9_]+\}})*"
 _POINTER = r"(?:/(?:[^~]|~[01])*)?"
 _HEX3, _HEX4 = r"[0-9A-Fa-f]{3}", r"[0-9A-Fa-f]{4}"
 _UUID = rf"[0-9A-Fa-f]{{8}}-(?:{_HEX4}-){{3}}[0-9A-Fa-f]{{12}}"
-_EMAIL = rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_HOST}"
+_EMAIL = rf"{_ATOM}(?:\.?{_ATOM}){{0,23}}@{_HOST}"
 _NET4 = rf"(?:(?:{_BYTE}\.){{3}}0/24|(?:{_BYTE}\.){{2}}0\.0/16|{_BYTE}\.0\.0\.0/8|{_IPV4}/32)"
 _NET6 = rf"(?:{_IPV6})/128"
 _INTERFACE4 = rf"{_IPV4}/(?:3[0-2]|[12]?\d)"
@@ -87,12 +88,10 @@ FORMATS: dict[str, str] = {
         for version in range(1, 9)
     },
 }
-# A smaller part of a format, for patterns beside it that do not hold all of the larger one.
-_PLAIN_ATOM = r"[A-Za-z0-9_+-]{1,20}"
-_NAME = rf"(?:{_LABEL}\.){{1,4}}[A-Za-z]{{2,10}}"
-NARROWER: dict[str, tuple[str, ...]] = {
-    "email": (rf"{_PLAIN_ATOM}(?:\.{_PLAIN_ATOM}){{0,2}}@{_NAME}",),
-    "hostname": (_NAME,),
+# A smaller part of a format, for lengths and patterns beside it that the larger part does not fit.
+NARROWER: dict[str, str] = {
+    "email": r"[A-Za-z0-9_+-](?:\.?[A-Za-z0-9_+-]){0,23}@[A-Za-z0-9](?:-?[A-Za-z0-9]){0,23}(?:\.[A-Za-z]{2,8}){1,2}",
+    "uri": rf"[A-Za-z]{{1,8}}://{_AUTHORITY}(?:[/?#][A-Za-z0-9._~!$&'()*+,;=:@/-]{{0,64}})?",
 }
 UNRESTRICTED = frozenset({"password", "binary"})  # OpenAPI: how a field is shown; any characters
 ENCODINGS = {"base64": _BASE64, "base64url": _BASE64URL, "base16": r"(?:[0-9A-F]{2})*"}

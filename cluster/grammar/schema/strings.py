@@ -41,7 +41,7 @@ ESCAPE = seq(Literal("\\"), alt(one_of('"\\/bfnrt'), seq(Literal("u"), HEX, HEX,
 QUOTE = Literal('"')
 AFTER = seq(SPACES, one_of(",}]:"))  # what follows a value inside of another
 FEW = 8
-SMALL = 32  # states of an automaton, each of which needs a mask: a few milliseconds over a large vocabulary
+SMALL = 150  # states of an automaton, each of which needs a mask: a few milliseconds over a large vocabulary
 COMMA = seq(Literal(","), SPACES)
 
 

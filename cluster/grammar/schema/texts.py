@@ -37,18 +37,20 @@ def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Autom
     required = list(dict.fromkeys(required))
     if not required:
         return repeat(ALL, least, most)
-    candidates = [node for part in required if (node := plain(part)) is not None]
-    if named and len(required) > 1:
-        candidates += map(parse, NARROWER.get(str(schema.get("format")), ()))
-    for candidate in candidates:
+    # An expression, and the one of `required` that it holds by itself.
+    candidates = [(node, part) for part in required if (node := plain(part)) is not None]
+    name = str(schema.get("format"))
+    if named and name in NARROWER:
+        candidates.append((parse(NARROWER[name]), parse(FORMATS[name])))
+    for candidate, part in candidates:
         fitted = with_lengths(candidate, least, most)
-        if fitted is not None and _held_by_all(required, candidate, fitted):
+        if fitted is not None and _held_by_others(required, part, fitted):
             return fitted
     return _together(schema, required, candidates, least, most)
 
 
 def _together(
-    schema: Schema, required: Sequence[Node], candidates: Sequence[Node], least: int, most: int | None
+    schema: Schema, required: Sequence[Node], candidates: Sequence[tuple[Node, Node]], least: int, most: int | None
 ) -> Node | Automaton:
     """The automaton of what all expressions match within the lengths; where it is too large, a part of it."""
     try:
@@ -60,9 +62,9 @@ def _together(
             return found
     except TooLargeError:
         pass
-    for candidate in candidates:
+    for candidate, part in reversed(candidates):  # a narrower one needs fewer states
         shorter = candidate if most is None else at_most(candidate, most)
-        if lengths(shorter)[0] >= least and shorter != NOTHING and _held_by_all(required, candidate, shorter):
+        if lengths(shorter)[0] >= least and shorter != NOTHING and _held_by_others(required, part, shorter):
             return shorter
     raise GrammarError(
         f"a string cannot be held to {_names(schema)}: it needs too many states; make the pattern simpler, or write "
@@ -75,9 +77,9 @@ def other_than(texts: Sequence[str]) -> list[Node]:
     return [seq(Look("?!", seq(alt(*map(Literal, texts)), END), negated=True), repeat(ALL))] if texts else []
 
 
-def _held_by_all(required: Sequence[Node], candidate: Node, fitted: Node) -> bool:
-    """Whether what a candidate, fitted to the lengths, matches is matched by every other expression."""
-    others = [node for node in required if plain(node) != candidate]
+def _held_by_others(required: Sequence[Node], part: Node, fitted: Node) -> bool:
+    """Whether every expression but `part` matches all that `fitted` matches."""
+    others = [node for node in required if node != part]
     return not others or includes(others, fitted)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.grammar.automata import Automaton, TooLargeError, includes, intersection
 from cluster.grammar.regex import parse, read
-from cluster.grammar.schema.formats import FORMATS
+from cluster.grammar.schema.formats import FORMATS, NARROWER
 
 TEXTS = ["".join(text) for size in range(5) for text in itertools.product("ab1\n", repeat=size)]
 
@@ -80,6 +80,16 @@ def test_inclusion_of_known_expressions() -> None:
     assert not includes([parse(FORMATS["date"])], read(r"^\d{4}-\d{2}-\d{2}$"))
     assert includes([parse(FORMATS["uuid"])], parse(FORMATS["uuid4"]))
     assert includes([read("^(?!x)"), read("a*")], read("a{2,3}")) is False  # `^(?!x)` as a whole text is the empty one
+
+
+@pytest.mark.parametrize("name", NARROWER)
+def test_a_narrower_form_of_a_format_is_a_part_of_what_its_rfc_allows(name: str) -> None:
+    label = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+    whole = {
+        "email": rf"(?=[^@]{{1,64}}@)[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{label}(?:\.{label})*",
+        "uri": rf"[a-zA-Z]+://{label}(?:\.{label})*(?::\d+)?(?:/[^?#]*)?(?:\?[^#]*)?(?:#[^#]*)?",
+    }
+    assert includes([read(whole[name])], parse(NARROWER[name]))
 
 
 def test_equal_states_are_one_and_states_without_end_are_none() -> None:
