@@ -17,6 +17,7 @@ from cluster.grammar.regex import END, START, Look
 MAX_STATES = 600  # of a deterministic automaton; xgrammar needs a mask over the vocabulary for each
 MAX_EXPLORED = 6000  # formulas that an inclusion test looks at
 MAX_NONDETERMINISTIC = 20_000
+MAX_VISITED = 400_000  # of these states, while following steps that read nothing; about a second
 
 S = TypeVar("S", bound=Hashable)
 Formula = int | tuple[str, frozenset["Formula"]]
@@ -121,6 +122,7 @@ class _Space:
     letters: list[Chars] = field(default_factory=list)  # classes of characters that no expression tells apart
     _letters_of: dict[Chars, frozenset[int]] = field(default_factory=dict)
     _looks: dict[Look, int] = field(default_factory=dict)
+    _visited: int = 0
     _expanded: dict[int, Formula] = field(default_factory=dict)
     _derived: dict[tuple[Formula, int], Formula] = field(default_factory=dict)
 
@@ -185,6 +187,9 @@ class _Space:
         seen, waiting = {state} | above, [state]
         while waiting:
             at = self.states[current := waiting.pop()]
+            self._visited += 1
+            if self._visited > MAX_VISITED:
+                raise TooLargeError("the expressions need too many states together")
             if at.rest:
                 parts.append(TRUE)
             elif at.reads is not None:

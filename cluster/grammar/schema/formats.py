@@ -91,7 +91,7 @@ FORMATS: dict[str, str] = {
 # A smaller part of a format, for lengths and patterns beside it that the larger part does not fit.
 NARROWER: dict[str, str] = {
     "email": r"[A-Za-z0-9_+-](?:\.?[A-Za-z0-9_+-]){0,23}@[A-Za-z0-9](?:-?[A-Za-z0-9]){0,23}(?:\.[A-Za-z]{2,8}){1,2}",
-    "uri": rf"[A-Za-z]{{1,8}}://{_AUTHORITY}(?:[/?#][A-Za-z0-9._~!$&'()*+,;=:@/-]{{0,64}})?",
+    "uri": rf"[A-Za-z]{{1,8}}://{_AUTHORITY}(?:[/?#][A-Za-z0-9._~!$&'()*+,;=:@/?-]{{0,64}})?",
 }
 UNRESTRICTED = frozenset({"password", "binary"})  # OpenAPI: how a field is shown; any characters
 ENCODINGS = {"base64": _BASE64, "base64url": _BASE64URL, "base16": r"(?:[0-9A-F]{2})*"}
