@@ -11,7 +11,8 @@ import pytest
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.schema.convert import loaded, schema_grammar
 from tests.grammar.checks import validator_of
-from tests.grammar.schema.samples import REFUSED, SAMPLES
+from tests.grammar.schema.refusals import REFUSED
+from tests.grammar.schema.samples import SAMPLES
 from tests.grammar.walks import bytewise, demo, walk
 
 
