@@ -45,6 +45,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"type": "array", "items": {"type": "string"}},
     {"type": "integer", "minimum": 0, "maximum": 150},
     {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": "string", "maxLength": 200},
     {"type": "object", "properties": {"note": {"type": "string"}}, "required": ["note"]},
 )
 
@@ -84,7 +85,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def schema_of(count: int, mark: str = "field") -> dict[str, Any]:
-    """An object with `count` members of ten kinds; another `mark` makes another schema."""
+    """An object with `count` members of eleven kinds; another `mark` makes another schema."""
     names = [f"{mark}_{at}" for at in range(count)]
     members = {name: FIELDS[at % len(FIELDS)] for at, name in enumerate(names)}
     return {"type": "object", "properties": members, "required": names, "additionalProperties": False}

@@ -4,8 +4,9 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from cluster.grammar.asked import GrammarError
+from cluster.grammar.bounded import SHORT
 from cluster.grammar.portable import PortableGrammar
-from cluster.grammar.schema.convert import object_grammar
+from cluster.grammar.schema.convert import object_grammar, schema_grammar
 from cluster.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -14,9 +15,13 @@ if TYPE_CHECKING:
 KEPT_BYTES = 384 << 20
 """Of memory for what xgrammar keeps: a third of it masks of single rules, the rest whole grammars."""
 THREADS = 1  # it compiles beside steps, or in a child whose processor time is limited
-COMMON = tuple(PortableGrammar(object_grammar(compact)) for compact in (False, True))
-"""Any JSON object. Its rules are in most grammars: the masks of a string alone take longer to make than all that is
-particular to an ordinary schema.
+BOUNDED = [{"type": "string", "maxLength": most} for most in (SHORT, SHORT + 1)]
+COMMON = (
+    *(PortableGrammar(object_grammar(compact)) for compact in (False, True)),
+    PortableGrammar(schema_grammar({"type": "array", "prefixItems": BOUNDED, "minItems": 2, "maxItems": 2})),
+)
+"""Any JSON object, and strings of bounded length. Their rules are in most grammars: the masks of one string take longer
+to make than all that is particular to an ordinary schema.
 """
 
 
@@ -24,8 +29,8 @@ class MaskCompiler:
     """xgrammar's compiler over one vocabulary. It keeps the masks of the rules that it has met, because other grammars
     have the same rules. For any thread; compiling releases the interpreter's lock.
 
-    It does not keep those of structural tags: xgrammar knows a rule again by a checksum that leaves out which special
-    tokens stand in the rule, so one would get the masks of another.
+    It does not keep those of grammars in which special tokens stand: xgrammar knows a rule again by a checksum that
+    leaves out which tokens these are, so one rule would get the masks of another.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -49,7 +54,7 @@ class MaskCompiler:
             GrammarError: xgrammar cannot read it; the message is its own.
             MemoryError: there was too little.
         """
-        compiler = self._compiler(keeps=not portable.tag)
+        compiler = self._compiler(keeps=not portable.tokens)
         try:
             return (compiler.compile_structural_tag if portable.tag else compiler.compile_grammar)(portable.source)
         except MemoryError:

@@ -52,7 +52,7 @@ def test_tables_are_made_once_and_little_travels(monkeypatch: pytest.MonkeyPatch
     assert made == [], "what compiling needs of the vocabulary was made before"
     assert max(map(len, texts)) < 20_000
     sizes = [matchers.read(text).bytes for text in texts]
-    assert made == ["GrammarCompiler"] * 2, "for all grammars of a rank: one for rules, one for structural tags"
+    assert made == ["GrammarCompiler"], "one for all grammars of a rank"
     assert min(sizes) > 1 << 20, "masks would be megabytes"
     assert len(vocabulary.tokens) == SENTENCE_PIECE
 
@@ -111,14 +111,31 @@ def _agree(text: bytes, begin: bytes) -> bool:
     return text.startswith(begin) or begin.startswith(text)
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
+def _tags(triggers: list[str], *parts: tuple[str, str]) -> Grammar:
+    tags = [
+        {"type": "tag", "begin": begin, "content": {"type": "regex", "pattern": pattern}, "end": ">"}
+        for begin, pattern in parts
+    ]
+    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+SHARING = GRAMMARS | {
+    "a tag": _tags(["<a"], ("<a ", "[0-9]{1,3}")),
+    "another tag": _tags(["<b"], ("<b ", "[0-9]{1,3}")),
+    "a tag of other text": _tags(["<a"], ("<a ", "[a-f]{1,3}")),
+    "two tags": _tags(["<a", "<b"], ("<a ", "[0-9]{1,3}"), ("<b ", "[a-f]{1,3}")),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
 def test_masks_of_rules_that_other_grammars_have_are_those_made_for_this_one(name: str) -> None:
     """The compiler keeps masks of rules; here it has met all other grammars before."""
     vocabulary = demo().vocabulary
     shared, alone = Matchers(vocabulary), Matchers(vocabulary)
     shared.prepare()
-    for other in [*GRAMMARS, name]:
-        text = demo()._compiled(GRAMMARS[other])
+    for other in [*SHARING, name]:
+        text = demo()._compiled(SHARING[other])
         shared.read(text)
     one, two = shared.matcher(text), alone.matcher(text)
     random = np.random.default_rng(2)

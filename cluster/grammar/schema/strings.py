@@ -6,8 +6,10 @@ from decimal import Decimal
 from typing import Any
 
 from cluster.grammar.automata import Automaton, TooLargeError, intersection
+from cluster.grammar.bounded import bounded_text
 from cluster.grammar.ebnf import Rules
 from cluster.grammar.nodes import (
+    MOST_STATES,
     NOTHING,
     Alt,
     Blank,
@@ -88,9 +90,20 @@ def quoted(rules: Rules, inside: Node) -> Node:
     """What is inside, as JSON writes it, between quotes. Quotes belong to the automaton: what a token brings beyond the
     end of one must be looked into for each mask.
     """
+    match inside:
+        case Repeat(Chars() as part, least, int() as most) if most > FEW and least <= MOST_STATES:
+            return _counted(rules, part, least, most)
     if fits_automaton(inside):
         return rules.add(Regular(seq(QUOTE, _in_json(inside, counted=True), QUOTE)), before=AFTER)
     return rules.add(seq(QUOTE, _in_json(inside, counted=False), QUOTE), before=AFTER)
+
+
+def _counted(rules: Rules, part: Chars, least: int, most: int) -> Node:
+    """`least` to `most` characters of a class, between quotes."""
+    plain, escapes = minus(part, TO_ESCAPE), _escapes(both(part, TO_ESCAPE))
+    one = alt(plain, escapes)
+    parts = one.parts if isinstance(one, Alt) else (one,)
+    return rules.add(seq(QUOTE, bounded_text(rules, parts, QUOTE, least, most)), before=AFTER)
 
 
 def _in_json(node: Node, counted: bool) -> Node:
