@@ -75,6 +75,8 @@ class Adjust:
         """
         r, n, width = logits.shape
         path = self.rows.new_full((r, n, 0), -1) if self.path is None else self.path.expand(r, n, -1)
+        if self.adjustments is None and self.grammars is not None and self.grammars.frugal:
+            return self._block(logits, self.rows, path, ids)
         parts = [
             self._block(logits[block], self.rows[block], path[block], ids)
             for block in blocks(r, AT_ONCE * n * width, logits.device)

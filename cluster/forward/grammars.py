@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.batch import Constraint, Order
-from cluster.forward.bars import WORD, Bars
+from cluster.forward.bars import WORD, Bars, CBars
 from cluster.grammar.asked import GrammarError
 from cluster.recording import hosted
 
@@ -129,6 +129,11 @@ class GrammarTable:
     def __init__(self, vocab: int, make: Make, bars: Bars) -> None:
         self._vocab, self._make, self._bars = vocab, make, bars
         self._places: dict[int, Place] = {}
+
+    @property
+    def frugal(self) -> bool:
+        """Whether `apply` takes no memory but for what it returns, so that blocks of rows would only cost a copy."""
+        return isinstance(self._bars, CBars)
 
     def read(self, grammar: str) -> None:
         """Do beforehand, in any thread, what takes long when a request with this grammar is admitted.
