@@ -71,7 +71,7 @@ LASTS: dict[str, tuple[float, float]] = {  # minutes of a full run and seconds o
     "serving": (3, 60),
     "acceptance": (3, 60),
     "levels": (3, 60),
-    "grammars": (15, 90),
+    "grammars": (25, 150),
     "peers": (30, 300),
     "lockstep": (15, 90),
     "roofline": (15, 60),
