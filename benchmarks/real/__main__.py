@@ -27,21 +27,28 @@ from benchmarks.real.table import report
 from cluster.bench.report import machine
 from cluster.checkout import CHECKOUT
 
-NEW_TOKENS = 32
+NEW_TOKENS, REPEATS = 32, 3
 MISSED = 1
 SOURCES = ("*.py", "*.c", "*.h")
 
-Stage = Callable[[str, list[prompts.Prompt], int, Kept], dict[str, Any]]
+Stage = Callable[[str, list[prompts.Prompt], argparse.Namespace, Kept], dict[str, Any]]
 STAGES: dict[str, Stage] = {
-    "transformers": answers.by_transformers,
-    "engine": answers.by_engine,
-    "server": answers.by_server,
-    "pieces": lambda folder, asked, _new, _kept: pieces.checked(folder, asked),
-    "speed": lambda folder, _asked, _new, _kept: speed.measured(folder) | {"machine": machine()},
+    "transformers": lambda folder, asked, args, kept: answers.by_transformers(folder, asked, args.new_tokens, kept),
+    "engine": lambda folder, asked, args, kept: answers.by_engine(folder, asked, args.new_tokens, kept),
+    "server": lambda folder, asked, args, _: answers.by_server(folder, asked, args.new_tokens),
+    "pieces": lambda folder, asked, *_: pieces.checked(folder, asked),
+    "speed": lambda folder, _, args, kept: speed.measured(folder, args.repeats, kept) | {"machine": machine()},
 }
-THEIRS = ("transformers",)  # stages that run none of this project's code
+OWN = CHECKOUT / "cluster"
+SOURCE = {  # what the stages run of this project: a stage is run again where that has changed
+    "transformers": (answers,),
+    "engine": (answers, OWN),
+    "server": (answers, OWN),
+    "pieces": (pieces, OWN),
+    "speed": (speed, answers, OWN),
+}
 # Stages of which only the tokens count have one thread: on a busy machine, two mostly wait for each other.
-UNTIMED = ("transformers", "engine", "pieces")
+UNTIMED = ("transformers", "engine", "server", "pieces")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,6 +59,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--torch-args", default="", help="passed to pip when it installs torch")
     parser.add_argument("--prompts", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each answer at most")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each contender of stage speed")
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES, metavar="STAGE")
     parser.add_argument("--again", action="store_true", help="run the stages also where they have results")
     parser.add_argument("--alone", metavar="STAGE", choices=STAGES, help=argparse.SUPPRESS)
@@ -67,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     if args.alone:
         made_of = json.dumps(_made_of(args.alone, folder, args))
         parts = results / f"{args.alone}.{hashlib.sha256(made_of.encode()).hexdigest()[:12]}.parts"
-        print(json.dumps(STAGES[args.alone](folder, asked, args.new_tokens, Kept(parts))))
+        print(json.dumps(STAGES[args.alone](folder, asked, args, Kept(parts))))
         return 0
     found = {name: _result(name, folder, args, results / f"{name}.json") for name in args.stages}
     if {"transformers", "engine", "server"} <= set(found):
@@ -91,7 +99,13 @@ def _result(name: str, folder: str, args: argparse.Namespace, file: Path) -> dic
             return kept["result"]
     say(f"{name}: running")
     command = [sys.executable, "-m", "benchmarks.real", "--root", args.root, "--model", folder, "--alone", name]
-    command += ["--new-tokens", str(args.new_tokens), *(["--prompts", str(args.prompts)] if args.prompts else [])]
+    command += [
+        "--new-tokens",
+        str(args.new_tokens),
+        "--repeats",
+        str(args.repeats),
+        *(["--prompts", str(args.prompts)] if args.prompts else []),
+    ]
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if name in UNTIMED else {})
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT, env=environment)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -105,9 +119,9 @@ def _made_of(name: str, folder: str, args: argparse.Namespace) -> dict[str, Any]
     """What a stage's result depends on: the weights, the prompts, the numbers asked for, and the source it runs."""
     weights = [f"{file.name} {file.stat().st_size}" for file in sorted(Path(folder).iterdir())]
     texts = hashlib.sha256(prompts.FILE.read_bytes()).hexdigest()
-    own = Path(__file__).parent
-    source = _digest(own / "answers.py") if name in THEIRS else _digest(own) + _digest(CHECKOUT / "cluster")
-    asked = [args.prompts, args.new_tokens]
+    paths = [one if isinstance(one, Path) else Path(str(one.__file__)) for one in SOURCE[name]]
+    source = [_digest(path) for path in paths]
+    asked = [args.prompts, args.repeats if name == "speed" else args.new_tokens]
     return {"model": weights, "prompts": texts, "asked": asked, "source": source}
 
 

@@ -119,10 +119,11 @@ def by_engine(folder: str, prompts: Sequence[Prompt], new_tokens: int, kept: Kep
 
 
 def engine_of(folder: str, dtype: str, requests: int, reuse: bool = True) -> Engine:
-    """An engine for so many requests at once; without `reuse` it computes a prompt that it has seen before again. All
-    other settings are the defaults.
+    """An engine for so many requests at once, on as many threads as torch has (`OMP_NUM_THREADS`); without `reuse` it
+    computes a prompt that it has seen before again. All other settings are the defaults.
     """
-    settings = {"model_path": folder, "dtype": dtype, "max_running_requests": requests}
+    settings: dict[str, Any] = {"model_path": folder, "dtype": dtype, "max_running_requests": requests}
+    settings["num_threads"] = torch.get_num_threads()
     return build_engine(EngineConfig.from_kwargs(settings | {"disable_radix_cache": not reuse}))
 
 
@@ -131,7 +132,7 @@ def params_of(temperature: float, new_tokens: int, seed: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=seed, max_tokens=new_tokens)
 
 
-def by_server(folder: str, prompts: Sequence[Prompt], new_tokens: int, _: Kept) -> dict[str, Any]:
+def by_server(folder: str, prompts: Sequence[Prompt], new_tokens: int) -> dict[str, Any]:
     """Streamed answers of `aerie serve` in float32, 16 at once, greedy and at temperature 1: tokens, and the text of
     all events joined. Chats go to /v1/chat/completions. Memory is that of all processes of the server.
     """

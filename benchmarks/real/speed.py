@@ -6,13 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real.answers import BATCHES, engine_of, tokenizer_of
+import torch
+
+from benchmarks.real.answers import BATCHES, engine_of, say, tokenizer_of
+from benchmarks.real.kept import Kept
 from cluster.bench.reference import Transformers
 from cluster.bench.report import median, ratio
 from cluster.bench.runs import Run, run_greedily
 
 DTYPES = ("float32", "bfloat16")
-PROMPT_TOKENS, NEW_TOKENS, REPEATS = 64, 64, 3
+PROMPT_TOKENS, NEW_TOKENS = 64, 32
 LONG_TOKENS = 8192
 
 Contenders = dict[str, Callable[[list[list[int]], int], Run]]
@@ -24,7 +27,7 @@ def source_tokens(folder: str, count: int) -> list[int]:
     return (ids * (count // len(ids) + 1))[:count]
 
 
-def measured(folder: str) -> dict[str, Any]:
+def measured(folder: str, repeats: int, kept: Kept) -> dict[str, Any]:
     """Tokens per second of whole runs at each batch, and seconds to the first token after `LONG_TOKENS`: medians over
     the repeats, and ratios within a repeat. Nobody reuses a prefix, so each repeat does all the work. JSON-ready.
     """
@@ -33,26 +36,40 @@ def measured(folder: str) -> dict[str, Any]:
         engine, theirs = engine_of(folder, dtype, max(BATCHES), reuse=False), Transformers(folder, dtype)
         contenders: Contenders = {"aerie": partial(run_greedily, engine), "transformers": theirs.run}
         for batch in BATCHES:
+            say(f"speed: {dtype}, batch {batch}")
             prompts = [text[at * PROMPT_TOKENS : (at + 1) * PROMPT_TOKENS] for at in range(batch)]
-            runs = turns(contenders, prompts, NEW_TOKENS, REPEATS)
-            speeds = {who: [run.tokens_per_second for run in of] for who, of in runs.items()}
+            speeds = kept.get(f"{dtype}, {batch}", partial(turns, contenders, prompts, NEW_TOKENS, repeats, speed_of))
             rows.append({"dtype": dtype, "what": f"tokens/s, batch {batch}", **figures(speeds, more_is_better=True)})
-        firsts = turns(contenders, [text], 1, REPEATS)
-        seconds = {who: [run.seconds for run in of] for who, of in firsts.items()}
+        say(f"speed: {dtype}, {LONG_TOKENS} tokens")
+        seconds = kept.get(f"{dtype}, first", partial(turns, contenders, [text], 1, repeats, seconds_of))
         what = f"first token after {LONG_TOKENS}, s"
         rows.append({"dtype": dtype, "what": what, **figures(seconds, more_is_better=False)})
-    return {"rows": rows}
+    return {"rows": rows, "threads": torch.get_num_threads(), "repeats": repeats}
 
 
-def turns(contenders: Contenders, prompts: list[list[int]], new_tokens: int, repeats: int) -> dict[str, list[Run]]:
-    """Run every contender in turn, in reverse order every other time; a first, shorter turn warms all of them up."""
+def speed_of(run: Run) -> float:
+    """Tokens per second of a run, its prompts included."""
+    return run.tokens_per_second
+
+
+def seconds_of(run: Run) -> float:
+    """Seconds of a run."""
+    return run.seconds
+
+
+def turns(
+    contenders: Contenders, prompts: list[list[int]], new_tokens: int, repeats: int, figure: Callable[[Run], float]
+) -> dict[str, list[float]]:
+    """A figure of every contender's run in each repeat. They take turns, in reverse order every other time; a first,
+    shorter turn warms all of them up.
+    """
     for run in contenders.values():
         run([prompt[:PROMPT_TOKENS] for prompt in prompts], min(4, new_tokens))
-    runs: dict[str, list[Run]] = {who: [] for who in contenders}
+    found: dict[str, list[float]] = {who: [] for who in contenders}
     for repeat in range(repeats):
         for who in list(contenders)[:: -1 if repeat % 2 else 1]:
-            runs[who].append(contenders[who](prompts, new_tokens))
-    return runs
+            found[who].append(figure(contenders[who](prompts, new_tokens)))
+    return found
 
 
 def figures(values: dict[str, list[float]], more_is_better: bool) -> dict[str, float]:

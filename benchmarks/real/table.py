@@ -25,11 +25,13 @@ def report(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
         )
         parts += [f"  ids {example}" for example in pieces["examples"]]
     if "speed" in found:
-        headers = ("dtype", "what", "aerie", "transformers", "times as fast")
-        keys = ("dtype", "what", "aerie", "transformers", "times")
-        where = found["speed"]["machine"]
-        rows = [[row[key] for key in keys] for row in found["speed"]["rows"]]
-        parts.append(f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}\n{table(headers, rows)}")
+        speed, keys = found["speed"], ("dtype", "what", "aerie", "transformers", "times")
+        where = speed["machine"]
+        rows = [[row[key] for key in keys] for row in speed["rows"]]
+        parts.append(
+            f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}; {speed['threads']} threads, medians "
+            f"of {speed['repeats']} turns\n{table((*keys[:-1], 'times as fast'), rows)}"
+        )
     memory = [(name, found[name]["peak_mib"]) for name in ("engine", "transformers") if name in found]
     if memory:
         parts.append(table(("float32", "peak memory, MiB"), [(name, round(mib)) for name, mib in memory]))
