@@ -28,10 +28,9 @@ def report(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
         speed, keys = found["speed"], ("dtype", "what", "aerie", "transformers", "times")
         where = speed["machine"]
         rows = [[row[key] for key in keys] for row in speed["rows"]]
-        parts.append(
-            f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}; {speed['threads']} threads, medians "
-            f"of {speed['repeats']} turns\n{table((*keys[:-1], 'times as fast'), rows)}"
-        )
+        how = f"{speed['threads']} threads, medians of {speed['repeats']} turns"
+        head = f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}; {how}"
+        parts.append(f"{head}\n{table((*keys[:-1], 'times as fast'), rows)}")
     memory = [(name, found[name]["peak_mib"]) for name in ("engine", "transformers") if name in found]
     if memory:
         parts.append(table(("float32", "peak memory, MiB"), [(name, round(mib)) for name, mib in memory]))
