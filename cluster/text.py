@@ -51,6 +51,10 @@ class TextTokenizer:
         types = _decoder_types(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else set()
         self._byte_level = "ByteLevel" in types
         self._byte_fallback = "ByteFallback" in types
+        names = [f"<0x{byte:02X}>" for byte in range(256)] if self._byte_fallback else []
+        byte_tokens = [tokenizer.token_to_id(name) for name in names]
+        self._byte_tokens = [token for token in byte_tokens if token is not None]  # by byte, where all are there
+        self._byte_of = {token: byte for byte, token in enumerate(byte_tokens) if token is not None}
         self._byte_cache: dict[int, bytes] = {}
         self._spaced = bool(types & {"ByteFallback", "Metaspace"})  # a space is written U+2581
 
@@ -95,13 +99,35 @@ class TextTokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids. Special tokens and ids outside the vocabulary are left out."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        """The text of token ids. Special tokens and ids outside the vocabulary are left out; bytes that are no UTF-8
+        become U+FFFD.
+        """
+        return str(self._tokenizer.decode(self._sound(ids), skip_special_tokens=True))
 
     def decode_freely(self, ids: Sequence[int]) -> str:
         """Like `decode`, but it releases the GIL meanwhile and costs more: for many ids."""
-        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
+        (text,) = self._tokenizer.decode_batch([self._sound(ids)], skip_special_tokens=True)
         return str(text)
+
+    def _sound(self, ids: Sequence[int]) -> list[int]:
+        """The ids, in which byte tokens that are no UTF-8 have been replaced by those of U+FFFD.
+
+        Of a run of byte tokens with one fault `tokenizers` decodes every byte to U+FFFD. So whole characters that a
+        stream has sent already would be taken back when an answer ends within the next one.
+        """
+        if len(self._byte_tokens) < 256 or not any(token in self._byte_of for token in ids):
+            return list(ids)
+        found, run = list[int](), bytearray()
+        for token in self.textual(ids):  # what is left out does not end a run
+            if token in self._byte_of:
+                run.append(self._byte_of[token])
+                continue
+            found += [*self._tokens_of(run), token]
+            run.clear()
+        return [*found, *self._tokens_of(run)]
+
+    def _tokens_of(self, run: bytearray) -> list[int]:
+        return [self._byte_tokens[byte] for byte in run.decode("utf-8", "replace").encode()]
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """One token alone, special tokens included, as logprobs report it: its text and its UTF-8 bytes.

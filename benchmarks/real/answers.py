@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real.kept import Kept
 from benchmarks.real.prompts import Prompt
-from cluster.bench.cases.strain import NO_DRAFT
+from cluster.bench.cases.strain import NO_DRAFT, PATIENCE_S
 from cluster.bench.processes import memory_of
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import HOST, TIMEOUT_S
+from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.request import Request, SamplingParams
@@ -136,7 +136,8 @@ def by_server(folder: str, prompts: Sequence[Prompt], new_tokens: int) -> dict[s
     """Streamed answers of `aerie serve` in float32, 16 at once, greedy and at temperature 1: tokens, and the text of
     all events joined. Chats go to /v1/chat/completions. Memory is that of all processes of the server.
     """
-    settings = [*NO_DRAFT, f"model_path={folder}", f"model_id={MODEL}", "dtype=float32"]
+    patient = f"max_queue_wait_s={PATIENCE_S}"  # on a busy machine too, nobody is to be refused
+    settings = [*NO_DRAFT, f"model_path={folder}", f"model_id={MODEL}", "dtype=float32", patient]
     began = time.monotonic()
     with ServerProcess(settings) as server, ThreadPoolExecutor(max(BATCHES)) as clients:
         ready_s = time.monotonic() - began
@@ -166,7 +167,7 @@ def streamed(port: int, path: str, body: dict[str, Any]) -> tuple[list[int], str
     Raises:
         RuntimeError: the server answered with an error.
     """
-    connection = HTTPConnection(HOST, port, timeout=TIMEOUT_S)
+    connection = HTTPConnection(HOST, port, timeout=PATIENCE_S)
     tokens, text, ended = list[int](), "", ""
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})

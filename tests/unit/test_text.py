@@ -69,6 +69,29 @@ def stream(tokenizer: TextTokenizer, prompt: list[int], pieces: list[list[int]])
     return "".join([*(detokenizer.push(piece) for piece in pieces), detokenizer.finish()])
 
 
+FIRST_BYTE = 3  # the id of byte 0 in `byte_fallback`
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), prompt=BYTES, output=BYTES)
+def test_any_byte_tokens_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
+    """Also a run of byte tokens that is no UTF-8: its whole characters stay, and U+FFFD stands for the rest alone."""
+    letters = [BYTE_FALLBACK.library.token_to_id(letter) for letter in "ab"]
+    before, ids = ([FIRST_BYTE + byte for byte in text] for text in (prompt, output))
+    ids = data.draw(st.permutations([*ids, *letters]).map(list)) if data.draw(st.booleans()) else ids
+    whole = BYTE_FALLBACK.decode([*before, *ids])
+    assert stream(BYTE_FALLBACK, [], data.draw(split([*before, *ids]))) == whole
+    if len(ids) == len(output):
+        assert whole == (prompt + output).decode("utf-8", "replace").removeprefix(" ")
+
+
+def test_an_answer_that_stops_amid_a_character_keeps_those_before_it() -> None:
+    """A model writes rare letters byte by byte and is cut by max_tokens: `tokenizers` would write U+FFFD for each."""
+    ids = [FIRST_BYTE + byte for byte in "𝔢𝔢𝔢".encode()[:-2]]
+    assert BYTE_FALLBACK.decode(ids) == BYTE_FALLBACK.decode_freely(ids) == "𝔢𝔢\ufffd"
+    assert stream(BYTE_FALLBACK, [], [[one] for one in ids]) == "𝔢𝔢\ufffd"
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), prompt=BYTES, output=BYTES)
 def test_any_bytes_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
