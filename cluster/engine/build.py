@@ -102,18 +102,18 @@ class Prepared:
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """The engine of `config` in a world of one, ready to step. What it names on a hub is downloaded first.
+    """The engine of `config` in a world of one, ready to step; see `prepare_alone`.
 
     Raises:
         ConfigError: something cannot run as configured; the message names the setting and the remedy.
     """
-    prepared = prepare_alone(fetch(config))
+    prepared = prepare_alone(config)
     return engine_of(prepared, prepared.draft())
 
 
 def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> Prepared:
     """Prepare an engine in a world of one; `engine_of` completes it, with any draft. `memory` is the device's, if it is
-    not to be asked for it.
+    not to be asked for it. What `config` names on a hub is downloaded, once the settings alone have been checked.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -122,7 +122,7 @@ def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> P
         raise ConfigError(f"tp_size {config.tp_size} needs as many ranks and this is one; set tp_size to 1")
     device = _device(config)
     refuse_summing(config, device)
-    return prepare(resolve_models(config), Mesh(), device, memory)
+    return prepare(resolve_models(fetch(config)), Mesh(), device, memory)
 
 
 def engine_of(prepared: Prepared, draft: Draft) -> Engine:
@@ -146,12 +146,13 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     """
     if rendezvous is None:
         return build_engine(config)
-    config, device = fetch(config), _device(config)
+    device = _device(config)
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    resolved = check_models(config)
     refuse_summing(config, device)
+    config = fetch(config)
+    resolved = check_models(config)
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
     sum_in_one_shot(config, mesh, device)
     prepared = prepare(resolved, mesh, device)
