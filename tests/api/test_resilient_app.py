@@ -105,7 +105,7 @@ def test_the_streams_of_an_ingress_that_is_killed_end_at_the_engine(url: str) ->
     assert eventually(lambda: running(url) == 0, 12)
 
 
-def disturbed(url: str, *, word: str, number: int = signal.SIGKILL, tokens: int = 400) -> tuple[list, list, list[int]]:
+def disturbed(url: str, *, word: str, number: int = signal.SIGKILL, tokens: int = 800) -> tuple[list, list, list[int]]:
     """The streams of an undisturbed run, and those of a run in which processes get a signal; and these processes."""
     calm = ask_all(url, prompts(), tokens, seed=11)
     hit: list[int] = []
