@@ -1,10 +1,11 @@
 """Regular expressions as grammars: the part of the syntax that ECMAScript and Python share and mean alike.
 
 An expression describes the whole text. What would be read differently, or not at all, by xgrammar is refused by name;
-xgrammar itself never sees an expression. `.` is any character but line ends, `\\d` and `\\w` are ASCII's.
+xgrammar itself never sees an expression. `.` is any character but line ends, `\\d` and `\\w` are ASCII's. `\\p{L}` is
+ECMAScript's, as JSON Schema has it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cluster.grammar.asked import GrammarError
@@ -25,6 +26,7 @@ from cluster.grammar.nodes import (
     repeat,
     seq,
 )
+from cluster.grammar.properties import OTHERS, property_of
 
 MAX_DEPTH = 100
 MAX_REPEATS = 10_000
@@ -160,7 +162,7 @@ class _Reader:
         if character == "[":
             return self._class()
         if character == "\\":
-            return self._escape(CLASSES)
+            return self._escape(negated=False)
         if character in "*+?{":
             raise self._wrong(f"{character} repeats nothing")
         self.at += 1
@@ -242,15 +244,19 @@ class _Reader:
         if not character:
             raise self._wrong("a [ is not closed")
         if character == "\\":
-            return self._escape(OUTSIDE if negated else CLASSES).ranges
+            return self._escape(negated).ranges
         pair = self.text[self.at : self.at + 2]
         if pair in ("--", "&&", "||", "~~") or character == "[":
             raise self._wrong(f"write \\{character} in a class")
         self.at += 1
         return ((ord(character), ord(character)),)
 
-    def _escape(self, classes: Mapping[str, Chars]) -> Chars:
+    def _escape(self, negated: bool) -> Chars:
+        """The characters of what begins with a backslash; `negated`: it stands in a class that is negated."""
         character = self.text[self.at + 1 : self.at + 2]
+        classes = OUTSIDE if negated else CLASSES
+        if character in ("p", "P"):
+            return self._property(negated)
         if character in classes:
             self.at += 2
             return classes[character]
@@ -268,6 +274,21 @@ class _Reader:
             raise self._wrong("backreferences are not supported" if backwards else f"\\{character} is not supported")
         self.at += 2
         return one_of(CONTROL.get(character, character))
+
+    def _property(self, negated: bool) -> Chars:
+        r"""The characters of `\p{NAME}` or `\P{NAME}`; `negated`: it stands in a class that is negated."""
+        without = self.text[self.at + 1] == "P"
+        name, closed, _ = self.text[self.at + 3 :].partition("}")
+        if self.text[self.at + 2 : self.at + 3] != "{" or not closed:
+            raise self._wrong(r"a property is written as \p{NAME}")
+        found = property_of(name)
+        if found is None:
+            known = f"general categories such as L and Lu, {', '.join(OTHERS)}"
+            raise self._wrong(rf"\p{{{name[:40]}}} is not supported; known are {known}")
+        self.at += len(name) + 4
+        # Where characters are left out, in one of two ways, those that only may have the property are left out as well.
+        members = found.possible if without != negated else found.sure
+        return complement(members) if without else members
 
 
 def _check_anchors(node: Node, first: bool, last: bool) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -98,7 +99,9 @@ def test_what_matches_is_accepted_and_nothing_else(expression: str) -> None:
         (r"(a)\1", "backreferences"),
         (r"(?P<x>a)(?P=x)", "backreferences"),
         (r"\bword", "is not supported"),
-        (r"\p{L}", "is not supported"),
+        (r"\p{Script=Latin}", "is not supported; known are general categories"),
+        (r"\p{Cn}", "is not supported"),
+        (r"\pL", r"\p{NAME}"),
         ("(?i)a", "flags"),
         ("a$b", "inside"),
         ("(a^)*", "inside"),
@@ -120,6 +123,27 @@ def test_what_matches_is_accepted_and_nothing_else(expression: str) -> None:
 def test_what_is_not_supported_is_named(expression: str, why: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(why)):
         parse(expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "matched", "others"),
+    [
+        (r"\p{L}+", "aÄжक中ª", "1_ -́"),
+        (r"\p{Letter}\p{gc=Nd}", ["a1", "中٣"], ["1a", "aⅣ"]),
+        (r"[\p{Lu}\d]", "AÄЖ7", "aǅ中"),
+        (r"\p{LC}", "aAǅ", "中ʰ"),
+        (r"\P{L}", "1 _😀", ["a", "ж", "\U000323af"]),
+        (r"[^\p{L}x]", "1 _😀", ["a", "ж", "\U000323af"]),
+        (r"[^\P{Lu}]", "AÄ", "a1"),
+        (r"\p{Alphabetic}\p{White_Space}", ["a ", "Ⅳ "], ["1 ", "aa"]),
+        (r"[\p{Extended_Pictographic}\p{Emoji_Component}]+", ["😀", "👩\u200d🚀", "5"], "ab"),
+        (r"\P{Extended_Pictographic}", "a1", "😀⌚☑©"),
+    ],
+)
+def test_properties_of_characters(expression: str, matched: Sequence[str], others: Sequence[str]) -> None:
+    grammar = Grammar("regex", expression)
+    assert [text for text in matched if not demo().accepts(grammar, text)] == []
+    assert [text for text in others if demo().accepts(grammar, text)] == []
 
 
 def test_lengths_of_what_matches() -> None:

@@ -43,7 +43,8 @@ _ONE_CHARACTER = r"(?:[A-Za-z0-9 _,:;=@!]|\\[dDwWsS.*+?()^$|\\\[\]{}]|\.|\[\^?(?
 _SOME_CHARACTERS = rf"(?:{_ONE_CHARACTER}(?:[*+?]|\{{\d{{1,2}}\}})?)"
 _EXPRESSION = rf"\^?(?:{_SOME_CHARACTERS}|\((?:\?:)?{_SOME_CHARACTERS}+(?:\|{_SOME_CHARACTERS}+)*\)[*+?]?)*\$?"
 
-# Of JSON Schema first, then those that generators write for types of their languages (OpenAPI, pydantic, quicktype).
+# Of JSON Schema first, then those that generators write for types of their languages
+# (OpenAPI, pydantic, quicktype, zod).
 FORMATS: dict[str, str] = {
     "date": _DATE,
     "time": _TIME,
@@ -74,6 +75,7 @@ FORMATS: dict[str, str] = {
     "uint32": r"(?:0|[1-9]\d{0,8})",
     "uint64": r"(?:0|[1-9]\d{0,17})",
     "boolean": "true|false",
+    "emoji": r"\p{Extended_Pictographic}+",
     "multi-host-uri": rf"[a-z]{{1,20}}://{_AUTHORITY}(?:/{_PATH})?",
     "name-email": rf"[A-Za-z]{{1,20}}(?: [A-Za-z]{{1,20}}){{0,3}} <{_EMAIL}>",
     "ipv4network": _NET4,

@@ -157,6 +157,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "pattern": ({"type": "string", "pattern": "^[A-Z]{2}\\d{3}$"}, "AB123"),
     "pattern with quotes": ({"type": "string", "pattern": '^"[^"]{0,3}"\\\\$'}, '"a\n"\\'),
     "pattern of any": ({"type": "string", "pattern": "^.{1,4}$"}, 'a"\\é'),
+    "emoji": ({"type": "string", "format": "emoji"}, "😀👍"),
     "pattern within lengths": ({"type": "string", "pattern": "^[ab]{2,4}$", "minLength": 1, "maxLength": 4}, "abab"),
     "date": ({"type": "string", "format": "date"}, "2024-02-29"),
     "date-time": ({"type": "string", "format": "date-time"}, "2024-12-31T23:59:59.5+02:00"),

@@ -1,0 +1,117 @@
+"""What `\\p{...}` names in an expression: the general categories of characters, and some properties of ECMAScript.
+
+Unicode grows with each version, and who checks an output may know a newer one than this Python does. So each property
+is two sets: the characters that surely have it, and those that may have it. An expression with `\\p` matches only the
+former. One with `\\P`, or with `\\p` in a negated class, leaves out the latter.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+from unicodedata import category
+
+from cluster.grammar.nodes import Chars, chars, complement
+
+PLANES = ((0, 0x3347F), (0xE0000, 0xE01EF))  # hold all assigned characters of Unicode 17 that are not for private use
+UNASSIGNED = "Cn"
+RECLASSIFIED = frozenset({0x295, 0x1171E})  # had one category in Unicode 14 and have another in 17: nobody knows which
+PRIVATE = chars((0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
+LONG_NAMES = {
+    "Letter": "L", "Cased_Letter": "LC", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt",
+    "Modifier_Letter": "Lm", "Other_Letter": "Lo", "Mark": "M", "Nonspacing_Mark": "Mn", "Spacing_Mark": "Mc",
+    "Enclosing_Mark": "Me", "Number": "N", "Decimal_Number": "Nd", "Letter_Number": "Nl", "Other_Number": "No",
+    "Punctuation": "P", "Connector_Punctuation": "Pc", "Dash_Punctuation": "Pd", "Open_Punctuation": "Ps",
+    "Close_Punctuation": "Pe", "Initial_Punctuation": "Pi", "Final_Punctuation": "Pf", "Other_Punctuation": "Po",
+    "Symbol": "S", "Math_Symbol": "Sm", "Currency_Symbol": "Sc", "Modifier_Symbol": "Sk", "Other_Symbol": "So",
+    "Separator": "Z", "Space_Separator": "Zs", "Line_Separator": "Zl", "Paragraph_Separator": "Zp", "Other": "C",
+    "Control": "Cc", "Format": "Cf", "Private_Use": "Co",
+}  # fmt: skip
+GROUPS = {"LC": ("Lu", "Ll", "Lt")}
+CATEGORIES = frozenset(LONG_NAMES.values())
+
+
+class Property(NamedTuple):
+    """The characters that surely have a property, and all that may have it."""
+
+    sure: Chars
+    possible: Chars
+
+
+# Unicode's PropList and emoji-data, version 17.
+REGIONAL_INDICATOR = chars((0x1F1E6, 0x1F1FF))
+EMOJI_COMPONENT = chars(
+    (0x23, 0x23), (0x2A, 0x2A), (0x30, 0x39), (0x200D, 0x200D), (0x20E3, 0x20E3), (0xFE0F, 0xFE0F), (0x1F1E6, 0x1F1FF),
+    (0x1F3FB, 0x1F3FF), (0x1F9B0, 0x1F9B3), (0xE0020, 0xE007F),
+)  # fmt: skip
+WHITE_SPACE = chars(
+    (0x09, 0x0D), (0x20, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+    (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
+)  # fmt: skip
+# Some of the characters that have been pictographs in every version; the second set holds those of all versions.
+PICTOGRAPHS = chars(
+    (0x231A, 0x231B), (0x23E9, 0x23F3), (0x23F8, 0x23FA), (0x25FB, 0x25FE), (0x2600, 0x2604), (0x2614, 0x2615),
+    (0x2648, 0x2653), (0x265F, 0x2660), (0x2665, 0x2666), (0x2692, 0x2697), (0x26BD, 0x26BE), (0x26F0, 0x26F5),
+    (0x2708, 0x270D), (0x2728, 0x2728), (0x2753, 0x2755), (0x2763, 0x2764), (0x2795, 0x2797), (0x2B50, 0x2B50),
+    (0x1F300, 0x1F321), (0x1F324, 0x1F393), (0x1F3A0, 0x1F3F0), (0x1F400, 0x1F4FD), (0x1F4FF, 0x1F53D),
+    (0x1F550, 0x1F567), (0x1F5FB, 0x1F64F), (0x1F680, 0x1F6C5), (0x1F910, 0x1F93A), (0x1F940, 0x1F945),
+    (0x1F950, 0x1F9AF), (0x1F9B4, 0x1F9FF),
+)  # fmt: skip
+MAYBE_PICTOGRAPHS = chars((0xA9, 0xA9), (0xAE, 0xAE), (0x2000, 0x32FF), (0x1F000, 0x1FFFF))
+
+
+FIXED = {
+    "ASCII": Property(*[chars((0, 0x7F))] * 2),
+    "Any": Property(*[complement(Chars(()))] * 2),
+    "Emoji_Component": Property(EMOJI_COMPONENT, EMOJI_COMPONENT),
+    "Extended_Pictographic": Property(PICTOGRAPHS, MAYBE_PICTOGRAPHS),
+    "Regional_Indicator": Property(REGIONAL_INDICATOR, REGIONAL_INDICATOR),
+    "White_Space": Property(WHITE_SPACE, WHITE_SPACE),
+}
+# Of each property: categories that surely have it, and further ones of which some characters have it.
+DERIVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "Alphabetic": (("L", "Nl"), ("M", "So")),
+    "Lowercase": (("Ll",), ("Lm", "Lo", "Mn", "Nl", "So")),
+    "Uppercase": (("Lu",), ("Nl", "So")),
+}
+OTHERS = (*FIXED, *DERIVED)  # the properties that are no categories
+
+
+def property_of(name: str) -> Property | None:
+    """What `\\p{name}` means; None for a property that is not known here, such as a script.
+
+    A category has its short or its long name, which may follow `gc=` or `General_Category=`.
+    """
+    bare = name.removeprefix("gc=").removeprefix("General_Category=")
+    if LONG_NAMES.get(bare, bare) in CATEGORIES:
+        return _united((LONG_NAMES.get(bare, bare),))
+    return _united(*DERIVED[name]) if name in DERIVED else FIXED.get(name)
+
+
+@cache
+def _united(names: tuple[str, ...], further: tuple[str, ...] = ()) -> Property:
+    """The property that the characters of these categories have, and that some of `further` categories have.
+
+    A character that this Python does not know yet may get any category.
+    """
+    found = _categories()
+
+    def of(some: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+        for name in some:
+            for short, members in found.items():
+                if short != UNASSIGNED and (short in GROUPS.get(name, ()) or short.startswith(name)):
+                    yield from members.ranges
+
+    return Property(chars(*of(names)), chars(*of(names), *of(further), *found[UNASSIGNED].ranges))
+
+
+@cache
+def _categories() -> dict[str, Chars]:
+    """The characters of each category of two letters, as this Python's Unicode has them."""
+    found: dict[str, list[tuple[int, int]]] = {"Co": list(PRIVATE.ranges)}
+    for low, high in PLANES:
+        for code in range(low, high + 1):
+            if code not in RECLASSIFIED:
+                found.setdefault(category(chr(code)), []).append((code, code))
+    found.pop(UNASSIGNED, None)
+    assigned = chars(*(pair for pairs in found.values() for pair in pairs))
+    return {name: chars(*pairs) for name, pairs in found.items()} | {UNASSIGNED: complement(assigned)}
