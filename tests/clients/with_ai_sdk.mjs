@@ -17,6 +17,7 @@ const person = z.object({
   id: z.uuid(),
   born: z.iso.date(),
   mood: z.enum(["fine", "tired"]),
+  sign: z.emoji().max(4),
   tags: z.array(z.string().max(4)).max(2),
   note: z.string().max(4).nullable(),
 });
