@@ -58,15 +58,15 @@ PICTOGRAPHS = chars(
 )  # fmt: skip
 MAYBE_PICTOGRAPHS = chars((0xA9, 0xA9), (0xAE, 0xAE), (0x2000, 0x32FF), (0x1F000, 0x1FFFF))
 
-
-FIXED = {
-    "ASCII": Property(*[chars((0, 0x7F))] * 2),
-    "Any": Property(*[complement(Chars(()))] * 2),
-    "Emoji_Component": Property(EMOJI_COMPONENT, EMOJI_COMPONENT),
-    "Extended_Pictographic": Property(PICTOGRAPHS, MAYBE_PICTOGRAPHS),
-    "Regional_Indicator": Property(REGIONAL_INDICATOR, REGIONAL_INDICATOR),
-    "White_Space": Property(WHITE_SPACE, WHITE_SPACE),
+SETTLED = {
+    "ASCII": chars((0, 0x7F)),
+    "Any": complement(Chars(())),
+    "Emoji_Component": EMOJI_COMPONENT,
+    "Regional_Indicator": REGIONAL_INDICATOR,
+    "White_Space": WHITE_SPACE,
 }
+FIXED = {name: Property(found, found) for name, found in SETTLED.items()}
+FIXED["Extended_Pictographic"] = Property(PICTOGRAPHS, MAYBE_PICTOGRAPHS)
 # Of each property: categories that surely have it, and further ones of which some characters have it.
 DERIVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Alphabetic": (("L", "Nl"), ("M", "So")),

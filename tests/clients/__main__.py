@@ -115,23 +115,25 @@ def _java() -> tuple[str, str]:
 
 
 def run(name: str, url: str, model: str) -> tuple[str, str]:
-    """Run one client: how it ended (`ok`, `FAILED` or `skipped`), and the versions that ran or what is missing."""
+    """Run one client: how it ended (`ok`, `FAILED` or `skipped`), and the versions that ran, or why not."""
     client = CLIENTS[name]
     environment = Environment(ROOT / ".clients" / name, client.packages)
+    out = ROOT / ".clients" / f"{name}-out"
+    places = {"url": url, "model": model, "tokenizer": TOKENIZER, "folder": environment.folder, "out": out}
+    arguments = [part.format(**places) for part in client.command[1:]]
     try:
         if client.java:
             program, versions = _java()
         else:
             environment.make()
             program, versions = environment.program(client.command[0]), ", ".join(environment.versions())
+        print(f"== {name}: {versions}", flush=True)
+        subprocess.run([program, *arguments], env=os.environ | SETTINGS, timeout=TIMEOUT_S, check=True)
     except Missing as error:
         return "skipped", str(error)
-    print(f"== {name}: {versions}", flush=True)
-    out = ROOT / ".clients" / f"{name}-out"
-    places = {"url": url, "model": model, "tokenizer": TOKENIZER, "folder": environment.folder, "out": out}
-    arguments = [part.format(**places) for part in client.command[1:]]
-    done = subprocess.run([program, *arguments], env=os.environ | SETTINGS, timeout=TIMEOUT_S)
-    return "FAILED" if done.returncode else "ok", versions
+    except subprocess.SubprocessError as error:  # also that of an installation, so that the others run all the same
+        return "FAILED", str(error)
+    return "ok", versions
 
 
 def main(names: list[str]) -> int:

@@ -8,6 +8,7 @@ import litellm
 from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
+litellm.suppress_debug_info = True  # its list of providers, printed for models that it has no prices of
 messages = [{"role": "user", "content": "import os"}]
 
 
