@@ -97,20 +97,28 @@ once = client.responses.create(
 assert [item.type for item in once.output] == ["function_call"], once
 
 # Tools as Codex declares them: those of a namespace and custom ones are served; web_search is left out with a warning.
-declared = client.responses.with_raw_response.create(
-    model=model,
-    input="import os",
-    tools=[
-        {"type": "namespace", "name": "home", "description": "At home", "tools": [flat]},
-        {"type": "custom", "name": "edit", "description": "Edits a file"},
-        {"type": "web_search"},
-    ],
-    tool_choice={"type": "custom", "name": "edit"},
-    max_output_tokens=400,
-    extra_body={"seed": 3},
-)
-assert "web_search" in declared.headers["x-aerie-warning"], declared.headers
-declared = declared.parse()
-assert declared.output[0].type in ("custom_tool_call", "message"), declared
-assert declared.status == "incomplete" or declared.output[0].name == "edit", declared
+three_letters = {"type": "grammar", "syntax": "regex", "definition": "[a-z]{3}"}
+DECLARED = [
+    {"type": "namespace", "name": "home", "description": "At home", "tools": [flat]},
+    {"type": "custom", "name": "edit", "description": "Edits a file", "format": three_letters},
+    {"type": "web_search"},
+]
+for choice in (
+    {"type": "custom", "name": "edit"},
+    {"type": "function", "namespace": "home", "name": "get_weather"},
+):
+    raw = client.responses.with_raw_response.create(
+        model=model,
+        input="import os",
+        tools=DECLARED,
+        tool_choice=choice,
+        max_output_tokens=200,
+        extra_body={"seed": 3},
+    )
+    assert "web_search" in raw.headers["x-aerie-warning"], raw.headers
+    (item,) = raw.parse().output
+    if choice["type"] == "custom":
+        assert item.type == "custom_tool_call" and item.name == "edit" and len(item.input) == 3, item
+    else:
+        assert item.type == "function_call" and (item.namespace, item.name) == ("home", "get_weather"), item
 print("chat, tools, parse, responses; whole and streamed; tools by name, a namespace, a custom tool")
