@@ -23,7 +23,6 @@ from tests.grammar.walks import demo, walk
 
 GOOD = Grammar("choice", '["yes", "no"]')
 SLOW = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "string"} for at in range(3000)}}))
-LARGE = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "string"} for at in range(500)}}))
 
 
 @pytest.fixture
@@ -133,15 +132,13 @@ def used(pid: int | None) -> float:
 
 
 @pytest.mark.slow
-def test_memory_and_time_are_limited_and_nothing_has_to_start_anew() -> None:
+def test_time_is_limited_and_nothing_has_to_start_anew() -> None:
     process = Process(demo().vocabulary, seconds=2.0)
     try:
         assert process.compile(GOOD).text
         pid = process.pid
         assert process.compile(Grammar("ebnf", "nothing")).refusal
-        assert re.search(r"longer than 2 s|GiB of memory", process.compile(SLOW).refusal)
-        process._seconds = 60.0
-        assert "GiB" in process.compile(LARGE).refusal
+        assert "longer than 2 s" in process.compile(SLOW).refusal
         assert process.compile(GOOD).text
         assert process.pid == pid and not children(pid), "whatever a grammar does, its child alone ends"
     finally:

@@ -13,7 +13,7 @@ from cluster.grammar import forks
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.compiler import Answer, Compiler, CompilerError, Process
 from cluster.grammar.forks import COMPILED, LATE, REFUSED, SLOW, UNSURE, Child, replied
-from cluster.grammar.limits import Spent, Stopwatch
+from cluster.grammar.limits import MEMORY, TOO_LARGE, Spent, Stopwatch
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import SlowGrammarError, Worker
 
@@ -33,6 +33,8 @@ class Odd(Worker):
         elif self._run == "computes":
             while True:
                 sum(range(1000))
+        elif self._run == "fills memory":
+            bytearray(2 * MEMORY)
         elif self._run == "is slow":
             raise SlowGrammarError("it is too ambiguous")
         return "done"
@@ -66,6 +68,10 @@ def test_computing_ends_a_grammar_at_its_limit() -> None:
 
 def clock(*readings: float) -> Iterator[float]:
     return chain(readings, repeat(readings[-1]))
+
+
+def test_a_grammar_that_takes_too_much_memory_ends_at_the_limit() -> None:
+    assert answer_of(Odd("fills memory")) == REFUSED + TOO_LARGE.encode()
 
 
 @pytest.mark.parametrize(("processor", "passed", "busy"), [(1.0, 1.0, False), (0.95, 1.0, False), (0.5, 1.0, True)])
