@@ -10,7 +10,8 @@ from cluster.grammar.matching import Matchers, TextMatcher
 from cluster.grammar.sources import portable
 from cluster.grammar.vocabulary import Vocabulary, one_of
 
-MAX_COMPILED = 64 << 20  # bytes of a compiled grammar, in each rank that reads it
+MAX_COMPILED = 64 << 20  # bytes of a compiled grammar, in each rank that reads it, with a small vocabulary
+COMPILED_PER_ID = 1 << 10  # and for each id of a large one: a mask has a bit for each id, so the same rules take more
 SHOWN = 300  # characters of xgrammar's reason
 WALKS = 3
 WALK_TOKENS = 48
@@ -46,11 +47,16 @@ class Worker:
             size = self._matchers.read(text).bytes
         except GrammarError as error:
             raise GrammarError(shortened(str(error))) from error
-        if size > MAX_COMPILED:
-            raise GrammarError(f"compiled it is larger than {MAX_COMPILED >> 20} MiB; bound fewer or shorter strings")
+        if size > (most := max_compiled(len(self._vocabulary.tokens))):
+            raise GrammarError(f"compiled it is larger than {most >> 20} MiB; bound fewer or shorter strings")
         for seed in range(WALKS):
             try_out(self._matchers.matcher(text), self._vocabulary, seed)
         return text
+
+
+def max_compiled(ids: int) -> int:
+    """The bytes that a compiled grammar may have over a vocabulary of so many ids."""
+    return max(MAX_COMPILED, COMPILED_PER_ID * ids)
 
 
 def shortened(reason: str) -> str:

@@ -8,10 +8,12 @@ import pytest
 import xgrammar
 
 from cluster.bench.made_up_vocabulary import SENTENCE_PIECE, STOP, made_up_tokens
+from cluster.bench.real_sized import schema_of
+from cluster.chat.formats.choose import FORMATS
 from cluster.grammar.asked import Grammar
 from cluster.grammar.matching import Matchers
 from cluster.grammar.vocabulary import Vocabulary, ids_in, one_of
-from cluster.grammar.worker import Worker
+from cluster.grammar.worker import Worker, max_compiled
 from tests.grammar.schema.samples import CALL, PERSON
 from tests.grammar.test_matching import GRAMMARS
 from tests.grammar.walks import Grammars, demo, mask
@@ -55,6 +57,14 @@ def test_tables_are_made_once_and_little_travels(monkeypatch: pytest.MonkeyPatch
     assert made == ["GrammarCompiler"], "one for all grammars of a rank"
     assert min(sizes) > 1 << 20, "masks would be megabytes"
     assert len(vocabulary.tokens) == SENTENCE_PIECE
+
+
+def test_several_tools_with_many_fields_are_no_too_large_grammar() -> None:
+    """Two tools of twenty fields were refused with 262,144 ids, and accepted with the demo's 2,048."""
+    given = {name: schema_of(20, name) for name in ("one", "two", "three")}
+    form = FORMATS["hermes"].written(given, True)
+    text = large().worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": form})))
+    assert 64 << 20 < large().matchers.read(text).bytes < max_compiled(SENTENCE_PIECE)
 
 
 def test_a_special_token_of_one_grammar_does_not_stand_for_that_of_another() -> None:
