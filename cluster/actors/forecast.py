@@ -206,6 +206,6 @@ class GangForecast:
         self.ranks[rank].add(prompt, self._decoding)
 
     def wait(self, rank: int, prompt: QueuedPrompt, now: float) -> ExpectedWait:
-        """How long a request waits that comes to a rank `now`."""
+        """The expected wait of a request that arrives at a rank at the time `now`."""
         found, age = self.ranks[rank].wait(prompt, self._decoding), now - self.made
         return ExpectedWait(max(0.0, found.seconds - age), max(0.0, found.delay - age))

@@ -115,7 +115,7 @@ class PrefillSpeed:
         beside, count = len(self.committed) * pace.tree, max(1, int(rows))
         dear = pace.cost(beside, start, count + 1) - pace.cost(beside, start, count)
         cheap = pace.cost(beside + count, 0, 1)
-        # What is left is on average half of what one more row costs.
+        # The budget that stays unused in a step is on average half of the cost of one more row.
         return step_s, max(0.0, (dear / cheap - 1) / 2) if cheap else 0.0
 
     def step_s(self, start: int, rows: int, decodes: bool) -> float:

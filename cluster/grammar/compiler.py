@@ -248,7 +248,11 @@ class Running:
         self._reader.start()
 
     def begin(self, vocabulary: bytes) -> bytes | None:
-        """Send the first frame and wait; `READY`, another answer, or None if the process ends. Raises TimeoutError."""
+        """Send the first frame and return the answer of the process: `READY`, an error, or None if the process ends.
+
+        Raises:
+            TimeoutError: the process does not answer in time.
+        """
         until = time.monotonic() + START_S
         self._send(vocabulary, until)
         return self._first.result(max(0.0, until - time.monotonic()))

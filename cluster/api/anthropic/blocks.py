@@ -99,7 +99,7 @@ class ServerToolResultBlock(Strict):
 
     @property
     def text(self) -> str:
-        """What the tool gave back, as text, without what is encrypted."""
+        """The result of a server tool as text; encrypted fields are left out."""
         given = _readable_part(self.content)
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 

@@ -82,7 +82,7 @@ def _texts(pattern: Any) -> tuple[Any, ...]:
 
 
 def with_unevaluated(schema: Schema, name: str, value: Any, path: str) -> Schema:
-    """A plain schema with what it says of properties or items that no other part describes."""
+    """The schema with an explicit rule for the properties or items that none of its keywords describes."""
     others = ("additionalProperties",) if name == "unevaluatedProperties" else ("items",)
     if any(other in schema for other in others):
         return schema  # that part has described them all

@@ -54,7 +54,7 @@ def fetched(model: str = "org/model") -> Path:
 
 
 def names(hub: FakeHub) -> set[str]:
-    """The files of which any byte was asked for, whether it came or not."""
+    """The files that the client requested, in whole or in part, with or without success."""
     return {sent.path.partition("/resolve/")[2].partition("/")[2] for sent in hub.log if "/resolve/" in sent.path}
 
 
