@@ -173,8 +173,8 @@ async def _requests(pair: Pair, size: Size) -> dict[str, dict[str, float]]:
             return reply.seconds
 
         async def beyond(name: str, body: Mapping[str, Any]) -> None:
-            plain = {key: value for key, value in body.items() if key == "tools"} | {"tool_choice": "none"}
-            plain = plain if "tools" in plain else {}
+            same_prompt = ("tools", body.get("tools")), ("tool_choice", "auto")
+            plain = dict(same_prompt) if "tools" in body else {}
             times = [await seconds(each) for each in (plain, body, plain, body, plain)]
             usual = median(times[::2])
             here = found.setdefault(name, {"first": [], "known": []})

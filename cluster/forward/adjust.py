@@ -69,12 +69,22 @@ class Adjust:
         if self.grammars is not None:
             self.grammars.commit(self.rows, tokens, lens)
 
+    @property
+    def masks_alone(self) -> bool:
+        """Whether `masks` say all that changes, and a chooser applies them at no cost in memory."""
+        return self.adjustments is None and self.grammars is not None and self.grammars.frugal
+
+    def masks(self, each: int) -> Tensor:
+        """Which tokens grammars allow after `each` rows of every request, as bits, `[R * each, words]`."""
+        assert self.grammars is not None, "no request of the step has a grammar"
+        return self.grammars.masks(self.rows, self._paths(each)).flatten(0, 1)
+
     def apply(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits `[R, n, V]` -> the adjusted ones, in float32 at least. Where the columns are not all tokens in their
         order, `ids` `[V]` are theirs.
         """
         r, n, width = logits.shape
-        path = self.rows.new_full((r, n, 0), -1) if self.path is None else self.path.expand(r, n, -1)
+        path = self._paths(n)
         if self.adjustments is None and self.grammars is not None and self.grammars.frugal:
             return self._block(logits, self.rows, path, ids)
         parts = [
@@ -82,6 +92,10 @@ class Adjust:
             for block in blocks(r, AT_ONCE * n * width, logits.device)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _paths(self, each: int) -> Tensor:
+        count = self.rows.shape[0]
+        return self.rows.new_full((count, each, 0), -1) if self.path is None else self.path.expand(count, each, -1)
 
     def _block(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         if self.adjustments is not None:

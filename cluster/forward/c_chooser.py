@@ -5,21 +5,22 @@ are the same at every level of vector instructions (`kernels/choice/choice.c`).
 """
 
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_int64, c_void_p
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
+from cluster.forward.bars import BARRED, WORD
 from cluster.forward.chooser import least_of
 from cluster.forward.draw import Draw
 from cluster.forward.noise import Noise, at_least_float32
 from cluster.kernels.library import Library
 from cluster.recording import native
 
-POINTERS = ("logits", "keys", "which", "hashes", "inverse", "scale", "least", "scores", "columns", "total")
+POINTERS = ("logits", "keys", "which", "hashes", "inverse", "scale", "least", "masks", "scores", "columns", "total")
 NUMBERS = (
     *("requests", "each", "size", "stride", "keys_stride", "position", "inverse_stride", "scale_stride"),
-    *("count", "kind", "threads"),
+    *("words", "count", "kind", "threads"),
 )
 BEST, LIKELIEST, FOUND = range(3)
 MOST = 64
@@ -29,7 +30,11 @@ MOST = 64
 class Arguments(Structure):
     """`struct aerie_choice`."""
 
-    _fields_ = (*((name, c_void_p) for name in POINTERS), *((name, c_int64) for name in NUMBERS))
+    _fields_ = (
+        *((name, c_void_p) for name in POINTERS),
+        *((name, c_int64) for name in NUMBERS),
+        ("barred", c_double),
+    )
 
 
 class CChooser:
@@ -45,31 +50,45 @@ class CChooser:
         native(run, seeds.data_ptr(), first.data_ptr(), keys.data_ptr(), first.shape[0], seeds.stride(0), count)
         return Noise(keys, hashes, dtype)
 
-    def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Chooser.best`."""
-        scores, columns, _ = self._run(BEST, values, draws, least, 1)
+        scores, columns, _ = self._run(BEST, values, draws, least, 1, masks)
         return columns[:, 0], scores[:, 0]
 
     def likeliest(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Chooser.likeliest`."""
-        scores, columns, _ = self._run(LIKELIEST, values, draws, least, count)
+        scores, columns, _ = self._run(LIKELIEST, values, draws, least, count, masks)
         return scores, columns
 
     def found(
         self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Chooser.found`."""
-        return self._run(FOUND, values, draws, least, min(count, values.shape[1]))
+        return self._run(FOUND, values, draws, least, min(count, values.shape[1]), None)
 
     def _run(
-        self, kind: int, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self,
+        kind: int,
+        values: Tensor,
+        draws: Sequence[Draw],
+        least: Tensor | None,
+        count: int,
+        masks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores and columns `[T, count]`, and the log of the sum `[T, 1]`, which only `FOUND` fills."""
         rows, size = values.shape
         if not 1 <= count <= min(size, MOST):
             raise ValueError(f"{count} of {size} columns; C takes 1 to {MOST} of at least as many")
+        if masks is not None:
+            if masks.shape[0] != rows or masks.shape[1] * WORD < size:
+                raise ValueError(f"masks {list(masks.shape)} do not fit logits {list(values.shape)}")
+            if least is None and any(draw.sampling.filtered for draw in draws):
+                raise ValueError("what filters keep follows from logits that are barred already")
+            masks = masks.contiguous()
         noise = draws[0].noise if draws else None
         if noise is not None and at_least_float32(noise.dtype) != at_least_float32(values.dtype):
             values = values.to(at_least_float32(noise.dtype))
@@ -80,7 +99,7 @@ class CChooser:
             values.new_empty(rows, 1, dtype=wide),
         )
         if noise is None:
-            self._call(kind, values, made, {}, (rows, 1))
+            self._call(kind, values, made, {} if masks is None else {"masks": masks}, (rows, 1))
             return made
         counts = [draw.requests * draw.each for draw in draws]
         if sum(counts) != rows:
@@ -91,7 +110,10 @@ class CChooser:
                 cut = slice(start, start + of_draw)
                 some, own = (values, made) if of_draw == rows else (values[cut], tuple(each[cut] for each in made))
                 kept = least_of(some, draw) if least is None else least[cut]
-                self._call(kind, some, own, _drawn(draw, some, kept), (draw.requests, draw.each))
+                drawn = _drawn(draw, some, kept)
+                if masks is not None:
+                    drawn["masks"] = masks[cut]
+                self._call(kind, some, own, drawn, (draw.requests, draw.each))
             start += of_draw
         return made
 
@@ -108,10 +130,12 @@ class CChooser:
         size, (requests, each) = values.shape[1], rows
         given = {"logits": values, "scores": scores, "columns": columns, "total": total, **drawn}
         told = Arguments(requests=requests, each=each, size=size, stride=values.stride(0), count=scores.shape[1])
-        told.kind, told.threads = kind, torch.get_num_threads()
+        told.kind, told.threads, told.barred = kind, torch.get_num_threads(), BARRED
         for name, tensor in given.items():
             setattr(told, name, tensor.data_ptr())
-        if drawn:
+        if "masks" in drawn:
+            told.words = drawn["masks"].shape[1]
+        if "keys" in drawn:
             keys = drawn["keys"]
             told.keys_stride, told.position = keys.stride(0), int(keys.shape[1] > 1)
             told.inverse_stride, told.scale_stride = drawn["inverse"].stride(0), drawn["scale"].stride(0)

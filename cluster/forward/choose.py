@@ -20,38 +20,49 @@ from cluster.models.vocab import Columns
 TOP_LOGPROBS = 20
 
 
-def adjusted(columns: Columns, draws: Sequence[Draw], ids: Tensor | None = None) -> Columns:
+def adjusted(columns: Columns, draws: Sequence[Draw], ids: Tensor | None = None) -> tuple[Columns, Tensor | None]:
     """All columns of own rows, adjusted as `draws` say; the columns themselves where no request of the step has
     adjustments. `ids` `[V]` are the tokens of columns that are not the vocabulary in its order.
+
+    Where grammars alone adjust, and a chooser can apply their masks as it reads the logits, the columns are returned as
+    they are, and the masks `[T, words]` beside them: adjusted logits of 262,144 columns take longer to write than all
+    else that a grammar costs in a step.
     """
-    if draws[0].adjust is None:
-        return columns
+    first = draws[0].adjust
+    if first is None:
+        return columns, None
+    some = [draw for draw in draws if draw.requests] or draws[:1]
+    if first.masks_alone and ids is None and columns.shards is None and not draws[0].sampling.filtered:
+        masks = [draw.adjust.masks(draw.each) for draw in some if draw.adjust is not None]
+        return columns, masks[0] if len(masks) == 1 else torch.cat(masks)
     columns, parts, start = whole(columns), [], 0
-    for draw in [draw for draw in draws if draw.requests] or draws[:1]:
+    for draw in some:
         assert draw.adjust is not None, "all requests share a mode"
         stop = start + draw.requests * draw.each
         rows = columns.values[start:stop].view(draw.requests, draw.each, columns.values.shape[1])
         parts.append(draw.adjust.apply(rows, ids).flatten(0, 1))
         start = stop
-    return replace(columns, values=parts[0] if len(parts) == 1 else torch.cat(parts))
+    return replace(columns, values=parts[0] if len(parts) == 1 else torch.cat(parts)), None
 
 
 def choose(columns: Columns, draws: Sequence[Draw], chooser: Chooser = TORCH) -> tuple[Tensor, Tensor]:
     """The target's token after every own row and its score, `[T]` each; `draws` are of T rows together, in order."""
-    columns = adjusted(columns, draws)
+    columns, masks = adjusted(columns, draws)
     draws, least = told(columns, draws)
-    chosen, score = chooser.best(columns.values, draws, least)
+    chosen, score = chooser.best(columns.values, draws, least, masks)
     return (chosen, score) if columns.shards is None else best_of_all(columns, columns.shards, chosen, score)
 
 
-def likeliest(columns: Columns, draw: Draw, count: int, chooser: Chooser = TORCH) -> tuple[Tensor, Tensor]:
+def likeliest(
+    columns: Columns, draw: Draw, count: int, chooser: Chooser = TORCH, masks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The `count` tokens of the highest score after each own row, and the log-probability that the scores give them:
-    (log-probabilities, columns), `[T, count]` each. A row that is not finite has NaN, and the first columns. What is
-    adjusted is adjusted before.
+    (log-probabilities, columns), `[T, count]` each. A row that is not finite has NaN, and the first columns. `columns`
+    and `masks` are what `adjusted` returned.
     """
     draws, least = told(columns, [draw])
     if columns.shards is None:
-        return chooser.likeliest(columns.values, draws, least, count)
+        return chooser.likeliest(columns.values, draws, least, count, masks)
     found = Found(*chooser.found(columns.values, draws, least, count))
     merged = top_of_all(columns, columns.shards, found, count)
     likely = (merged.values - merged.total.masked_fill(merged.total.isinf(), float("nan"))).to(found.values.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import SamplingBatch
+from cluster.forward.bars import barred
 from cluster.forward.blocks import blocks
 from cluster.forward.draw import Draw
 from cluster.forward.filters import AT_ONCE, least_kept
@@ -23,9 +24,12 @@ probability that matters to a draft. Among those ruled out the order by score re
 
 
 class Chooser(Protocol):
-    """Takes the best of rows of logits `values` `[T, v]`, by scores in float32 at least. The rows draw as `draws` say,
-    of T rows together, in order, or are ranked as they are where there are no draws; `least` `[T, 1]` are the least
-    tempered logits that stay, where others have to tell.
+    """Takes the best of rows of logits `values` `[T, v]`, by scores in float32 at least.
+
+    The rows draw as `draws` say, of T rows together, in order, or are ranked as they are where there are no draws.
+    `least` `[T, 1]` are the least tempered logits that stay, where others have to tell. `masks` `[T, words]`, int32 with
+    a bit for each column, say what grammars allow: the same follows as from logits that are `barred` by them. Where
+    there are masks, no request has filters.
     """
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
@@ -34,7 +38,9 @@ class Chooser(Protocol):
         """
         ...
 
-    def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The column of the highest score, and that score, `[T]` each.
 
         NaN and +inf are the highest, so the score is not finite if any logit was one of them: one number stands for
@@ -43,7 +49,7 @@ class Chooser(Protocol):
         ...
 
     def likeliest(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The log-probabilities that the scores give the `count` best, and their columns, `[T, count]` each. A row that
         is not finite has NaN, and the first columns.
@@ -68,15 +74,19 @@ class TorchChooser:
         keys = keys_along(seeds, first, count)
         return Noise.of(keys, hashes, dtype)
 
-    def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Chooser.best`."""
+        values = values if masks is None else barred(values, masks, None)
         score, chosen = by_block(values, draws, least, lambda ranked: tuple(ranked.max(-1)))
         return chosen, score.to(at_least_float32(score.dtype))
 
     def likeliest(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Chooser.likeliest`."""
+        values = values if masks is None else barred(values, masks, None)
         wide = at_least_float32(values.dtype)
         likely, chosen = by_block(
             values, draws, least, lambda ranked: tuple(ranked.log_softmax(-1, dtype=wide).topk(count, -1))

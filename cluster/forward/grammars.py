@@ -182,9 +182,16 @@ class GrammarTable:
         beyond them), with what may not come barred, in float32 at least; NaN where the grammar has failed. `ids` as in
         `Adjust.apply`.
         """
+        masks = self.masks(rows, path)
+        return self._bars(logits.flatten(0, 1), masks.flatten(0, 1), ids).view(logits.shape)
+
+    def masks(self, rows: Tensor, path: Tensor) -> Tensor:
+        """Which tokens may come in requests in `rows` `[R]` after `path` `[R, n, D]`, int32 `[R, n, words]` with a bit
+        for each token: all in a request without a grammar, none where the grammar has failed.
+        """
         masks = hosted(self._masks, rows, path)
         assert masks is not None
-        return self._bars(logits.flatten(0, 1), masks.flatten(0, 1), ids).view(logits.shape)
+        return masks
 
     def _masks(self, rows: Tensor, path: Tensor) -> Tensor:
         """The masks after paths, `[R, n, words]`; everything may come in a request without a grammar."""

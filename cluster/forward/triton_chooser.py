@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cluster.forward.bars import barred
 from cluster.forward.chooser import FAR, first_of_nan
 from cluster.forward.draw import Draw
 from cluster.forward.filters import MASS
@@ -30,15 +31,19 @@ class TritonChooser:
         launch(gpu.keys_along, (requests,), seeds, first, keys, seeds.stride(0), count, BLOCK=whole(count))
         return Noise(keys, hashes, dtype)
 
-    def best(self, values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Chooser.best`."""
+        values = values if masks is None else barred(values, masks, None)
         scores, columns, _ = self._found(values, draws, least, 1, summed=False)
         return columns[:, 0], scores[:, 0]
 
     def likeliest(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Chooser.likeliest`."""
+        values = values if masks is None else barred(values, masks, None)
         scores, columns, total = self._found(values, draws, least, count, summed=True)
         likely = scores - total.masked_fill(total.isinf(), float("nan"))
         return likely, first_of_nan(likely, columns)

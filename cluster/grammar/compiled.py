@@ -1,7 +1,8 @@
 """Grammars compiled by xgrammar: their rules, and for each place in them which tokens of a vocabulary may come."""
 
+import json
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.bounded import SHORT
@@ -28,9 +29,6 @@ to make than all that is particular to an ordinary schema.
 class MaskCompiler:
     """xgrammar's compiler over one vocabulary. It keeps the masks of the rules that it has met, because other grammars
     have the same rules. For any thread; compiling releases the interpreter's lock.
-
-    It does not keep those of grammars in which special tokens stand: xgrammar knows a rule again by a checksum that
-    leaves out which tokens these are, so one rule would get the masks of another.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -45,7 +43,6 @@ class MaskCompiler:
         self._vocabulary.prepare()
         for common in COMMON:
             self.compile(common)
-        self._compiler(keeps=False)
 
     def compile(self, portable: PortableGrammar) -> "CompiledGrammar":
         """The compiled grammar.
@@ -54,9 +51,15 @@ class MaskCompiler:
             GrammarError: xgrammar cannot read it; the message is its own.
             MemoryError: there was too little.
         """
-        compiler = self._compiler(keeps=not portable.tokens)
+        source = portable.source
+        compiler = self._compiler(keeps=True)
+        if portable.tokens:
+            if never := self._vocabulary.stops[:1]:
+                source = json.dumps(with_marks(json.loads(source), never[0]))
+            else:
+                compiler = self._compiler(keeps=False)
         try:
-            return (compiler.compile_structural_tag if portable.tag else compiler.compile_grammar)(portable.source)
+            return (compiler.compile_structural_tag if portable.tag else compiler.compile_grammar)(source)
         except MemoryError:
             raise
         except Exception as error:  # of many types, by what its C++ code raised
@@ -73,3 +76,21 @@ class MaskCompiler:
                     self._vocabulary.info, max_threads=THREADS, cache_enabled=keeps, cache_limit_bytes=KEPT_BYTES
                 )
             return self._made[keeps]
+
+
+def with_marks(tag: Any, never: int) -> Any:
+    """A structural tag that allows the same outputs, in which each special token is one of two alternatives. The other
+    alternative is the token `never` and the number of the special token as text.
+
+    xgrammar 0.2.8 recognises a rule by a checksum of its automaton. The checksum leaves out which token an edge takes,
+    so a rule with one special token would get the masks of a rule with another. The text makes the checksums differ.
+    `never` is a stop token: xgrammar's masks do not have it as an edge's token, and no matcher is given one.
+    """
+    if isinstance(tag, list):
+        return [with_marks(part, never) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") != "token":
+        return {name: with_marks(part, never) for name, part in tag.items()}
+    mark = [{"type": "token", "token": never}, {"type": "const_string", "value": f"<{tag['token']}>"}]
+    return {"type": "or", "elements": [tag, {"type": "sequence", "elements": mark}]}

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from cluster.grammar.asked import Grammar, GrammarError
@@ -15,6 +16,8 @@ from cluster.grammar.schema.convert import loaded, object_grammar, schema_gramma
 MAX_CHARACTERS = 256_000
 MAX_SOURCE = 2_000_000  # characters of what is made of it, all of them ASCII: what travels to a rank
 MAX_CHOICES = 10_000
+ALIKE = 16
+"""Schemas whose rules are kept: a form of several calls has the schema of each tool twice."""
 # What EBNF may not have: tokens by number, automata that xgrammar builds wrongly, options that it does not keep to.
 MACROS = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch|Regex)\s*\(")
 OPTIONS = re.compile(r"^\s*[\w.-]+\s*\[(.*?)\]\s*::=", re.MULTILINE)
@@ -174,12 +177,18 @@ def _inner(form: Mapping[str, Any], kind: str, path: str) -> str:
     inside = form.get({"json_schema": "json_schema", "grammar": "grammar", "regex": "pattern"}[kind])
     try:
         if kind == "json_schema":
-            return schema_grammar(loaded(inside) if isinstance(inside, str) else inside, form.get("compact") is True)
+            text = inside if isinstance(inside, str) else json.dumps(inside)
+            return _rules_of_schema(text, form.get("compact") is True)
         if not isinstance(inside, str):
             raise GrammarError("must be text")
         return _regex(inside) if kind == "regex" else _ebnf(inside)
     except GrammarError as error:
         raise GrammarError(f"{path}: {error}") from error
+
+
+@lru_cache(ALIKE)
+def _rules_of_schema(text: str, compact: bool) -> str:
+    return schema_grammar(loaded(text), compact)
 
 
 def _only(found: Mapping[str, Any], known: set[str] | frozenset[str], path: str) -> None:

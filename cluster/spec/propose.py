@@ -48,11 +48,11 @@ class CoupledRanking:
 
     def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
-        columns = adjusted(columns, [draw], self._ids)
+        columns, masks = adjusted(columns, [draw], self._ids)
         if draw.noise is not None:
             own = self._own if draw.adjust is None else (self._target_ids, self._hashes)
             draw = replace(draw, noise=draw.noise.over(*own))
-        likely, chosen = likeliest(columns, draw, self._topk, self._chooser)
+        likely, chosen = likeliest(columns, draw, self._topk, self._chooser, masks)
         shape = draw.requests, draw.each, self._topk
         return likely.view(shape), self._target_ids.take(chosen).view(shape)
 

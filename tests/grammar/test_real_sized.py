@@ -1,7 +1,10 @@
 """Grammars over a vocabulary of a real model's size: what is made once, what travels, and that masks are the same."""
 
 import json
+from collections.abc import Callable
 from functools import cache
+from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,17 +70,61 @@ def test_several_tools_with_many_fields_are_no_too_large_grammar() -> None:
     assert 64 << 20 < large().matchers.read(text).bytes < max_compiled(SENTENCE_PIECE)
 
 
-def test_a_special_token_of_one_grammar_does_not_stand_for_that_of_another() -> None:
-    """Their rules differ in nothing but the token: xgrammar's cache of rules would take one for the other."""
-    tokens = {"first": 256, "second": 257}
-    vocabulary = Vocabulary((*(bytes((byte,)) for byte in range(256)), b"\xfffirst", b"\xffsecond", b""), (258,))
-    worker, matchers = Worker(vocabulary), Matchers(vocabulary)
-    for at in [*tokens.values(), *tokens.values()]:
-        token = {"type": "token", "token": at}
-        form = {"type": "sequence", "elements": [{"type": "const_string", "value": "a"}, token]}
-        text = worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": form})))
-        for one in (Worker(vocabulary)._matchers, matchers):
-            assert ids_in(mask(one.matcher(text), vocabulary, (97,))).tolist() == [at]
+def _token(token: int) -> dict[str, Any]:
+    return {"type": "token", "token": token}
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _either(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "or", "elements": list(elements)}
+
+
+DIGITS = {"type": "regex", "pattern": "[0-9]{1,3}"}
+WITH_TOKENS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "after a text": lambda one, two: _sequence(_text("a"), _token(one), _text("b"), _token(two)),
+    "alone": lambda one, two: _token(one),
+    "repeated": lambda one, two: {"type": "star", "content": _sequence(_token(one), _text("x"), _token(two))},
+    "two ways": lambda one, two: _either(_sequence(_token(one), DIGITS), _sequence(_token(two), _text("<1>"))),
+    "one of two": lambda one, two: _sequence(_either(_token(one), _token(two)), DIGITS),
+    "around a value": lambda one, two: _sequence(
+        _token(one), {"type": "json_schema", "json_schema": CALL}, _token(two)
+    ),
+    "two calls": lambda one, two: {"type": "plus", "content": _sequence(_token(one), DIGITS, _token(two))},
+}
+
+
+@pytest.mark.parametrize("stops", [(260,), (259, 260), ()], ids=["a stop token", "two", "none"])
+def test_a_special_token_of_one_grammar_does_not_stand_for_that_of_another(
+    stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules that differ in nothing but a special token: xgrammar's cache of rules would take one for the other."""
+    texts = [bytes((byte,)) for byte in range(256)] + [f"\xff{name}".encode("latin-1") for name in "abc"] + [b"", b""]
+    vocabulary = Vocabulary(tuple(texts), stops)
+    shared, random = Matchers(vocabulary), np.random.default_rng(5)
+    plain = xgrammar.GrammarCompiler(vocabulary.info, cache_enabled=False)
+    pairs = [pair for _ in range(2) for pair in permutations((256, 257, 258), 2)]
+    for form, (one, two) in [(form, pair) for pair in pairs for form in WITH_TOKENS.values()]:
+        tag = {"type": "structural_tag", "format": form(one, two)}
+        portable = Worker(vocabulary).compile(Grammar("chat", json.dumps(tag)))
+        alone = Matchers(vocabulary)
+        monkeypatch.setattr(alone._compiler, "compile", lambda given: plain.compile_structural_tag(given.source))
+        found, wanted = shared.matcher(portable), alone.matcher(portable)
+        for _ in range(20):
+            row = mask(found, vocabulary)
+            assert ids_in(row).tolist() == ids_in(mask(wanted, vocabulary)).tolist()
+            row &= ~vocabulary.stop_row
+            if not row.any():
+                break
+            token = one_of(row, random)
+            found.accept([token])
+            wanted.accept([token])
 
 
 def test_masks_over_many_tokens_are_what_can_be_committed() -> None:

@@ -1,11 +1,6 @@
 /* Logits with what a grammar does not have barred, of masks with a bit for each token. */
 #include "../c/threads.h"
-#include "../c/vector.h"
-
-enum { WORD = 32 };
-static const whole PLACES[16] __attribute__((aligned(64))) = {
-    1, 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 6, 1 << 7,
-    1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+#include "bars.h"
 
 struct job {
     const stored *logits;
@@ -16,13 +11,6 @@ struct job {
     real barred;
 };
 
-INLINE int is_empty(const int32_t *mask, int64_t words)
-{
-    int32_t any = 0;
-    for (int64_t w = 0; w < words; w++) any |= mask[w];
-    return !any;
-}
-
 /* Of at most WORD tokens, of which `left` are there. */
 INLINE void of_word(const stored *from, real *out, uint32_t bits, int64_t left, const real *more)
 {
@@ -30,10 +18,7 @@ INLINE void of_word(const stored *from, real *out, uint32_t bits, int64_t left, 
         for (int64_t i = 0; i < left; i++) out[i] = get(from + i) + more[bits >> i & 1];
         return;
     }
-    for (int i = 0; i < WORD; i += EACH) {
-        ints has = ((whole)(bits >> i) - (ints){0}) & *(const ints *)PLACES;
-        *(loose *)(out + i) = load(from + i) + (vec)(((has == 0) & (ints)all(more[0])) | ((has != 0) & (ints)all(more[1])));
-    }
+    for (int i = 0; i < WORD; i += EACH) *(loose *)(out + i) = barred(load(from + i), bits >> i, more);
 }
 
 static void part(const void *data, int64_t part, int64_t parts)
@@ -42,8 +27,8 @@ static void part(const void *data, int64_t part, int64_t parts)
     for (int64_t row = j->count * part / parts; row < j->count * (part + 1) / parts; row++) {
         const stored *from = j->logits + row * j->stride;
         const int32_t *mask = j->masks + row * j->words;
-        real *out = j->out + row * j->size, more[2] = {j->barred, 0};
-        if (is_empty(mask, j->words)) more[0] = more[1] = (real)NAN;
+        real *out = j->out + row * j->size, more[2];
+        bars_of(mask, j->words, j->barred, more);
         if (j->ids)
             for (int64_t i = 0; i < j->size; i++)
                 out[i] = get(from + i) + more[(uint32_t)mask[j->ids[i] / WORD] >> j->ids[i] % WORD & 1];

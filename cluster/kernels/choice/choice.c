@@ -67,9 +67,11 @@ INLINE void rank(const struct row *row, int noisy, struct best *b)
 INLINE real total(const struct row *row, int noisy, real most)
 {
     lanes sum = {{{0}}};
+    int passes = barred_weigh_nothing(row, most);
     for (int64_t begin = 0; begin < row->size; begin += BLOCK) {
         lanes some = {{{0}}};
         for (int64_t at = begin; at < row->size && at < begin + BLOCK; at += LANES) {
+            if (passes && none_allowed(row, at)) continue;
             vec x[FOLDS];
             for (int f = 0; f < FOLDS; f++) x[f] = weights_at(row, noisy, most, at + f * EACH);
             for (int f = 0; f < FOLDS; f++) some.part[f] += x[f];

@@ -1,11 +1,11 @@
-/* How a logit becomes a score: tempered, lowered by FAR where a filter rules its token out, plus keyed Gumbel noise.
+/* How a logit becomes a score: barred where a grammar does not have its token, tempered, lowered by FAR where a filter rules its token out, plus keyed Gumbel noise.
  *
  * Compiled without contraction of products and sums (`build.py`), so that the noise of a token has the same bits on every
  * CPU, alone or in a vector, and whoever ranks with it.
  */
 #pragma once
+#include "../bar/bars.h"
 #include "../c/threads.h"
-#include "../c/vector.h"
 
 #define FAR ((real)64)
 #define MOST 64 /* tokens that are taken of a row at once */
@@ -17,11 +17,13 @@ struct aerie_choice {
     const int64_t *which;   /* [requests, each]: at which position a row draws; NULL: row i at i * `position` */
     const uint32_t *hashes; /* [size], what noise takes from a token */
     const real *inverse, *scale;
-    const real *least; /* [requests * each], the least tempered logit that stays; NULL: all stay */
+    const real *least;    /* [requests * each], the least tempered logit that stays; NULL: all stay */
+    const int32_t *masks; /* [requests * each, words], which tokens grammars allow; NULL: all, in every row */
     real *scores;      /* [requests * each, count] */
     int64_t *columns;  /* as many */
     real *total;       /* [requests * each], of FOUND */
-    int64_t requests, each, size, stride, keys_stride, position, inverse_stride, scale_stride, count, kind, threads;
+    int64_t requests, each, size, stride, keys_stride, position, inverse_stride, scale_stride, words, count, kind, threads;
+    double barred; /* added to a token that a mask does not have */
 };
 
 typedef uint32_t hashed __attribute__((vector_size(4 * EACH)));
@@ -35,13 +37,19 @@ struct row {
     int64_t size;
     uint32_t low, high; /* the key of its noise */
     real inverse, scale, least;
+    const int32_t *mask;
+    real more[2]; /* what the mask adds */
     int noisy;
 };
 
 INLINE struct row row_of(const struct aerie_choice *c, int64_t number)
 {
     int64_t request = number / c->each, at = number % c->each;
-    struct row row = {c->logits + number * c->stride, c->hashes, c->size, 0, 0, 1, 0, -(real)INFINITY, 0};
+    struct row row = {c->logits + number * c->stride, c->hashes, c->size, 0, 0, 1, 0, -(real)INFINITY, NULL, {0}, 0};
+    if (c->masks) {
+        row.mask = c->masks + number * c->words;
+        bars_of(row.mask, c->words, (real)c->barred, row.more);
+    }
     if (!c->keys) return row;
     int64_t position = c->which ? c->which[number] : at * c->position;
     uint64_t key = (uint64_t)c->keys[request * c->keys_stride + position];
@@ -129,10 +137,24 @@ INLINE vec gumbel_at_most(vec u)
     return ((real)BIAS - line) * (real)0.69314718055994530942 + (real)1e-4;
 }
 
-INLINE vec tempered(const struct row *row, vec logits)
+/* Of EACH logits, of the tokens from `at` on. */
+INLINE vec tempered(const struct row *row, vec logits, int64_t at)
 {
+    if (row->mask) logits = barred(logits, (uint32_t)row->mask[at / WORD] >> at % WORD, row->more);
     vec x = logits * row->inverse;
     return chosen_of(x < row->least, x - FAR, x);
+}
+
+/* Whether a token that the mask of a row does not have weighs nothing: exp(score - most) is 0, as `exponential` gives it. */
+INLINE int barred_weigh_nothing(const struct row *row, real most)
+{
+    return row->mask && row->more[0] * row->inverse - most < -(real)10000;
+}
+
+/* Whether the mask of a row has none of the LANES tokens from `at` on. */
+INLINE int none_allowed(const struct row *row, int64_t at)
+{
+    return !((uint32_t)row->mask[at / WORD] >> at % WORD & ((1u << LANES) - 1));
 }
 
 enum { EXACT, AT_MOST, WEIGHT };
@@ -157,7 +179,7 @@ INLINE vec made_at(const struct row *row, int noisy, int what, real most, int64_
     hashed hash = {0};
     if (left >= EACH) {
         if (noisy) hash = *(const loose_hashed *)(row->hashes + at);
-        return made_of(row, noisy, what, most, tempered(row, load(row->logits + at)), hash);
+        return made_of(row, noisy, what, most, tempered(row, load(row->logits + at), at), hash);
     }
     stored some[EACH];
     uint32_t hashes[EACH];
@@ -166,7 +188,7 @@ INLINE vec made_at(const struct row *row, int noisy, int what, real most, int64_
         hashes[i] = noisy && i < left ? row->hashes[at + i] : 0;
     }
     memcpy(&hash, hashes, sizeof hash);
-    return made_of(row, noisy, what, most, tempered(row, load(some)), hash);
+    return made_of(row, noisy, what, most, tempered(row, load(some), at), hash);
 }
 
 INLINE vec scores_at(const struct row *row, int noisy, int64_t at) { return made_at(row, noisy, EXACT, 0, at); }

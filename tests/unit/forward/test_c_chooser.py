@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import SamplingBatch
+from cluster.forward.bars import barred
 from cluster.forward.c_chooser import MOST, CChooser
 from cluster.forward.chooser import TORCH
 from cluster.forward.choosers import chooser_of
@@ -14,6 +15,7 @@ from cluster.forward.noise import Noise, at_least_float32, gumbel_of, noise_bits
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.spec.tree import FLOOR
 from tests.unit.forward.samplings import sampling_of
+from tests.unit.forward.test_bars import made, same
 from tests.unit.forward.test_choose import mixed
 from tests.unit.kernels.library import c_kernels, c_library
 
@@ -103,6 +105,32 @@ def test_what_is_passed_over_is_not_among_the_best(vocab: int, dtype: torch.dtyp
             assert torch.allclose(total[:, 0].double(), every.double().logsumexp(1), rtol=near, atol=near)
             likely, at = c_chooser().likeliest(logits, given, None, count)
             assert torch.equal(likely, got - total) and torch.equal(at, order[:, :count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 500, 2049])
+def test_masks_give_to_the_bit_what_barred_logits_give(vocab: int, dtype: torch.dtype) -> None:
+    """Also in a row whose mask is empty, and in one whose mask allows all."""
+    logits, masks = made(6, vocab, dtype)
+    bars = barred(logits, masks, None)
+    for each in ([Draw(6, sampling_of(1), None)], [draw_of(unfiltered(2, dtype), 3, vocab, dtype)]):
+        for chooser in (c_chooser(), TORCH):
+            found, wanted = [chooser.best(logits, each, None, masks)], [chooser.best(bars, each, None)]
+            for count in {1, min(5, vocab), min(MOST, vocab)}:
+                found.append(chooser.likeliest(logits, each, None, count, masks))
+                wanted.append(chooser.likeliest(bars, each, None, count))
+            for one, two in zip(found, wanted, strict=True):
+                assert same(one[0], two[0]) and same(one[1], two[1])
+
+
+def test_masks_that_c_cannot_apply_are_refused() -> None:
+    logits, masks = made(24, 500, torch.float32)
+    plain, filtered = Draw(24, sampling_of(1), None), draw_of(mixed(torch.float32), 4, 500, torch.float32)
+    for wrong in (masks[:3], masks[:, :3]):
+        with pytest.raises(ValueError, match="do not fit"):
+            c_chooser().best(logits, [plain], None, wrong)
+    with pytest.raises(ValueError, match="barred already"):
+        c_chooser().best(logits, [filtered], None, masks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
