@@ -4,8 +4,9 @@ It is to a CPU what a CUDA graph is to a GPU, and the graph's twin in tests: wha
 memory, makes no decision, and asks the device for nothing. Whoever replays puts new inputs where the old ones lay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ class Tape(Generic[T]):
         before, recorder = lender.bytes, _Recorder(lender)
         with torch.inference_mode(), recorded_by(recorder), recorder:
             self.output: T = program()
-        self._calls, self.buffers, self._bytes = recorder.calls, recorder.used, lender.bytes - before
+        self._calls, self.buffers, self._bytes = joined(recorder.calls), recorder.used, lender.bytes - before
 
     @property
     def bytes(self) -> int:
@@ -48,6 +49,15 @@ class Tape(Generic[T]):
         with torch.inference_mode():
             for call in self._calls:
                 call()
+
+
+def joined(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+    """The same calls, of which neighbours are one where their functions have a `joins` that makes one of several."""
+    found: list[Callable[[], object]] = []
+    for joins, group in groupby(calls, lambda call: getattr(getattr(call, "func", None), "joins", None)):
+        some = list(group)
+        found += some if joins is None or len(some) < 2 else [joins(some)]
+    return found
 
 
 ASKING = {

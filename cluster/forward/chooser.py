@@ -27,9 +27,9 @@ class Chooser(Protocol):
     """Takes the best of rows of logits `values` `[T, v]`, by scores in float32 at least.
 
     The rows draw as `draws` say, of T rows together, in order, or are ranked as they are where there are no draws.
-    `least` `[T, 1]` are the least tempered logits that stay, where others have to tell. `masks` `[T, words]`, int32 with
-    a bit for each column, say what grammars allow: the same follows as from logits that are `barred` by them. Where
-    there are masks, no request has filters.
+    `least` `[T, 1]` are the least tempered logits that stay, where others have to tell. `masks` `[T, words]`, int32
+    with a bit for each column, say what grammars allow: the same follows as from logits that are `barred` by them.
+    Where there are masks, no request has filters.
     """
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:

@@ -14,6 +14,7 @@ import torch
 from cluster.cache_folder import cache_folder
 from cluster.config import ConfigError
 from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, BuildError, compile_level, file_of
+from cluster.kernels.joined import joiner_of
 
 logger = logging.getLogger(__name__)
 KIND_OF = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -106,11 +107,13 @@ def opened(level: str, path: Path, *variants: str) -> Library:
     _share_threads(held)
     variant = next((name for name in variants if _has(held, name)), "")
     functions: dict[tuple[str, torch.dtype], Function] = {}
+    joins = joiner_of(held)
     for name, signature in SIGNATURES.items():
         for dtype, kind in KIND_OF.items():
             own = variant and kind == "bf16" and name in VARIANTS[level][variant][0]
             function = getattr(held, f"aerie_{name}_{kind}{f'_{variant}' if own else ''}")
             function.argtypes, function.restype = [CODES[code] for code in signature], None
+            function.joins = joins
             functions[name, dtype] = function
     return Library(level, path, functions, variant)
 

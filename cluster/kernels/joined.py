@@ -1,0 +1,79 @@
+"""Several calls of C kernels as one call, for programs that are repeated.
+
+A call through ctypes takes about a microsecond, and a step of a small model makes hundreds of calls that take few
+microseconds each.
+"""
+
+import ctypes
+import platform
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, Structure, c_double, c_int64, c_void_p
+from functools import partial
+from typing import Any
+
+WHOLES, FLOATS = 16, 2
+"""The most arguments of a kernel by sort, as `kernels/c/calls.c` passes them."""
+MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
+"""Those on which a function may be called with more arguments than it takes; see `kernels/c/calls.c`."""
+
+
+class Call(Structure):
+    """`struct aerie_call`."""
+
+    _fields_ = (("run", c_void_p), ("wholes", c_int64 * WHOLES), ("floats", c_double * FLOATS))
+
+
+class Joiner:
+    """Joins calls of the functions of one library."""
+
+    def __init__(self, held: CDLL) -> None:
+        self._run = held.aerie_calls
+        self._run.argtypes, self._run.restype = [c_void_p, c_int64], None
+
+    def __call__(self, calls: Sequence[partial[None]]) -> Callable[[], None]:
+        """A function that makes the calls in order; what their pointers point to is read anew each time.
+
+        Raises:
+            TypeError: an argument is neither a number nor a pointer.
+        """
+        table = (Call * len(calls))(*map(_call, calls))
+        joined = partial(self._run, ctypes.addressof(table), len(calls))
+        return _Kept(joined, table, tuple(calls))
+
+
+class _Kept:
+    """A call, with the memory that it reads."""
+
+    def __init__(self, run: Callable[[], None], *memory: object) -> None:
+        self._run, self._memory = run, memory
+
+    def __call__(self) -> None:
+        self._run()
+
+
+def joiner_of(held: CDLL) -> Joiner | None:
+    """What joins calls of this library's functions; None on a machine where that is not known to work."""
+    return Joiner(held) if platform.machine() in MACHINES else None
+
+
+def _call(call: partial[None]) -> Call:
+    found, wholes, floats = Call(), 0, 0
+    function: Any = call.func
+    found.run = ctypes.cast(function, c_void_p).value
+    for kind, given in zip(function.argtypes, call.args, strict=True):
+        if kind is c_double:
+            found.floats[floats] = given
+            floats += 1
+        else:
+            found.wholes[wholes] = _address(given) if kind is c_void_p else given
+            wholes += 1
+    return found
+
+
+def _address(given: Any) -> int:
+    """Where a pointer points to: a number, None, or what `byref` gave."""
+    if given is None or isinstance(given, int):
+        return given or 0
+    if not hasattr(given, "_obj"):
+        raise TypeError(f"a pointer is needed, not a {type(given).__name__}")
+    return ctypes.addressof(given._obj)
