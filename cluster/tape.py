@@ -4,7 +4,7 @@ It is to a CPU what a CUDA graph is to a GPU, and the graph's twin in tests: wha
 memory, makes no decision, and asks the device for nothing. Whoever replays puts new inputs where the old ones lay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, Generic, TypeVar
@@ -21,20 +21,30 @@ from cluster.recording import CaptureError, recorded_by, unrecorded
 T = TypeVar("T")
 
 
+Substitute = Callable[
+    [OpOverload, Sequence[Any], Mapping[str, Any], Sequence[Tensor]], Sequence[Callable[[], object]] | None
+]
+"""Faster calls for an operator, its arguments, its options and the outputs that it fills; None where there are none."""
+
+
 class Tape(Generic[T]):
     """A program captured on a CPU."""
 
-    def __init__(self, program: Callable[[], T], buffers: Buffers | None = None) -> None:
-        """Run `program` and record it; what it makes lies in `buffers`, which others may use at other times.
+    def __init__(
+        self, program: Callable[[], T], buffers: Buffers | None = None, substitute: Substitute | None = None
+    ) -> None:
+        """Run `program` and record it; what it makes lies in `buffers`, which others may use at other times. Calls that
+        `substitute` gives are replayed in place of operators.
 
         Raises:
             CaptureError: it asks for a value, or takes one from the host.
         """
         lender = Buffers() if buffers is None else buffers
-        before, recorder = lender.bytes, _Recorder(lender)
+        before, recorder = lender.bytes, _Recorder(lender, substitute)
         with torch.inference_mode(), recorded_by(recorder), recorder:
             self.output: T = program()
         self._calls, self.buffers, self._bytes = joined(recorder.calls), recorder.used, lender.bytes - before
+        self._held = recorder.held
 
     @property
     def bytes(self) -> int:
@@ -56,7 +66,7 @@ def joined(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
     found: list[Callable[[], object]] = []
     for joins, group in groupby(calls, lambda call: getattr(getattr(call, "func", None), "joins", None)):
         some = list(group)
-        found += some if joins is None or len(some) < 2 else [joins(some)]
+        found += some if joins is None else [joins(some)]
     return found
 
 
@@ -88,11 +98,15 @@ def asks(function: OpOverload, args: Any, kwargs: Any) -> str | None:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each operator that computes something. `used` are the buffers of what the program made."""
+    """Notes each operator that computes something. `used` are the buffers of what the program made, `held` is memory
+    that calls read or write by its address alone.
+    """
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, substitute: Substitute | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], object]] = []
+        self.held: list[Any] = []
+        self._substitute = substitute
         self._buffers, self._used = buffers, dict[int, Tensor]()
 
     @property
@@ -135,7 +149,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         computed = any(output.numel() and _storage(output) not in given for output in outputs)
         if name not in MEMORY and (function._schema.is_mutable or computed):
             args, kwargs, outputs = self._lasting((args, kwargs, outputs))
-            if function._schema.is_mutable:
+            faster = None if self._substitute is None else self._substitute(function, args, kwargs, outputs)
+            if faster is not None:
+                self.held.append((args, outputs))
+                self.calls += faster
+            elif function._schema.is_mutable:
                 self.calls.append(lambda: function(*args, **kwargs))
             else:
                 self.calls.append(_replayed(function, args, kwargs, outputs))

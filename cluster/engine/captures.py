@@ -16,6 +16,7 @@ from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels
 from cluster.engine.programs import Capture
 from cluster.graph import CudaSegments, Graph
+from cluster.kernels.c_operators import operators_of
 from cluster.kernels.grouped_mm import reads_ends
 from cluster.mesh import Mesh
 from cluster.status import CaptureInfo
@@ -54,13 +55,15 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
     """
     if device.type == "cuda":
         return _graphs(config, models, mesh)
+    library = models.kernels.library
+    capture = partial(Tape, buffers=Buffers(), substitute=operators_of(library))
     if config.capture == "on":
-        return Captures(partial(Tape, buffers=Buffers()), buckets_of(config, device, mesh))
+        return Captures(capture, buckets_of(config, device, mesh))
     rows = AUTO_BYTES // row_bytes(models)
-    if config.capture == "off" or models.kernels.library is None or not rows:
+    if config.capture == "off" or library is None or not rows:
         return None
     sizes = buckets_of(config, device, mesh).sizes
-    return Captures(partial(Tape, buffers=Buffers()), Buckets(sizes, min(MOST_ROWS, rows), prompts=False))
+    return Captures(capture, Buckets(sizes, min(MOST_ROWS, rows), prompts=False))
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:

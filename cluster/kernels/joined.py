@@ -28,7 +28,7 @@ class Joiner:
 
     def __init__(self, held: CDLL) -> None:
         self._run = held.aerie_calls
-        self._run.argtypes, self._run.restype = [c_void_p, c_int64], None
+        self._run.argtypes, self._run.restype = [c_void_p, c_int64], c_int64
 
     def __call__(self, calls: Sequence[partial[None]]) -> Callable[[], None]:
         """A function that makes the calls in order; what their pointers point to is read anew each time.
@@ -37,18 +37,23 @@ class Joiner:
             TypeError: an argument is neither a number nor a pointer.
         """
         table = (Call * len(calls))(*map(_call, calls))
-        joined = partial(self._run, ctypes.addressof(table), len(calls))
-        return _Kept(joined, table, tuple(calls))
+        return _Joined(partial(self._run, ctypes.addressof(table), len(calls)), table, tuple(calls))
 
 
-class _Kept:
-    """A call, with the memory that it reads."""
+class _Joined:
+    """Calls that are one, with the memory that they read."""
 
-    def __init__(self, run: Callable[[], None], *memory: object) -> None:
+    def __init__(self, run: Callable[[], int], *memory: object) -> None:
         self._run, self._memory = run, memory
 
     def __call__(self) -> None:
-        self._run()
+        """Make the calls.
+
+        Raises:
+            IndexError: one of them was told of a row that its table does not have.
+        """
+        if missing := self._run():
+            raise IndexError(f"{missing} rows of tables were asked for that the tables do not have")
 
 
 def joiner_of(held: CDLL) -> Joiner | None:

@@ -33,6 +33,11 @@ SIGNATURES = {
     "keys": "pppiii",
     "accept": "p",
     "bar": "ppppiiiidi",
+    "gather": "pppiiiii",
+    "scatter": "pppiiii",
+    "place": "ppiiii",
+    "cells": "p",
+    "numbers": "p",
 }
 Function = Callable[..., None]
 

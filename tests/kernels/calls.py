@@ -16,8 +16,10 @@ from torch import Tensor
 from cluster.attention.c_backend import CAttention
 from cluster.forward.c_chooser import CChooser
 from cluster.kernels.c_kernels import CKernels
+from cluster.kernels.c_operators import operators_of
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.library import Library, opened
+from cluster.tape import Tape
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, case
 from tests.unit.forward.test_c_chooser import draw_of, logits_of, unfiltered
@@ -29,8 +31,26 @@ from tests.unit.kernels.test_product import ROWS, SIZES, made
 FUSED = (torch.float32, torch.float64, torch.bfloat16)
 
 
+def of_operators(library: Library) -> Iterator[tuple[str, Tensor]]:
+    """What C gives in place of torch's operators, in a replayed program."""
+    for dtype in (torch.int64, torch.float32, torch.bfloat16):
+        table, given = (made(rows, 5, dtype=torch.float32, seed=rows).mul(9).to(dtype) for rows in (9, 3))
+        ids = torch.tensor([7, 0, 3])
+
+        def program(table: Tensor = table, given: Tensor = given, ids: Tensor = ids) -> list[Tensor]:
+            own = table.index_copy(0, ids, given)
+            counts = (own - own == 0).cumprod(1).sum(1)
+            cells = own[ids[:, None], torch.arange(4)], own.gather(1, ids[None].expand(9, 3).remainder(5))
+            return [own.index_select(0, ids), torch.cat([own, given]), counts, *cells, ids.repeat_interleave(3) + 1]
+
+        tape = Tape(program, substitute=operators_of(library))
+        tape.replay()
+        yield from ((f"operators {dtype} {at}", one) for at, one in enumerate(tape.output))
+
+
 def results(library: Library) -> Iterator[tuple[str, Tensor]]:
     """The name and the result of every call."""
+    yield from of_operators(library)
     kernels = CKernels(library)
     for dtype in FUSED:
         for size in SIZES:

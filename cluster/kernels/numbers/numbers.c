@@ -1,0 +1,96 @@
+/* Arithmetic of a few numbers, on the calling thread: lengths, positions, counts and the like of a step's requests.
+ *
+ * Whole numbers are worked on in 64 bits. Floats are worked on in double, which gives the same sums, differences and products
+ * as float does once they are rounded to it.
+ */
+#include "../c/vector.h"
+
+enum { I64, I32, BOOLEAN, F32, F64 };
+enum { ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, DIVIDE, REMAINDER, LEAST, COPY, SUM, PRODUCTS };
+
+/* out [rows, columns] of a and b at strides in bytes, which are 0 where one of their numbers is for several. */
+struct aerie_numbers {
+    const char *a, *b;
+    char *out;
+    int64_t rows, columns;
+    int64_t a_kind, a_row, a_column, b_kind, b_row, b_column, out_kind, out_row, out_column;
+    int64_t operation, floats;
+};
+
+INLINE int64_t whole_at(const char *from, int64_t kind)
+{
+    return kind == I64 ? *(const int64_t *)from : kind == I32 ? *(const int32_t *)from : *(const uint8_t *)from;
+}
+
+INLINE void put_whole(char *to, int64_t kind, int64_t x)
+{
+    if (kind == I64)
+        *(int64_t *)to = x;
+    else if (kind == I32)
+        *(int32_t *)to = (int32_t)x;
+    else
+        *(uint8_t *)to = x != 0;
+}
+
+INLINE double float_at(const char *from, int64_t kind)
+{
+    return kind == F64 ? *(const double *)from : kind == F32 ? *(const float *)from : (double)whole_at(from, kind);
+}
+
+/* Rounded down, as is the quotient of which a remainder has the divisor's sign. By zero: 0. */
+INLINE int64_t quotient(int64_t a, int64_t b)
+{
+    return b ? a / b - (a % b != 0 && (a % b < 0) != (b < 0)) : 0;
+}
+
+INLINE int64_t of_wholes(int64_t operation, int64_t a, int64_t b)
+{
+    switch (operation) {
+    case ADD: return (int64_t)((uint64_t)a + (uint64_t)b);
+    case SUBTRACT: return (int64_t)((uint64_t)a - (uint64_t)b);
+    case MULTIPLY: return (int64_t)((uint64_t)a * (uint64_t)b);
+    case EQUAL: return a == b;
+    case UNEQUAL: return a != b;
+    case DIVIDE: return quotient(a, b);
+    case REMAINDER: return a - quotient(a, b) * b;
+    case LEAST: return a < b ? a : b;
+    default: return a;
+    }
+}
+
+INLINE void of_floats(const struct aerie_numbers *n, double a, double b, char *to)
+{
+    if (n->operation == EQUAL || n->operation == UNEQUAL) {
+        put_whole(to, n->out_kind, (a == b) == (n->operation == EQUAL));
+        return;
+    }
+    double x = n->operation == ADD ? a + b : n->operation == SUBTRACT ? a - b : n->operation == MULTIPLY ? a * b : a;
+    if (n->out_kind == F64)
+        *(double *)to = x;
+    else
+        *(float *)to = (float)x;
+}
+
+void NAMED(aerie_numbers)(const struct aerie_numbers *n)
+{
+    for (int64_t r = 0; r < n->rows; r++) {
+        const char *a = n->a + r * n->a_row, *b = n->b + r * n->b_row;
+        char *out = n->out + r * n->out_row;
+        int64_t sum = 0, product = 1;
+        for (int64_t c = 0; c < n->columns; c++) {
+            const char *one = a + c * n->a_column, *other = b + c * n->b_column;
+            char *to = out + c * n->out_column;
+            if (n->floats) {
+                of_floats(n, float_at(one, n->a_kind), float_at(other, n->b_kind), to);
+                continue;
+            }
+            int64_t x = whole_at(one, n->a_kind);
+            if (n->operation == SUM)
+                put_whole(out, n->out_kind, sum += x);
+            else if (n->operation == PRODUCTS)
+                put_whole(to, n->out_kind, product *= x);
+            else
+                put_whole(to, n->out_kind, of_wholes(n->operation, x, whole_at(other, n->b_kind)));
+        }
+    }
+}

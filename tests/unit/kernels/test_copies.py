@@ -1,0 +1,128 @@
+"""Rows that C copies in a replayed program are those that torch's operators copy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cluster.kernels.c_copies import MOST_BYTES, Copies
+from cluster.tape import Tape
+from tests.unit.kernels.library import c_library
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+
+
+def tape_of(table: Tensor, ids: Tensor, *which: str) -> Tape[list[Tensor]]:
+    programs = {
+        "select": lambda: table.index_select(0, ids.view(-1)),
+        "embed": lambda: F.embedding(ids, table),
+        "take": lambda: table.take(ids),
+    }
+    return Tape(lambda: [programs[each]() for each in which], substitute=Copies(c_library()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 64, 257])
+def test_they_are_the_same_rows(size: int, wide: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    table = torch.randint(-100, 100, (37, size), generator=generator).to(dtype)
+    ids = torch.randint(37, (4, 3), generator=generator).to(torch.int64 if wide else torch.int32)
+    which = ("select", "embed", "take") if wide else ("select", "embed")  # take has 64 bits only
+    tape = tape_of(table, ids, *which)
+    assert len(tape) == 1, "one call for all of them"
+    for _ in range(3):
+        ids.copy_(torch.randint(37, (4, 3), generator=generator))
+        table.copy_(torch.randint(-100, 100, (37, size), generator=generator))
+        tape.replay()
+        wanted = [table[ids.view(-1).long()], table[ids.long()], table.view(-1)[ids.long()]]
+        assert all(torch.equal(one, other) for one, other in zip(tape.output, wanted, strict=False))
+
+
+def test_ids_count_from_the_end_where_they_do_for_torch() -> None:
+    table, ids = torch.arange(5), torch.tensor([1, 2])
+    tape = tape_of(table, ids, "take")
+    ids.copy_(torch.tensor([-1, -5]))
+    tape.replay()
+    assert tape.output[0].tolist() == [4, 0]
+
+
+@pytest.mark.parametrize(("which", "bad"), [("select", 5), ("select", -1), ("embed", 7), ("take", 5), ("take", -6)])
+def test_a_row_that_there_is_not_is_an_error(which: str, bad: int) -> None:
+    table, ids = torch.arange(5)[:, None].contiguous() if which == "embed" else torch.arange(5), torch.tensor([1, 2])
+    tape = tape_of(table, ids, which)
+    ids[1] = bad
+    with pytest.raises(IndexError, match="1 rows"):
+        tape.replay()
+    ids[1] = 4
+    tape.replay()
+    assert tape.output[0].flatten().tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_put_and_joined_as_by_torch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+    table, ids, rows = some(9, 5), torch.tensor([7, 0, 3]), some(3, 5)
+    one, two, long, given = some(3, 2, 4), some(3, 6, 4), some(8, 16), some(3, 8, 4)
+
+    def program(into: Tensor) -> list[Tensor]:
+        into.index_copy_(0, ids, rows)
+        torch.cat([one, two], 1, out=given)
+        return [given, torch.cat([rows, into]), torch.cat([long[:, 3:4], long[:, 5:9]], 1)]
+
+    own = table.clone()
+    tape = Tape(lambda: program(own), substitute=Copies(c_library()))
+    assert len(tape) == 1, "one call for all of them"
+    for _ in range(2):
+        for each in (rows, one, two, long):
+            each.copy_(some(*each.shape))
+        tape.replay()
+        wanted = program(table)
+        assert torch.equal(own, table) and all(map(torch.equal, tape.output, wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cells_are_picked_as_by_torch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(-100, 100, (6, 9), generator=generator).to(dtype)
+    columns, rows = torch.randint(9, (6, 4), generator=generator), torch.tensor([5, 0, 3])
+    along = torch.randint(9, (3, 2), generator=generator)
+
+    def program() -> list[Tensor]:
+        picked = table.gather(1, columns), table.t().gather(1, rows.expand(9, 3))
+        return [*picked, table[rows[:, None], along], table[rows[:, None], along[:1]], table.t()[along, rows[:, None]]]
+
+    tape = Tape(program, substitute=Copies(c_library()))
+    assert len(tape) == 1, "one call for all of them"
+    columns.copy_(torch.randint(9, (6, 4), generator=generator))
+    along.copy_(torch.randint(-9, 9, (3, 2), generator=generator))
+    rows.copy_(torch.tensor([1, 4, 2]))
+    tape.replay()
+    assert all(map(torch.equal, tape.output, program()))
+    columns[2, 1] = 9
+    with pytest.raises(IndexError, match="1 rows"):
+        tape.replay()
+
+
+def test_what_c_does_not_do_is_left_to_torch() -> None:
+    copies, select = Copies(c_library()), torch.ops.aten.index_select.default
+    table, ids = torch.randn(6, 8), torch.tensor([3, 1])
+    cases = [
+        (select, (table, 1, ids)),
+        (select, (table.t(), 0, ids)),
+        (select, (table[:, :4], 0, ids)),
+        (select, (table, 0, torch.tensor([3, 0, 1])[::2])),
+        (select, (table[0, 0], 0, torch.tensor([0]))),
+        (select, (torch.empty(MOST_BYTES // 4, 1), 0, torch.zeros(MOST_BYTES // 4 + 1, dtype=torch.int64))),
+        (torch.ops.aten.add.Tensor, (table, table)),
+        (torch.ops.aten.cat.default, ([table.t(), table.t()], 0)),
+        (torch.ops.aten.cat.default, ([table, table.double()], 0)),
+        (torch.ops.aten.take.default, (table.t(), ids)),
+    ]
+    for function, args in cases:
+        assert copies(function, args, {}, [function(*args)]) is None, args
+    assert copies(select, (table, 0, ids), {}, [table[ids]]) is not None
