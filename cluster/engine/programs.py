@@ -26,9 +26,10 @@ from cluster.tree_shape import TreeShape
 logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
-KEPT = 16
-"""Programs besides those captured at start, the one unused for longest making room; and keys that occurred once. Of
-each turn.
+GRAPHS, TAPES = 16, 64
+"""How many programs are kept besides those captured at start, of each turn; the one unused for longest makes room. As
+many keys that occurred once are remembered. Graphs have memory of their own on the GPU. A tape is a list of calls on
+memory that all tapes share, and a batch that shrinks by one request at a time needs one for each size.
 """
 UNLIKE = (
     "a captured step was launched anew, as its plan is unlike the one that it was captured with. Its tokens are right. "
@@ -61,7 +62,8 @@ class Programs:
         """
         self.assembler, self.step = assembler, step
         self._exchange, self._clock, self._capture = exchange, clock, capture
-        self._timer = timer_of(step.carried.bonus.device)
+        device = step.carried.bonus.device
+        self._timer, self._kept = timer_of(device), TAPES if device.type == "cpu" else GRAPHS
         self._started: dict[Key, Program] = {}
         self._later: OrderedDict[Key, Program] = OrderedDict()
         self._once: OrderedDict[Key, Ahead] = OrderedDict()
@@ -94,7 +96,7 @@ class Programs:
         """Have a program replayed from now on."""
         self._later[key] = program
         self.checksum += program.number
-        if len(self._later) > KEPT * self.assembler.turns:
+        if len(self._later) > self._kept * self.assembler.turns:
             self.forget(next(iter(self._later)))
 
     def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> Results:
@@ -129,7 +131,7 @@ class Programs:
 
     def _first(self, key: Key, inputs: Inputs, shape: TreeShape) -> StepOutput:
         self._once[key] = ahead = Ahead()
-        if len(self._once) > KEPT * self.assembler.turns:
+        if len(self._once) > self._kept * self.assembler.turns:
             self._once.popitem(last=False)
         with repeated(ahead):
             return self._run(inputs, shape)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.assembler import Inputs
-from cluster.engine.programs import KEPT, Program
+from cluster.engine.programs import TAPES, Program
 from cluster.request import Adjustments, Request, SamplingParams, TokenLogprob
 from cluster.spec.result import StepOutput
 from cluster.tape import Tape
@@ -166,10 +166,10 @@ def test_programs_of_the_start_stay_and_of_the_others_those_used_last() -> None:
     started = programs.captured
     assert len(started) == 6, "two sizes, three modes"
     one = next(iter(started.values()))
-    for number in range(KEPT + 3):
+    for number in range(TAPES + 3):
         programs.add((number, 0, ()), one)
     later = [key for key in programs.captured if key not in started]
-    assert later == [(number, 0, ()) for number in range(3, KEPT + 3)] and started.items() <= programs.captured.items()
+    assert later == [(number, 0, ()) for number in range(3, TAPES + 3)] and started.items() <= programs.captured.items()
     assert programs.checksum == sum(program.number for program in programs.captured.values())
     for key in programs.captured:
         programs.forget(key)
