@@ -36,10 +36,8 @@ class Copies:
     """Calls of the kernels that copy, of one library, in place of operators."""
 
     def __init__(self, library: Library) -> None:
-        names = ("gather", "scatter", "place", "cells")
-        found = (
-            library.functions[name, torch.float32] for name in names
-        )  # they move bytes: those of any dtype will do
+        # These kernels move bytes, so the function of any dtype will do.
+        found = (library.functions[name, torch.float32] for name in ("gather", "scatter", "place", "cells"))
         self._gather, self._scatter, self._place, self._cells = found
         self._known: dict[OpOverload, Callable[..., list[Call] | None]] = {
             aten.index_select.default: self._select,

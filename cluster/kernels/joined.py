@@ -50,7 +50,7 @@ class _Joined:
         """Make the calls.
 
         Raises:
-            IndexError: one of them was told of a row that its table does not have.
+            IndexError: one of them was to read or write a row that its table does not have.
         """
         if missing := self._run():
             raise IndexError(f"{missing} rows of tables were asked for that the tables do not have")
