@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from cluster.api.openai.constraints import Constraint, refused
-from cluster.api.openai.errors import ApiError
+from cluster.api.openai.errors import RETRY_AFTER_S, ApiError
 from cluster.api.openai.service import ModelInfo
 from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.config import ConfigError
@@ -35,8 +35,8 @@ class Grammars:
         """The grammar of a constraint as ranks read it: it compiles.
 
         Raises:
-            ApiError: 400 that names the field: the grammar is not honoured, or not over this tokenizer. 503: it cannot
-                be compiled now.
+            ApiError: 400 that names the field: the grammar is not honoured, or not over this tokenizer. 503 with
+                Retry-After: it cannot be compiled now.
         """
         field = constraint.field
         if self._tokenizer is None:
@@ -51,7 +51,14 @@ class Grammars:
             raise ApiError(f"{field}: {error}", param=field, code="unsupported_parameter") from None
         except CompilerError as error:
             logger.exception("a grammar cannot be compiled")
-            raise ApiError(f"{field}: {error}", status=503, param=field, code="overloaded") from None
+            raise ApiError(
+                f"{field}: {error}",
+                status=503,
+                param=field,
+                code="overloaded",
+                kind="overloaded_error",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            ) from None
 
     def close(self) -> None:
         """End the process that compiles."""
