@@ -81,7 +81,7 @@ class EngineConfig(Settings):
 
     model_path: str = Field(description="folder of the target, or its name on a hub")
     tokenizer_path: str | None = Field(
-        default=None, description="folder of the tokenizer, or of that name on a hub; unset: the target's"
+        default=None, description="folder of the tokenizer, or the name of a model on a hub; unset: the target's"
     )
     dtype: Dtype = Field(
         default="auto",
@@ -231,12 +231,15 @@ class EngineConfig(Settings):
     capture_sizes: tuple[int, ...] | None = Field(
         default=None,
         description="[1, 2, 4, 8]: pad steps that are captured to these numbers of requests and prompt rows; programs "
-        "of decoding are then captured at start; unset: on a CPU exact sizes, captured when they recur",
+        "of decoding are then captured at start; unset: on a CPU exact sizes, captured when they recur, on a GPU 1, 2, "
+        "3, 4, 6, 8 and so on up to 512, captured at start",
     )
     debug_lockstep: bool = Field(
         default=False, description="compare the plans of all ranks before every step, and stop where they differ"
     )
-    random_seed: int = Field(default=0, ge=0, description="what the seeds of requests that bring none are drawn from")
+    random_seed: int = Field(
+        default=0, ge=0, description="begins the generator that gives seeds to requests without a seed"
+    )
     num_threads: int | None = Field(
         default=None,
         ge=1,

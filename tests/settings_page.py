@@ -4,6 +4,7 @@
 """
 
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -11,6 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from cluster.api.launch import flags
+from cluster.api.launch.plan import ApplicationEntry, HttpOptions, ServeFile
 from cluster.api.settings import (
     DEPLOYMENT_DEFAULTS,
     DEPLOYMENT_OPTIONS,
@@ -26,23 +29,36 @@ from cluster.spellings import ALIASES, SPECULATIVE_CONFIG
 FILE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting, its default and what it is for. `aerie serve MODEL --set NAME=VALUE` takes those of the engine and of the
-application; a Serve config (`deploy/serve.yaml`) has the application's under `args` and the engine's under
-`engine_kwargs`. An unknown name is refused, with the nearest known one. [operations.md](operations.md) says how to
-choose.
+Every setting, its default and what it is for. A Serve config (`deploy/serve.yaml`) has the settings of the application
+under `args` and those of the engine under `engine_kwargs`. `aerie serve MODEL --set NAME=VALUE` takes both, those of
+`deployment_config` too, and dotted names such as `http_options.request_timeout_s`. An unknown name is refused, with the
+nearest known one. [operations.md](operations.md) says how to choose.
 
 Written by `python -m tests.settings_page` from the code that reads settings.
 """
 ALIASED = """
 ## vLLM's names
 
-The engine takes these as well. Mind `data_parallel_size`: its groups are made of the `tp_size` ranks; it adds no
-ranks.
+The engine takes these as well; `dp_size` and `cuda_graph_bs` among them are SGLang's. `speculative_config` is a
+mapping. Mind `data_parallel_size`: its groups are made of the `tp_size` ranks; it adds no ranks.
 """
 DEPLOYMENTS = """
 ## `deployment_config` and `ingress_deployment_config`
 
-Options of Serve's deployments, as Ray documents them, with our defaults where they are not Ray's.
+Options of Serve's deployments, as Ray documents them, with our defaults where they are not Ray's. The engine has a
+`max_queued_requests` of its own, and `--set max_queued_requests=N` is the engine's.
+"""
+SERVED = """
+## A Serve config, as `aerie serve --config FILE` reads it
+
+Of a Serve config it reads what follows, and refuses all else. `serve deploy` takes whatever Ray documents.
+"""
+FLAGGED = """
+## The flags of `aerie serve`
+
+Each flag stands for a setting; where `--set` names the same one, `--set` wins. MODEL (or `--model`, `--model-path`) is
+`model_source`, `--log-file` is `log_file`, `--log-format` is `log_format`. Without MODEL and `--config FILE` the demo
+pair is served. [operations.md](operations.md) says what `--address` and `--verbose` do.
 """
 REFUSED = """
 ## Settings of Ray Serve LLM that are refused
@@ -64,6 +80,8 @@ def _default(of: FieldInfo) -> str:
     if of.is_required():
         return "required"
     default = of.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, BaseModel):
+        return "see below"
     return "unset" if default is None else f"`{json.dumps(default)}`".replace('"', "")
 
 
@@ -99,6 +117,7 @@ def written() -> str:
     names += [f"| `speculative_config.{theirs}` | `{ours}` |" for theirs, ours in SPECULATIVE_CONFIG.items()]
     options = [f"| `{name}` | {_option(name)} |" for name in DEPLOYMENT_OPTIONS]
     refused = [f"| `{name}` | {why} |" for name, why in FOREIGN.items()]
+    flagged = [f"| {', '.join(f'`{flag}`' for flag in spellings)} | `{name}` |" for name, spellings in _flags()]
     return "\n".join(
         [
             HEAD,
@@ -113,6 +132,13 @@ def written() -> str:
             DEPLOYMENTS,
             "| option | our default |\n|---|---|",
             *options,
+            SERVED,
+            table(ServeFile),
+            f"\n### `http_options`\n\n{table(HttpOptions)}",
+            f"\n### An entry of `applications`\n\n{table(ApplicationEntry)}",
+            FLAGGED,
+            "| flag | setting |\n|---|---|",
+            *flagged,
             REFUSED,
             "| setting | why |\n|---|---|",
             *refused,
@@ -123,6 +149,15 @@ def written() -> str:
 
 def _option(name: str) -> str:
     return f"`{json.dumps(DEPLOYMENT_DEFAULTS[name])}`".replace('"', "") if name in DEPLOYMENT_DEFAULTS else "Ray's"
+
+
+def _flags() -> list[tuple[str, list[str]]]:
+    """The settings that have flags, each with the spellings of its flag."""
+    parser = ArgumentParser()
+    flags.add_arguments(parser)
+    spelled = {action.dest: list(action.option_strings) for action in parser._actions}
+    named = {f"http_{name}": f"http_options.{name}" for name in HttpOptions.model_fields}
+    return [(named.get(name, name), spelled[dest]) for dest, name in flags.FLAGS.items()]
 
 
 if __name__ == "__main__":

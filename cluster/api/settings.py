@@ -84,7 +84,7 @@ class ModelLoadingConfig(ServingSettings):
         "ORGANISATION/NAME@REVISION; unset: `model_id` is one of them",
     )
     tokenizer_source: str | None = Field(
-        default=None, description="folder of the tokenizer, or the name of a model of a hub; unset: the target's"
+        default=None, description="folder of the tokenizer, or the name of a model on a hub; unset: the target's"
     )
 
 
@@ -216,14 +216,16 @@ class AppSettings(ServingSettings):
     llm_configs: list[LLMConfig] = Field(description="exactly one entry, or the path of a YAML file with it")
     ingress: Literal["direct", "resilient"] = Field(
         default="direct",
-        description="direct: the replica that owns the engine answers clients; resilient: replicas before it do, which "
+        description="direct: the replica that owns the engine answers clients; resilient: further replicas do, which "
         "outlive it",
     )
     ingress_deployment_config: dict[str, Any] = Field(
         default_factory=dict, description="options of the deployment of a resilient ingress, see below"
     )
     log_file: str | None = Field(
-        default=None, description="absolute path, the same on each node; unset: ~/.cache/aerie/logs/<application>.log"
+        default=None,
+        description="absolute path, the same on each node; unset: ~/.cache/aerie/logs/<application>.log, but a new "
+        "file for each start of an `aerie serve` with a Ray of its own",
     )
     log_format: LogFormat = Field(default="text", description="lines as text, or one JSON object each")
     api_keys_file: str | None = Field(
@@ -235,12 +237,13 @@ class AppSettings(ServingSettings):
     )
     page: bool = Field(default=True, description="a page at / that shows what the server does, and a playground")
     allowed_origins: list[str] = Field(
-        default_factory=list, description="of pages that may ask from a browser, as https://host; `*` is all"
+        default_factory=list, description="origins of pages that may ask from a browser, as https://host; `*` is all"
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
-        description="how a request is sampled that does not say: model: by the temperature, top_p, top_k, min_p and "
-        "repetition_penalty of generation_config.json, as far as it has them; openai: 1, 1, none, none and 1",
+        description="how a request is sampled where it leaves fields out; model: by the temperature, top_p, top_k, "
+        "min_p and repetition_penalty of generation_config.json, as far as it has them; openai: by 1, 1, none, none "
+        "and 1",
     )
     tool_call_parser: str | None = Field(
         default=None, description="how the model writes calls of tools; unset: what its template says"

@@ -26,28 +26,36 @@ that fails is not tried again."""
 class HttpOptions(Settings):
     """Where the proxy listens, and the rest of Serve's HTTP options."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
-    keep_alive_timeout_s: int = Field(default=90, ge=1)
-    request_timeout_s: float | None = Field(default=None, gt=0)
+    host: str = Field(default="127.0.0.1", description="address to listen on; `0.0.0.0` is all of them")
+    port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
+    keep_alive_timeout_s: int = Field(default=90, ge=1, description="how long an idle connection is kept open")
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, description="how long a call may take, its stream included; unset: as long as it needs"
+    )
 
 
 class ApplicationEntry(Settings):
     """One entry of a Serve config's `applications`."""
 
-    name: str = "aerie"
-    route_prefix: Literal["/"] = "/"
-    import_path: Literal["cluster.api.app:build_openai_app"] = "cluster.api.app:build_openai_app"
-    args: dict[str, Any] = Field(default_factory=dict)
+    name: str = Field(default="aerie", description="what Serve and the log call the application")
+    route_prefix: Literal["/"] = Field(default="/", description="`aerie serve` serves at the root alone")
+    import_path: Literal["cluster.api.app:build_openai_app"] = Field(
+        default="cluster.api.app:build_openai_app", description="what builds the application"
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="settings of the application, see above")
 
 
 class ServeFile(Settings):
     """The parts of a Serve config that `aerie serve` honours."""
 
-    proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
-    http_options: HttpOptions = Field(default_factory=HttpOptions)
-    logging_config: dict[str, Any] = Field(default_factory=lambda: {"enable_access_log": False})
-    applications: list[ApplicationEntry] = Field(min_length=1, max_length=1)
+    proxy_location: Literal["HeadOnly", "EveryNode"] = Field(
+        default="HeadOnly", description="the nodes that have a proxy, with `--address`"
+    )
+    http_options: HttpOptions = Field(default_factory=HttpOptions, description="where to listen, see below")
+    logging_config: dict[str, Any] = Field(
+        default_factory=lambda: {"enable_access_log": False}, description="of Serve's own log, as Ray documents it"
+    )
+    applications: list[ApplicationEntry] = Field(min_length=1, max_length=1, description="exactly one entry, see below")
 
 
 @dataclass(frozen=True, slots=True)
