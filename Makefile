@@ -2,6 +2,7 @@
 #   make demo   install, start a local cluster on the demo pair, stream eight prompts, print the table
 #   make test   the fast suite          make test-all   everything, minutes to an hour
 #   make parity the whole grid and the suites of ranks; OVERLAP=1: with the host a step ahead of its device
+#   make verify  every slow suite; what passed on the same files is not run again; FRESH=1: forgets what passed
 #   make kernels  every program of Triton in its interpreter      make kernels-compile  each, for GPUs that are not here
 #   make check  lint, types, layers and unit tests      make serve   the demo pair on http://127.0.0.1:8000
 #   make bench  speculation on and off, and against transformers, side by side
@@ -27,7 +28,7 @@ TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help demo serve bench real test test-all parity kernels kernels-compile check clean
+.PHONY: help demo serve bench real test test-all parity verify kernels kernels-compile check clean
 
 help:
 	@sed -n 's/^#//p' Makefile
@@ -87,6 +88,14 @@ OVERLAP ?= 0
 parity: $(VENV)/.stamp-dev
 	OVERLAP=$(OVERLAP) $(SIDE_BY_SIDE) tests/parity
 	OVERLAP=$(OVERLAP) $(BIN)/python -m pytest tests/ranks
+
+# All slow suites, one after the other, also after one that failed. .verify records each test that passed, with a digest
+# of the files that it depends on. SUITES="parity ranks" runs these alone.
+FRESH ?=
+SUITES ?=
+
+verify: $(VENV)/.stamp-dev
+	OVERLAP=$(OVERLAP) $(BIN)/python -m tests.ledger $(if $(FRESH),--fresh) $(SUITES)
 
 # Triton's programs without a GPU: all that they compute, in its interpreter; and what they take of one when compiled.
 kernels: $(VENV)/.stamp-dev

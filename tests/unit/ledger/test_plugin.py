@@ -1,0 +1,145 @@
+"""The plugin in runs of pytest of their own: what is recorded, what is left out, what never is."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ledger.record import Record
+from tests.unit.ledger.trees import rewrite, with_ledger
+
+PLUGIN = ("-p", "tests.ledger.plugin", "--ledger=.verify", "--ledger-summary=numbers.json", "-p", "no:cacheprovider")
+RECORDED = ".verify/passes.tsv"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return with_ledger(tmp_path)
+
+
+def start(root: Path, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "pytest", "-q", *PLUGIN, *arguments]
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(root: Path, *arguments: str) -> dict[str, Any]:
+    """The numbers of one run, with its exit status and what it printed."""
+    (root / "numbers.json").unlink(missing_ok=True)
+    process = start(root, *(arguments or ("tests/of", "tests/other")))
+    printed, _ = process.communicate(timeout=60)
+    numbers: dict[str, Any] = json.loads((root / "numbers.json").read_text(encoding="utf-8"))
+    return {"passed": 0, "failed": 0, "skipped": 0, **numbers, "status": process.returncode, "printed": printed}
+
+
+def shown(numbers: dict[str, Any]) -> tuple[int, int, int, int]:
+    return numbers["earlier"], numbers["passed"], numbers["failed"], numbers["status"]
+
+
+def test_what_passed_on_the_same_files_is_not_run_again(small: Path) -> None:
+    assert shown(run(small)) == (0, 3, 0, 0)
+    again = run(small)
+    assert shown(again) == (3, 0, 0, 0), "nothing was left to run, which is no error"
+    assert "3 passed earlier on the same files" in again["printed"]
+    rewrite(small, {"cluster/far.py": "VALUE = 2\n"})
+    assert shown(run(small)) == (1, 2, 0, 0), "the other module does not depend on it"
+    rewrite(small, {"cluster/far.py": "VALUE = 1\n"})
+    assert shown(run(small)) == (3, 0, 0, 0), "as it was before"
+
+
+def test_what_did_not_pass_runs_again(small: Path) -> None:
+    """A test fails, another only as it ends, one is skipped, one fails as expected; the last is alone to pass."""
+    source = """
+        import pytest
+
+        @pytest.fixture
+        def torn():
+            yield
+            raise OSError
+
+        def test_fails():
+            assert False
+
+        def test_fails_at_its_end(torn):
+            pass
+
+        def test_skips():
+            pytest.skip("no GPU")
+
+        @pytest.mark.xfail
+        def test_is_expected_to_fail():
+            assert False
+
+        def test_passes():
+            pass
+    """
+    rewrite(small, {"tests/other/test_two.py": "\n".join(line[8:] for line in source.splitlines())})
+    first = run(small, "tests/other")
+    assert shown(first) == (0, 1, 2, 1) and first["skipped"] == 2
+    assert [name.rpartition("::")[2] for name in first["failures"]] == ["test_fails", "test_fails_at_its_end"]
+    second = run(small, "tests/other")
+    assert shown(second) == (1, 0, 2, 1) and second["skipped"] == 2
+
+
+def test_a_run_that_is_killed_keeps_what_passed(small: Path) -> None:
+    waits = "import time\n\ndef test_first():\n    pass\n\ndef test_waits():\n    time.sleep(60)\n"
+    rewrite(small, {"tests/other/test_two.py": waits})
+    process, until = start(small, "tests/other"), time.monotonic() + 60
+    while not (small / RECORDED).exists():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert shown(run(small, "tests/other", "-k", "first")) == (1, 0, 0, 0)
+
+
+def test_a_run_whose_files_change_meanwhile_records_nothing(small: Path) -> None:
+    """The test loads the new content, and its digest is of the old one."""
+    edits = "from pathlib import Path\n\ndef test_edits():\n    Path('cluster/far.py').write_text('VALUE = 3')\n"
+    rewrite(small, {"tests/of/test_one.py": edits + "    import cluster.near\n"})
+    first = run(small, "tests/of")
+    assert shown(first) == (0, 1, 0, 0) and "changed during this run" in first["printed"]
+    assert not (small / RECORDED).exists()
+
+
+def test_a_pass_is_not_recorded_if_the_test_opened_a_file_that_its_digest_does_not_cover(small: Path) -> None:
+    reads = "def test_reads():\n    open('do' + 'cs/page.md').close()\n\ndef test_reads_nothing():\n    pass\n"
+    rewrite(small, {"tests/other/test_two.py": reads})
+    first = run(small, "tests/other")
+    assert shown(first) == (0, 2, 0, 0) and "opened docs/page.md" in first["printed"]
+    assert shown(run(small, "tests/other")) == (1, 1, 0, 0)
+
+
+def test_another_value_of_a_variable_runs_all_again(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAP", "0")
+    assert shown(run(small)) == (0, 3, 0, 0)
+    monkeypatch.setenv("OVERLAP", "1")
+    assert shown(run(small)) == (0, 3, 0, 0)
+    monkeypatch.setenv("OVERLAP", "0")
+    assert shown(run(small)) == (3, 0, 0, 0)
+
+
+def test_workers_leave_out_and_the_process_that_started_them_records(small: Path) -> None:
+    shared = ("-n", "2", "--dist", "worksteal", "tests/of", "tests/other")
+    assert shown(run(small, *shared)) == (0, 3, 0, 0)
+    assert shown(run(small, *shared)) == (3, 0, 0, 0)
+    rewrite(small, {"cluster/near.py": "VALUE = 1\n", "tests/other/test_two.py": "def test_c():\n    assert False\n"})
+    assert shown(run(small, *shared)) == (0, 2, 1, 1)
+    assert shown(run(small)) == (2, 0, 1, 1)
+
+
+def test_a_line_that_was_cut_off_is_no_pass(tmp_path: Path) -> None:
+    record = Record(tmp_path / "passes.tsv")
+    record.add("d1", "tests/test_a.py::test_long[1]")
+    record.path.write_bytes(record.path.read_bytes() + b"d2\ttests/test_a.py::test_long")
+    assert record.passes(record.size()) == {("d1", "tests/test_a.py::test_long[1]")}
+    record.add("d3", "tests/test_a.py::test_other")
+    record.add("d4", "tests/test_a.py::test_last")
+    assert record.passes(record.size()) == {
+        ("d1", "tests/test_a.py::test_long[1]"),
+        ("d4", "tests/test_a.py::test_last"),
+    }
