@@ -31,7 +31,11 @@ class Suite:
 
 
 TIMED = ("tests/ranks/test_divergence.py", "tests/ranks/test_supervision.py")
-"""Modules that assert that a lost rank is named within seconds, or that a sleeping one uses no CPU time."""
+"""Modules that run alone: they assert that a lost rank is named within seconds, that a sleeping one uses no CPU time.
+
+The other tests of ranks compare tokens. Each worker of pytest-xdist starts its own gangs, whose processes compute on
+one thread and meet at ports that the system chooses, so two workers do not disturb each other.
+"""
 
 FOLDERS = ("kernels", "ranks", "triton", "flashinfer", "static", "parity")
 ELSEWHERE = ("tests", *(f"--ignore=tests/{folder}" for folder in FOLDERS))

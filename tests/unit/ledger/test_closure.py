@@ -103,17 +103,21 @@ def test_files_whose_processes_are_named_exist() -> None:
 
 LOADED = """
 import importlib, json, sys
-importlib.import_module(sys.argv[1])
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 print(json.dumps([module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]))
 """
 
 
-@pytest.mark.parametrize("module", ["tests/parity/test_planted_bugs.py", "tests/ranks/worker.py"])
-def test_no_module_of_this_checkout_is_loaded_that_the_rules_do_not_find(module: str) -> None:
-    command = [sys.executable, "-c", LOADED, module.removesuffix(".py").replace("/", ".")]
+def test_no_module_of_this_checkout_is_loaded_that_the_rules_do_not_find() -> None:
+    """A module of tests, and what the processes run that another module of tests starts."""
+    modules, checkout = ("tests/parity/test_planted_bugs.py", "tests/ranks/worker.py"), Checkout(ROOT)
+    found = checkout.closure(modules[0]) | checkout.closure(modules[1])
+    assert modules[1] in checkout.closure("tests/ranks/test_fuzz.py")
+    command = [sys.executable, "-c", LOADED, *(module.removesuffix(".py").replace("/", ".") for module in modules)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     paths = [Path(each) for each in json.loads(done.stdout.splitlines()[-1])]
     loaded = {path.relative_to(ROOT).as_posix() for path in paths if path.is_relative_to(ROOT) and path.suffix == ".py"}
     loaded = {path for path in loaded if not path.startswith(".venv/")}
     assert len(loaded) > 100
-    assert loaded - Checkout(ROOT).closure(module) == set()
+    assert loaded - found == set()
