@@ -18,7 +18,8 @@ RECORDED = ".verify/passes.tsv"
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins take most of the time to start
     return with_ledger(tmp_path)
 
 
@@ -124,7 +125,7 @@ def test_another_value_of_a_variable_runs_all_again(small: Path, monkeypatch: py
 
 
 def test_workers_leave_out_and_the_process_that_started_them_records(small: Path) -> None:
-    shared = ("-n", "2", "--dist", "worksteal", "tests/of", "tests/other")
+    shared = ("-p", "xdist", "-n", "2", "--dist", "worksteal", "tests/of", "tests/other")
     assert shown(run(small, *shared)) == (0, 3, 0, 0)
     assert shown(run(small, *shared)) == (3, 0, 0, 0)
     rewrite(small, {"cluster/near.py": "VALUE = 1\n", "tests/other/test_two.py": "def test_c():\n    assert False\n"})

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ledger.suites import SUITES
 from tests.unit.ledger.trees import rewrite, with_ledger
 
@@ -36,7 +38,10 @@ def run(root: Path, *arguments: str) -> tuple[int, dict[str, list[int]], str]:
     return done.returncode, {name: [int(each) for each in row.split()][:5] for name, row in rows}, done.stdout
 
 
-def test_a_suite_that_fails_does_not_keep_the_next_from_running(tmp_path: Path) -> None:
+def test_a_suite_that_fails_does_not_keep_the_next_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins take most of the time to start
     root = small(tmp_path)
     status, rows, printed = run(root)
     assert status == 1 and "FAILED tests/of/test_one.py::test_a" in printed
