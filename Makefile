@@ -3,6 +3,7 @@
 #   make test   the fast suite          make test-all   everything, minutes to an hour
 #   make parity the whole grid and the suites of ranks; OVERLAP=1: with the host a step ahead of its device
 #   make verify  every slow suite; what passed on the same files is not run again; FRESH=1: forgets what passed
+#   make planted  plants small faults in a copy, one at a time: the fast tests must find each
 #   make kernels  every program of Triton in its interpreter      make kernels-compile  each, for GPUs that are not here
 #   make check  lint, types, layers and unit tests      make serve   the demo pair on http://127.0.0.1:8000
 #   make bench  speculation on and off, and against transformers, side by side
@@ -28,7 +29,7 @@ TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help demo serve bench real test test-all parity verify kernels kernels-compile check clean
+.PHONY: help demo serve bench real test test-all parity verify planted kernels kernels-compile check clean
 
 help:
 	@sed -n 's/^#//p' Makefile
@@ -96,6 +97,12 @@ SUITES ?=
 
 verify: $(VENV)/.stamp-dev
 	OVERLAP=$(OVERLAP) $(BIN)/python -m tests.ledger $(if $(FRESH),--fresh) $(SUITES)
+
+PLANT ?=
+
+# PLANT="NAMES --jobs 2": the faults with these names, two at a time; see tests/planted. A run that was stopped goes on.
+planted: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.planted $(PLANT)
 
 # Triton's programs without a GPU: all that they compute, in its interpreter; and what they take of one when compiled.
 kernels: $(VENV)/.stamp-dev

@@ -1,0 +1,75 @@
+"""Planting one fault, and proving that the tests that found faults pass without them."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.planted.checkout import Copy
+from tests.planted.fault import Fault
+from tests.planted.results import Outcome
+
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.planted.noted_failures")
+FAST = "not slow and not ray"  # what `make test` runs side by side
+
+
+class Planter:
+    """Plants faults in one copy of the checkout. `place` is a folder for what runs leave behind, `objects` one for
+    objects of the C compiler that later runs use again; the tests of one fault may take `limit_s` seconds.
+    """
+
+    def __init__(self, copy: Copy, place: Path, objects: Path, limit_s: float) -> None:
+        self._copy, self._objects, self._limit_s = copy, objects, limit_s
+        self._output, self._failures = place / "output", place / "failures"
+
+    def plant(self, fault: Fault) -> tuple[Outcome, str]:
+        """Run the fault's tests with the fault until one fails; return what became of it, and by which test."""
+        with self._copy.planted(fault):
+            if fault.file.endswith((".c", ".h")):
+                complaint = self._copy.compile_kernels(self._objects, self._limit_s)
+                if complaint:
+                    return "no fault", f"it does not compile: {complaint.strip().splitlines()[-1]}"
+            status = self._run(("-x", *fault.tests), self._limit_s)
+        for failure in self.failures:
+            kind, _, name = failure.partition(" ")
+            return ("found", name) if kind == "test" else ("no fault", f"{name} cannot be imported")
+        if status is None:
+            return "not found", f"no test failed within {self._limit_s:.0f} s"
+        if status < 0:
+            return "found", f"the process ended by signal {-status}"
+        return ("not found", "every test passed") if status == 0 else ("no fault", self._last_words(status))
+
+    def failing(self, tests: Sequence[str]) -> set[str]:
+        """Run `tests` without a fault; return those that fail, or all of them where pytest does not run them."""
+        status = self._run(tests, None)
+        failed = {failure.partition(" ")[2] for failure in self.failures}
+        return failed if status in (0, 1) else set(tests)
+
+    @property
+    def failures(self) -> list[str]:
+        """What `noted_failures` noted of the last run."""
+        return self._failures.read_text(encoding="utf-8").splitlines() if self._failures.exists() else []
+
+    def _run(self, arguments: Sequence[str], limit_s: float | None) -> int | None:
+        """Run pytest in the copy; return its exit status, or None where it took too long."""
+        self._failures.unlink(missing_ok=True)
+        command = [sys.executable, *PYTEST, "-m", FAST, *arguments]
+        environment = self._copy.environment(NOTED_FAILURES=str(self._failures))
+        with self._output.open("wb") as output:
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=self._copy.root,
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=limit_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return None
+        return done.returncode
+
+    def _last_words(self, status: int) -> str:
+        said = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f"pytest ended with status {status}: {said[-1] if said else 'it said nothing'}"

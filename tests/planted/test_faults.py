@@ -1,0 +1,78 @@
+"""The table of faults fits the source. That each fault is found, `make planted` shows."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.planted.checkout import OWN, ROOT, Copy, tracked, tree_digest
+from tests.planted.fault import Fault, StaleFaultError, all_faults
+from tests.planted.results import Result, Results, table
+
+FAULTS = all_faults()
+FAULT = Fault("one", "a.py", "x = 1", "x = 2", "nothing", ("tests/unit",))
+
+
+def test_there_are_enough() -> None:
+    assert len(FAULTS) >= 60
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_fits_its_file(fault: Fault) -> None:
+    source = (ROOT / fault.file).read_text(encoding="utf-8")
+    planted = fault.plant(source)
+    assert planted != source
+    if fault.file.endswith(".py"):
+        assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source)), "it changes no more than a comment"
+    assert fault.effect.endswith(".") and fault.tests
+    assert [test for test in fault.tests if not (ROOT / test).exists() or test.startswith(OWN)] == []
+
+
+@pytest.mark.parametrize("source", ["y = 1", "x = 1\nx = 1"])
+def test_a_fault_that_does_not_fit_is_an_error(source: str) -> None:
+    with pytest.raises(StaleFaultError, match=r"'one': its old text occurs [02] times in a\.py"):
+        FAULT.plant(source)
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    entry = '[[fault]]\nname = "a"\nfile = "f"\nold = "o"\nnew = "n"\neffect = "e"\ntests = ["t"]\n'
+    (tmp_path / "one.toml").write_text(entry)
+    assert [fault.name for fault in all_faults(tmp_path)] == ["a"]
+    (tmp_path / "two.toml").write_text(entry)
+    with pytest.raises(ValueError, match="same name"):
+        all_faults(tmp_path)
+
+
+def test_a_copy_has_a_fault_while_it_is_planted(tmp_path: Path) -> None:
+    fault = FAULTS[0]
+    copy = Copy(tmp_path / "copy", [fault.file])
+    path, true = tmp_path / "copy" / fault.file, (ROOT / fault.file).read_text(encoding="utf-8")
+    stale = path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc"
+    stale.parent.mkdir()
+    stale.write_bytes(b"")
+    with pytest.raises(ZeroDivisionError), copy.planted(fault):
+        assert path.read_text(encoding="utf-8") == fault.plant(true)
+        assert not stale.exists()
+        raise ZeroDivisionError
+    assert path.read_text(encoding="utf-8") == true
+
+
+def test_results_depend_on_the_product_and_on_the_selected_tests() -> None:
+    names = tracked()
+    assert "cluster/config.py" in names
+    digest = tree_digest(names, ("tests/unit/kv",))
+    assert digest == tree_digest([*names, "README.md", "tests/planted/fault.py"], ("tests/unit/kv",))
+    assert digest == tree_digest([name for name in names if name != "tests/unit/test_cli.py"], ("tests/unit/kv",))
+    for needed in ("cluster/config.py", "tests/unit/kv/test_radix.py", "tests/tables.py"):
+        assert digest != tree_digest([name for name in names if name != needed], ("tests/unit/kv",))
+
+
+def test_results_are_kept_from_run_to_run(tmp_path: Path) -> None:
+    path = tmp_path / "some" / "results.jsonl"
+    first = Result("one", FAULT.digest, "tree", "found", "tests/a.py::b", 1.5)
+    Results(path).add(first)
+    Results(path).add(Result("one", FAULT.digest, "tree", "found", "tests/a.py::b", 1.5, proved=True))
+    found = Results(path).of(FAULT.digest, "tree")
+    assert found is not None and found.proved and found.test == "tests/a.py::b"
+    assert Results(path).of(FAULT.digest, "another tree") is None
+    assert table([first]).splitlines()[1].split() == ["one", "found", "2", "tests/a.py::b"]
