@@ -1,0 +1,19 @@
+"""What the device's page table says of positions beyond its end, and of idle requests."""
+
+import torch
+
+from cluster.kv.page_table import PageTable
+
+
+def test_positions_past_the_end_are_the_last_one() -> None:
+    """A window may reach beyond the longest request; what it writes there is never committed."""
+    table = PageTable(2, 10, 4, torch.device("cpu"))
+    table.device_pages[1] = torch.tensor([5, 2, 7])
+    slots = table.slots(torch.tensor([1]), torch.tensor([0, 7, 11, 12, 40]))
+    assert slots.tolist() == [20, 11, 31, 31, 31]
+
+
+def test_idle_requests_have_nothing_committed_whatever_they_accept() -> None:
+    table = PageTable(2, 10, 4, torch.device("cpu"))
+    table.commit(torch.tensor([0, 2, 2]), torch.tensor([5, 3, 1]))
+    assert table.lens.tolist() == [5, 0, 0]
