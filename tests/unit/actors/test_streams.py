@@ -54,9 +54,13 @@ def test_the_counts_of_all_lives_add_up() -> None:
         s.take(output(*tokens))
     s.lose(nodes=3)
     s.submission()
-    s.take(output(8))
-    last = s.take(output(9, 10, finish_reason="length", speculation=SpeculationCounts(5, 15, (1, 4, 0, 0))))
-    assert last.speculation == SpeculationCounts(8, 24, (2, 5, 1, 0))
+    for tokens in ((8,), (9, 10)):
+        s.take(output(*tokens))
+    s.lose(nodes=3)
+    s.submission()
+    s.take(output(11))
+    last = s.take(output(12, 13, finish_reason="length", speculation=SpeculationCounts(5, 15, (1, 4, 0, 0))))
+    assert last.speculation == SpeculationCounts(9, 27, (2, 6, 1, 0)), "each tree once"
 
 
 def test_without_speculation_there_is_nothing_to_add() -> None:
