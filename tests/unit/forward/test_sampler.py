@@ -78,6 +78,12 @@ def test_the_likeliest_token_always_stays() -> None:
         assert filtered(logits, sampling_of(1, **options)).argmax() == 3
 
 
+def test_without_a_filter_tokens_stay_whose_mass_rounds_to_nothing() -> None:
+    """Such a request may run beside requests with filters, for which the step counts mass."""
+    logits = torch.tensor([[[0.0, -100.0, -200.0]]], dtype=torch.float64)
+    assert filtered(logits, sampling_of(1)).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_noise_is_standard_gumbel(dtype: torch.dtype) -> None:
     noise = noise_of(torch.arange(40) * 7919, torch.arange(50).expand(40, -1), 500, dtype).double().flatten()
