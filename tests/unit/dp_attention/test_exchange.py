@@ -1,0 +1,67 @@
+"""An exchange makes all calls of its script, in order and with the planned rows, or says which call is another."""
+
+import pytest
+import torch
+
+from cluster.dp_attention.exchange import Exchange
+from cluster.dp_attention.plan import Call
+from cluster.mesh import Mesh, OutOfStepError
+
+SUM, GATHER = Call("draft", "reduce", (3,), 8), Call("target", "gather", (2,), 8)
+
+
+def begun(*calls: Call) -> Exchange:
+    exchange = Exchange(Mesh(), torch.float32)
+    exchange.begin(7, calls)
+    return exchange
+
+
+def test_a_script_that_is_followed_leaves_nothing() -> None:
+    exchange = begun(SUM, GATHER)
+    rows = torch.ones(3, 8)
+    assert exchange.rest == (SUM, GATHER)
+    assert torch.equal(exchange.reduce(rows), rows) and torch.equal(exchange.gather(rows[:2]), rows[:2])
+    assert exchange.rest == ()
+    exchange.end()
+
+
+def test_a_step_that_leaves_out_its_last_call_is_out_of_step() -> None:
+    exchange = begun(SUM, GATHER)
+    exchange.reduce(torch.ones(3, 8))
+    with pytest.raises(
+        OutOfStepError, match=r"rank 0 ended where gather of rows \[2\] comes next \(step 7, phase target"
+    ):
+        exchange.end()
+
+
+def test_another_call_than_the_next_one_is_out_of_step() -> None:
+    with pytest.raises(OutOfStepError, match=r"calls gather where reduce of rows \[3\] comes next"):
+        begun(SUM).gather(torch.ones(3, 8))
+    with pytest.raises(OutOfStepError, match="calls reduce where the step ends"):
+        begun().reduce(torch.ones(3, 8))
+
+
+@pytest.mark.parametrize("rows", [torch.ones(2, 8), torch.ones(3, 7), torch.ones(3, 8, dtype=torch.float64)])
+def test_rows_that_are_not_as_planned_are_out_of_step(rows: torch.Tensor) -> None:
+    with pytest.raises(OutOfStepError, match=r"to reduce where \[3, 8\] of torch.float32 are planned"):
+        begun(SUM).reduce(rows)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([SUM], r"a program that ends as its call 1 where gather of rows \[2\] comes next"),
+        (
+            [GATHER, GATHER],
+            r"calls gather of rows \[2\] in phase target as its call 0 where reduce of rows \[3\] comes",
+        ),
+        ([SUM, GATHER, SUM], r"calls reduce of rows \[3\] in phase draft as its call 2 where the step ends"),
+    ],
+)
+def test_a_program_with_other_calls_is_not_replayed(calls: list[Call], said: str) -> None:
+    exchange = begun(SUM, GATHER)
+    with pytest.raises(OutOfStepError, match=said):
+        exchange.replay(calls)
+    whole = begun(SUM, GATHER)
+    whole.replay([SUM, GATHER])
+    whole.end()
