@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.planted.checkout import ROOT, Copy, tracked, tree_digest
+from tests.planted.checkout import ROOT, Copy, files, tree_digest
 from tests.planted.fault import Fault, all_faults
 from tests.planted.planting import Planter
 from tests.planted.results import Result, Results, table
@@ -76,7 +76,7 @@ def main(given: list[str]) -> int:
         for fault in faults:
             print(f"{fault.name}\n    {fault.file}: {fault.effect}\n    {' '.join(fault.tests)}")
         return 0
-    names, results = tracked(), Results(KEPT / "results.jsonl")
+    names, results = files(), Results(KEPT / "results.jsonl")
     trees = {fault.name: tree_digest(names, fault.tests) for fault in faults}
 
     def known() -> list[Result]:

@@ -7,24 +7,30 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from tests.planted.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILED = Path("cluster/kernels/compiled")
+COMPILED = "cluster/kernels/compiled/"
 OWN = "tests/planted/"  # the faults themselves and what plants them decide no result
+LEFT_OUT = ("__pycache__", "build", "dist", "runs")  # folders that nobody wrote by hand; hidden ones are left out too
 
 
-def tracked() -> list[str]:
-    """The files of the checkout, from its root: those that git tracks or would track."""
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    return sorted(name for name in os.fsdecode(listing.stdout).split("\0") if name and (ROOT / name).is_file())
+def files() -> list[str]:
+    """The files of the checkout, from its root, the compiled kernels among them."""
+    found = []
+    for folder, inner, names in os.walk(ROOT):
+        inner[:] = [name for name in inner if name not in LEFT_OUT and not name.startswith(".")]
+        found += [(Path(folder) / name).relative_to(ROOT).as_posix() for name in names if name != ".git"]
+    return sorted(found)
+
+
+@cache
+def content_digest(name: str) -> bytes:
+    """A checksum of a file of the checkout."""
+    return hashlib.sha256((ROOT / name).read_bytes()).digest()
 
 
 def tree_digest(names: list[str], tests: tuple[str, ...]) -> str:
@@ -36,10 +42,10 @@ def tree_digest(names: list[str], tests: tuple[str, ...]) -> str:
     for name in names:
         is_test = Path(name).name.startswith("test_")
         selected = any(name == test or name.startswith(f"{test}/") for test in tests)
-        if name.startswith(OWN) or not name.startswith(("cluster/", "tests/", "pyproject.toml")):
+        if name.startswith((OWN, COMPILED)) or not name.startswith(("cluster/", "tests/", "pyproject.toml")):
             continue
         if selected or not is_test:
-            made.update(name.encode() + b"\0" + (ROOT / name).read_bytes() + b"\0")
+            made.update(name.encode() + b"\0" + content_digest(name))
     return made.hexdigest()[:16]
 
 
@@ -47,13 +53,11 @@ class Copy:
     """A copy of the checkout in `root`, without its environment and its history."""
 
     def __init__(self, root: Path, names: list[str]) -> None:
-        """Copy the files `names`, and the C kernels that the checkout has compiled, which fit the same sources."""
+        """Copy the files `names`. Kernels compiled from the same sources are used again, here as in the checkout."""
         self.root = root
         for name in names:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, root / name, follow_symlinks=False)
-        if (ROOT / COMPILED).is_dir():
-            shutil.copytree(ROOT / COMPILED, root / COMPILED)
 
     @contextmanager
     def planted(self, fault: Fault) -> Iterator[None]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.checkout import OWN, ROOT, Copy, tracked, tree_digest
+from tests.planted.checkout import OWN, ROOT, Copy, files, tree_digest
 from tests.planted.fault import Fault, StaleFaultError, all_faults
 from tests.planted.results import Result, Results, table
 
@@ -58,7 +58,7 @@ def test_a_copy_has_a_fault_while_it_is_planted(tmp_path: Path) -> None:
 
 
 def test_results_depend_on_the_product_and_on_the_selected_tests() -> None:
-    names = tracked()
+    names = files()
     assert "cluster/config.py" in names
     digest = tree_digest(names, ("tests/unit/kv",))
     assert digest == tree_digest([*names, "README.md", "tests/planted/fault.py"], ("tests/unit/kv",))
