@@ -18,7 +18,7 @@ class Fault:
     """One mistake: in `file` the text `old`, which occurs exactly once, becomes `new`.
 
     `effect` says what a user would see if nobody noticed. `tests` are the paths, from the root of the checkout, of the
-    tests that should find the fault; pytest runs them in this order.
+    tests that should find the fault: one after the other is run until a test fails, the likeliest first.
     """
 
     name: str

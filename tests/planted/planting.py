@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,15 +30,12 @@ class Planter:
                 complaint = self._copy.compile_kernels(self._objects, self._limit_s)
                 if complaint:
                     return "no fault", f"it does not compile: {complaint.strip().splitlines()[-1]}"
-            status = self._run(("-x", *fault.tests), self._limit_s)
-        for failure in self.failures:
-            kind, _, name = failure.partition(" ")
-            return ("found", name) if kind == "test" else ("no fault", f"{name} cannot be imported")
-        if status is None:
-            return "not found", f"no test failed within {self._limit_s:.0f} s"
-        if status < 0:
-            return "found", f"the process ended by signal {-status}"
-        return ("not found", "every test passed") if status == 0 else ("no fault", self._last_words(status))
+            end = time.monotonic() + self._limit_s
+            for path in fault.tests:
+                status = self._run(("-x", path), end - time.monotonic())
+                if status != 0:
+                    return self._failed(status)
+        return "not found", "every test passed"
 
     def failing(self, tests: Sequence[str]) -> set[str]:
         """Run `tests` without a fault; return those that fail, or all of them where pytest does not run them."""
@@ -70,6 +68,14 @@ class Planter:
                 return None
         return done.returncode
 
-    def _last_words(self, status: int) -> str:
+    def _failed(self, status: int | None) -> tuple[Outcome, str]:
+        """What a run of pytest that did not pass says of a fault; `status` as in `_run`."""
+        for failure in self.failures:
+            kind, _, name = failure.partition(" ")
+            return ("found", name) if kind == "test" else ("no fault", f"{name} cannot be imported")
+        if status is None:
+            return "not found", f"no test failed within {self._limit_s:.0f} s"
+        if status < 0:
+            return "found", f"the process ended by signal {-status}"
         said = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"pytest ended with status {status}: {said[-1] if said else 'it said nothing'}"
+        return "no fault", f"pytest ended with status {status}: {said[-1] if said else 'it said nothing'}"
