@@ -82,7 +82,8 @@ def main(given: list[str]) -> int:
     def known() -> list[Result]:
         return [found for each in faults if (found := results.of(each.digest, trees[each.name])) is not None]
 
-    left = [each for each in faults if asked.again or results.of(each.digest, trees[each.name]) is None]
+    settled = () if asked.again else {result.digest for result in known() if result.outcome != "unknown"}
+    left = [each for each in faults if each.digest not in settled]
     print(f"{len(faults)} faults; the results of {len(faults) - len(left)} are known", flush=True)
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         planters = []

@@ -85,6 +85,9 @@ class Copy:
         """Compile the C kernels of the copy for this CPU; return the compiler's complaint, or an empty string.
 
         Objects whose preprocessed source is known come from the folder `objects`.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer than `limit_s` seconds.
         """
         wrapper = self.root / "cc"
         wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.planted.objects "$@"\n')

@@ -1,5 +1,6 @@
 """Planting one fault, and proving that the tests that found faults pass without them."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from tests.planted.fault import Fault
 from tests.planted.results import Outcome
 
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.planted.noted_failures")
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)  # by a fault of its own
 FAST = "not slow and not ray"  # what `make test` runs side by side
 
 
@@ -25,16 +27,19 @@ class Planter:
 
     def plant(self, fault: Fault) -> tuple[Outcome, str]:
         """Run the fault's tests with the fault until one fails; return what became of it, and by which test."""
+        end = time.monotonic() + self._limit_s
         with self._copy.planted(fault):
-            if fault.file.endswith((".c", ".h")):
-                complaint = self._copy.compile_kernels(self._objects, self._limit_s)
-                if complaint:
-                    return "no fault", f"it does not compile: {complaint.strip().splitlines()[-1]}"
-            end = time.monotonic() + self._limit_s
-            for path in fault.tests:
-                status = self._run(("-x", path), end - time.monotonic())
-                if status != 0:
-                    return self._failed(status)
+            try:
+                if fault.file.endswith((".c", ".h")):
+                    complaint = self._copy.compile_kernels(self._objects, self._limit_s)
+                    if complaint:
+                        return "no fault", f"it does not compile: {complaint.strip().splitlines()[-1]}"
+                for path in fault.tests:
+                    status = self._run(("-x", path), end - time.monotonic())
+                    if status != 0:
+                        return self._failed(status)
+            except subprocess.TimeoutExpired:
+                return "unknown", f"no test failed within {self._limit_s:.0f} s"
         return "not found", "every test passed"
 
     def failing(self, tests: Sequence[str]) -> set[str]:
@@ -48,34 +53,33 @@ class Planter:
         """What `noted_failures` noted of the last run."""
         return self._failures.read_text(encoding="utf-8").splitlines() if self._failures.exists() else []
 
-    def _run(self, arguments: Sequence[str], limit_s: float | None) -> int | None:
-        """Run pytest in the copy; return its exit status, or None where it took too long."""
+    def _run(self, arguments: Sequence[str], limit_s: float | None) -> int:
+        """Run pytest in the copy; return its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer than `limit_s` seconds.
+        """
         self._failures.unlink(missing_ok=True)
         command = [sys.executable, *PYTEST, "-m", FAST, *arguments]
         environment = self._copy.environment(NOTED_FAILURES=str(self._failures))
         with self._output.open("wb") as output:
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=self._copy.root,
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=limit_s,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return None
+            done = subprocess.run(
+                command,
+                cwd=self._copy.root,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+                check=False,
+            )
         return done.returncode
 
-    def _failed(self, status: int | None) -> tuple[Outcome, str]:
+    def _failed(self, status: int) -> tuple[Outcome, str]:
         """What a run of pytest that did not pass says of a fault; `status` as in `_run`."""
         for failure in self.failures:
             kind, _, name = failure.partition(" ")
             return ("found", name) if kind == "test" else ("no fault", f"{name} cannot be imported")
-        if status is None:
-            return "not found", f"no test failed within {self._limit_s:.0f} s"
         if status < 0:
-            return "found", f"the process ended by signal {-status}"
+            return "found" if -status in CRASHES else "unknown", f"the process ended by signal {-status}"
         said = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return "no fault", f"pytest ended with status {status}: {said[-1] if said else 'it said nothing'}"

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-Outcome = Literal["found", "not found", "no fault"]
+Outcome = Literal["found", "not found", "no fault", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,8 @@ class Result:
     files on which the result depends.
 
     `by` is the test that found it, or what happened instead. "no fault": it breaks an import or the C compiler, or the
-    test that found it fails without it too. `proved`: the test that found it passes without it.
+    test that found it fails without it too. "unknown": its tests took too long or were ended.
+    `proved`: the test that found it passes without it.
     """
 
     fault: str
