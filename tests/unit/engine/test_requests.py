@@ -7,7 +7,7 @@ import pytest
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.finish import Cut, FinishCheck
-from cluster.request import Request, SamplingParams
+from cluster.request import Adjustments, Request, SamplingParams
 from cluster.text import TextTokenizer
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, scarce, tiny_pair
 from tests.tiny import draft_folder, letters_folder, target_folder
@@ -196,6 +196,14 @@ def test_stop_strings_span_runs_but_not_the_prompt() -> None:
     assert check.cut([2, 0, 23], 9) == Cut(3), "the prompt's last letter does not count"
     assert check.cut([24], 9) == Cut(1)
     assert check.cut([25, 0, 1], 9) == Cut(1, "stop", "xyz")
+
+
+def test_stop_strings_count_after_the_least_length() -> None:
+    tokenizer = TextTokenizer.load(letters_folder())
+    params = SamplingParams(stop=("b",), max_tokens=9, adjustments=Adjustments(min_tokens=3))
+    check = FinishCheck(params, (), 64, tokenizer, [0])
+    assert check.cut([2, 1], 9) == Cut(2)
+    assert check.cut([1, 1, 1], 7) == Cut(2, "stop", "b"), "the third token is the last that may not end the text"
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e-6])
