@@ -1,3 +1,33 @@
-"""Aerie: EAGLE tree speculation on a Ray cluster, in lockstep across data-parallel attention ranks."""
+"""Aerie: EAGLE tree speculation on a Ray cluster, in lockstep across data-parallel attention ranks.
+
+`from cluster import LLM, SamplingParams` runs a model in this process. These names are imported when they are first
+used, because they need torch, and most imports of this package don't.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+# By name the module that defines it. `__init__.pyi` tells type checkers and editors of the same names.
+OFFLINE: dict[str, str] = {
+    "LLM": "cluster.offline.llm",
+    "CompletionOutput": "cluster.offline.outputs",
+    "Logprob": "cluster.offline.outputs",
+    "RequestOutput": "cluster.offline.outputs",
+    "SamplingParams": "cluster.offline.sampling_params",
+    "StructuredOutputsParams": "cluster.offline.sampling_params",
+}
+__all__ = [*OFFLINE, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `OFFLINE` when it is first used.
+
+    Raises:
+        AttributeError: the package has no such name.
+    """
+    if name not in OFFLINE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(OFFLINE[name]), name)
+    return found

@@ -63,6 +63,7 @@ LAYERS = (
     "engine",
     "actors",
     "api",
+    "offline",
     "tools",
     "train",
     "bench",
@@ -94,6 +95,7 @@ MAY_IMPORT = {"train": frozenset(LAYERS[: LAYERS.index("models") + 1])}
 KNOWS_RAY = frozenset({"actors", "api", "bench", "cli"})
 # The only files that import by string, and why. Constant strings are held to the layers and the cycle check as well.
 LATE_IMPORTS = {
+    "cluster/__init__.py": "the offline door needs torch, and most who import the package don't",
     "cluster/cli.py": "a subcommand is imported only when it is chosen",
     "cluster/attention/bind.py": "Triton takes a second to load, and only GPUs need it",
     "cluster/kernels/choose.py": "the same",

@@ -24,8 +24,8 @@ from cluster.bench.server import ServerProcess
 from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
+from cluster.offline.stepping import complete
 from cluster.request import Request, SamplingParams
-from cluster.tools.local_engine import complete
 
 BATCHES = (1, 16)
 MODEL = "real"

@@ -118,8 +118,8 @@ def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> P
     Raises:
         ConfigError: as `build_engine`.
     """
-    if config.tp_size > 1:
-        raise ConfigError(f"tp_size {config.tp_size} needs as many ranks and this is one; set tp_size to 1")
+    if (ranks := config.tp_size) > 1:
+        raise ConfigError(f"tp_size {ranks} needs {ranks} processes, and this is one; leave it out, or use aerie serve")
     device = _device(config)
     refuse_summing(config, device)
     return prepare(resolve_models(fetch(config)), Mesh(), device, memory)

@@ -4,33 +4,20 @@ The body of a request is that of /v1/chat/completions and is read by the code of
 """
 
 import argparse
-import asyncio
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 from cluster.api.openai.errors import ApiError
-from cluster.api.openai.grammars import Grammars
-from cluster.api.openai.service import Limits, ModelInfo
-from cluster.api.openai.tokenizer import ChatTokenizer
 from cluster.api.replica.asking import asked_chat
-from cluster.api.replica.calls import Call, understand
-from cluster.arch.generation import sampling_defaults
+from cluster.api.replica.calls import Call
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
+from cluster.offline.interrupts import interrupt_held
+from cluster.offline.local_model import LocalModel
+from cluster.offline.stepping import steps
 from cluster.tools.answers import Run
-from cluster.tools.local_engine import engine_of, steps
-from cluster.tools.terminal import interrupt_held
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A model in this process; see `cluster.api.openai.service.Served`."""
-
-    model: ModelInfo
-    tokenizer: ChatTokenizer
-    grammars: Grammars
+from cluster.tools.local_engine import engine_of
 
 
 class EngineAnswers:
@@ -46,17 +33,12 @@ class EngineAnswers:
         path = info.config.model_path
         if engine.tokenizer is None:
             raise ConfigError(f"a chat needs a tokenizer and {path!r} has none; aerie generate takes token ids")
-        tokenizer = ChatTokenizer.load(path)
-        if not tokenizer.has_template:
+        self._engine, self._model = engine, LocalModel(engine)
+        if self._model.tokenizer is None or not self._model.tokenizer.has_template:
             raise ConfigError(
                 f"{path!r} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): add "
                 "that of the model it is made from, or continue text with aerie generate"
             )
-        self._engine = engine
-        sizes = info.context_length, info.vocab_size, 0, info.max_request_tokens
-        model = ModelInfo(path, *sizes, info.eos_token_ids, sampling_defaults(path))
-        self._folder = Folder(model, tokenizer, Grammars(tokenizer, model))
-        self._limits = Limits.of(model.context_length)
         drafts = "without a draft" if info.draft is None else f"{info.draft.algorithm} draft"
         self.name = f"{path}, {drafts}, {info.dtype} on {info.device}"
 
@@ -76,8 +58,7 @@ class EngineAnswers:
 
     def _understood(self, body: Mapping[str, Any]) -> Call:
         try:
-            asked = asked_chat(self._folder, self._limits, body)
-            return asyncio.run(understand(self._folder, self._limits, asked, 0))
+            return self._model.understood(asked_chat(self._model, self._model.limits, body))
         except ApiError as error:
             raise ValueError(error.message) from None
 

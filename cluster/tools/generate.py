@@ -9,10 +9,11 @@ from itertools import chain
 from cluster.arch.hub.names import HUB_NAME
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
+from cluster.offline.stepping import steps
 from cluster.request import Request, RequestOutput, SamplingParams, signed_seed
 from cluster.text import StoppedText
 from cluster.tools.engine_flags import add_engine_arguments
-from cluster.tools.local_engine import engine_of, steps
+from cluster.tools.local_engine import engine_of
 from cluster.tools.terminal import Screen
 
 MAX_TOKENS = 128

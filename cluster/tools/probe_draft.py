@@ -14,8 +14,8 @@ from cluster.arch.draft.sample import FILE
 from cluster.arch.hub import fetch
 from cluster.config import DRAFT_FACTS, ConfigError, EngineConfig
 from cluster.engine.build import build_engine
+from cluster.offline.stepping import complete
 from cluster.request import Request, SamplingParams
-from cluster.tools.local_engine import complete
 from cluster.tools.sample_draft import settings_of
 
 PROMPTS = (

@@ -1,12 +1,9 @@
-"""What commands need of a terminal: colours where they are wanted, lines that are redrawn in place, Ctrl-C on hold."""
+"""What commands need of a terminal: colours where they are wanted, and lines that are redrawn in place."""
 
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import Literal, TextIO
 
 Colour = Literal["dim", "red", "green", "cyan", "magenta"]
@@ -60,25 +57,3 @@ class Screen:
         self.out.write(f"{up}{cut}\x1b[J")
         self.out.flush()
         self._drawn = len(shown)
-
-
-class Held:
-    """Whether Ctrl-C was pressed while it was held."""
-
-    pressed = False
-
-
-@contextmanager
-def interrupt_held() -> Iterator[Held]:
-    """Note the first Ctrl-C instead of raising it, so that what must not be cut short can end; the second is raised."""
-    held = Held()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        held.pressed = True
-        signal.signal(number, before)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield held
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
+from cluster.offline.stepping import complete
 from cluster.request import Request, SamplingParams
-from cluster.tools.local_engine import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = str(ROOT / "models/demo/target"), str(ROOT / "models/demo/draft")

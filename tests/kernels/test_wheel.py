@@ -32,7 +32,7 @@ def test_a_wheel_fits_any_python_and_serves_away_from_the_checkout(tmp_path: Pat
     libraries = {path.name.split("-")[1] for path in (site / "cluster/kernels/compiled").glob("*.so")}
     assert libraries == set(LEVELS)
     for source in (sources / "cluster").rglob("*"):
-        if source.suffix in (".py", ".c", ".h", ".js", ".css", ".html", ".svg"):
+        if source.suffix in (".py", ".pyi", ".typed", ".c", ".h", ".js", ".css", ".html", ".svg"):
             assert (site / source.relative_to(sources)).read_bytes() == source.read_bytes(), source
     check = (
         "import cluster, cluster.kernels.library as kernels; found = kernels.library(); "

@@ -211,12 +211,9 @@ class Shape:
         return {"prompt_logprobs": [None, *(self._ranked(entry, most) for entry in delta.prompt_logprobs)]}
 
     def _ranked(self, entry: TokenLogprob, most: int) -> dict[str, Any]:
-        ranked = {entry.token_id: (entry.logprob, entry.rank)}
-        for place, (token, logprob) in enumerate(entry.top[:most], start=1):
-            ranked.setdefault(token, (logprob, place))
         return {
             str(token): {"logprob": _number(logprob), "rank": rank, "decoded_token": self._token(token)[0]}
-            for token, (logprob, rank) in ranked.items()
+            for token, (logprob, rank) in ranked(entry, most).items()
         }
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -380,6 +377,17 @@ def logprob_entry(entry: TokenLogprob, token: Callable[[int], tuple[str, bytes]]
         return {"token": text, "logprob": _number(logprob), "bytes": list(raw)}
 
     return {**named(entry.token_id, entry.logprob), "top_logprobs": [named(*pair) for pair in entry.top]}
+
+
+def ranked(entry: TokenLogprob, most: int) -> dict[int, tuple[float, int]]:
+    """By token id the log-probability and the rank of a token and of the `most` likeliest ones in its place. The rank
+    counts from 1; it is 0 for a token that is none of them and whose rank nobody asked for.
+    """
+    top = {token: (logprob, place) for place, (token, logprob) in enumerate(entry.top[:most], start=1)}
+    _, place = top.get(entry.token_id, (0.0, 0))
+    return {entry.token_id: (entry.logprob, entry.rank or place)} | {
+        token: found for token, found in top.items() if token != entry.token_id
+    }
 
 
 def _number(logprob: float) -> float:

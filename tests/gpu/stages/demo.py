@@ -7,8 +7,8 @@ import time
 from cluster.bench.pair import PLAIN, Pair, Shape
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
+from cluster.offline.stepping import complete, steps
 from cluster.request import Request, SamplingParams
-from cluster.tools.local_engine import complete, steps
 from tests.gpu.stages.stage import Stage, run
 
 TREES = (Shape(3), Shape(4, 4, 16))

@@ -21,9 +21,9 @@ from cluster.kernels import flashinfer_library
 from cluster.kernels.flashinfer_library import Share
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.offline.stepping import complete
 from cluster.recording import Ahead, repeated
 from cluster.tape import Tape
-from cluster.tools.local_engine import complete
 from tests.flashinfer.stand_in import stand_in_serves
 from tests.gpu.stages.attention import there
 from tests.gpu.stages.stage import NotHereError, Stage, run

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
+from cluster.offline.stepping import complete
 from cluster.request import Request, SamplingParams
-from cluster.tools.local_engine import complete
 from tests.gpu.stages.stage import Stage, run
 from tests.tiny import tiny_draft, tiny_target
 

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from cluster.tools.terminal import Screen, interrupt_held
+from cluster.offline.interrupts import interrupt_held
+from cluster.tools.terminal import Screen
 
 
 class Tty(io.StringIO):

@@ -1,0 +1,228 @@
+"""A model in the caller's process: `LLM("DIR", draft="DIR").generate([...])`, as in vLLM. No server and no Ray.
+
+A prompt becomes the body of a REST request, and the code of the REST routes reads it, so its answer is the server's.
+"""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Self
+
+from cluster.api.openai.errors import ApiError
+from cluster.api.openai.fields import WARNING_HEADER
+from cluster.api.replica.asking import Reader, asked_chat, asked_text
+from cluster.api.replica.calls import Call
+from cluster.chat.formats.choose import named
+from cluster.config import ConfigError
+from cluster.engine.build import build_engine
+from cluster.engine.engine import Engine
+from cluster.offline.arguments import Params, Place, Prompt, config_of, conversations_of, params_for, prompts_of
+from cluster.offline.interrupts import interrupt_held
+from cluster.offline.local_model import LocalModel, SamplingDefaults
+from cluster.offline.outputs import Answer, RequestOutput
+from cluster.offline.progress import Progress
+from cluster.offline.stepping import steps
+from cluster.request import RequestOutput as StepOutput
+from cluster.status import RankInfo
+
+logger = logging.getLogger(__name__)
+
+Steps = Generator[tuple[StepOutput, ...], None, None]
+HELD = 2  # the engine is given so many times as many sequences as it runs at once
+
+
+class LLM:
+    """A model, ready to answer; a context manager that frees it. Calls of several threads take turns."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        draft: str | os.PathLike[str] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
+        sampling_defaults: SamplingDefaults = "model",
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a model. `model` and `draft` are folders of safetensors or names on a hub; without a draft the model
+        decodes plainly.
+
+        `settings` are the engine's of docs/settings.md, as `dtype` or `context_length`, in SGLang's or vLLM's names.
+        `sampling_defaults`, `tool_call_parser` and `reasoning_parser` are the settings of the application there.
+
+        Raises:
+            ConfigError: a model cannot be had or served, or a setting cannot be honoured; the message names the setting
+                and says what to write instead.
+        """
+        if sampling_defaults not in ("model", "openai"):
+            raise ConfigError(f"sampling_defaults must be 'model' or 'openai', got {sampling_defaults!r}")
+        parsers = named(tool_call_parser, reasoning_parser)
+        self._lock = threading.Lock()
+        self._over = ""  # why nothing is answered any more
+        self._engine: Engine | None = build_engine(config_of(model, draft, tokenizer, settings))
+        self._model = LocalModel(self._engine, parsers, sampling_defaults)
+        self._free = weakref.finalize(self, self._model.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts and return one output for each, in their order; they run together.
+
+        A prompt is a text, a list of token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`; `prompts`
+        is one of them or a list. `sampling_params` are for all prompts, or a list with one for each. `use_tqdm` draws a
+        progress bar. Ctrl-C ends the batch after the step that runs; this object can be used again.
+
+        Raises:
+            ValueError: a prompt or a parameter cannot be served; nothing is generated then. The message names both.
+            RuntimeError: this object is closed, or its engine failed.
+        """
+        given, many = prompts_of(prompts)
+        params = params_for(sampling_params, len(given), "prompts")
+        with self._running() as engine:
+            asked = []
+            for at, (prompt, own) in enumerate(zip(given, params, strict=True)):
+                place = Place("prompt", "prompts", at if many else None)
+                if isinstance(prompt, str) and self._model.tokenizer is None:
+                    remedy = "give token ids, or a folder with a tokenizer as tokenizer"
+                    raise ValueError(f"{place.name}: a text needs a tokenizer, and this model has none; {remedy}")
+                text = prompt if isinstance(prompt, str) else None
+                call = self._understood(asked_text, {"prompt": [prompt], **own.body()}, place)
+                asked.append(Answer(text, call.choices, call.shape))
+            return self._answered(engine, asked, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of conversations, and return one output for each, in their order.
+
+        `messages` are those of /v1/chat/completions, and so are the keyword arguments, which are for all conversations;
+        docs/chat.md describes them. For the rest see `generate`.
+
+        Raises:
+            ValueError: a conversation or a parameter cannot be served, or the model has no chat template.
+            RuntimeError: this object is closed, or its engine failed.
+        """
+        given, many = conversations_of(messages)
+        params = params_for(sampling_params, len(given), "messages")
+        beside = {
+            "tools": None if tools is None else list(tools),
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "response_format": response_format,
+            "reasoning_effort": reasoning_effort,
+            "chat_template_kwargs": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        with self._running() as engine:
+            if self._model.tokenizer is None or not self._model.tokenizer.has_template:
+                raise ValueError("messages: this model has no chat template; give a prompt to generate()")
+            asked = []
+            for at, (talk, own) in enumerate(zip(given, params, strict=True)):
+                place = Place("messages", "messages", at if many else None)
+                call = self._understood(asked_chat, {"messages": talk, **own.chat_body(), **beside}, place)
+                asked.append(Answer(None, call.choices, call.shape))
+            return self._answered(engine, asked, use_tqdm)
+
+    def info(self) -> RankInfo:
+        """The settings as they were resolved, with what was chosen automatically.
+
+        Raises:
+            RuntimeError: this object is closed, or its engine failed.
+        """
+        with self._running() as engine:
+            return engine.info()
+
+    def close(self) -> None:
+        """Free the model's memory and end what it started; waits for a call under way. Closing twice is fine."""
+        with self._lock:
+            self._end("this LLM is closed; make a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _running(self) -> Iterator[Engine]:
+        """The engine, for one caller at a time."""
+        with self._lock:
+            if self._engine is None:
+                raise RuntimeError(self._over)
+            yield self._engine
+
+    def _end(self, why: str) -> None:
+        """Let go of the engine; further calls are told `why`. The caller has the lock."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine, self._over = None, why
+            self._free()
+
+    def _understood(self, read: Reader, body: Mapping[str, Any], place: Place) -> Call:
+        """The sequences of one prompt. Errors say where in the caller's list it is.
+
+        Raises:
+            ValueError: it cannot be served.
+            RuntimeError: its grammar cannot be compiled now.
+        """
+        try:
+            with place.origins.named():
+                call = self._model.understood(read(self._model, self._model.limits, body))
+        except ApiError as error:
+            kind = ValueError if error.status < 500 else RuntimeError
+            raise kind(place.told(error.message)) from None
+        if WARNING_HEADER in call.headers:
+            logger.warning("%s", place.told(call.headers[WARNING_HEADER]))
+        return call
+
+    def _answered(self, engine: Engine, answers: Sequence[Answer], use_tqdm: bool) -> list[RequestOutput]:
+        """Run all sequences to their ends."""
+        owners = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
+        requests = [choice.request for _, choice in owners.values()]
+        given = steps(engine, requests, HELD * engine.config.max_running_requests)
+        bar = Progress(len(answers), use_tqdm)
+        with interrupt_held() as held, bar, closing(self._guarded(given)) as taken:
+            for outputs in taken:
+                for output in outputs:
+                    answer, choice = owners[output.request_id]
+                    answer.take(choice, output)
+                    bar.gave(len(output.token_ids))
+                    if output.finish_reason is not None:
+                        del owners[output.request_id]
+                        if answer.ended:
+                            bar.done(answer)
+                if held.pressed and owners:
+                    raise KeyboardInterrupt
+        tokenizer = None if self._model.tokenizer is None else self._model.tokenizer.text
+        return [answer.output(tokenizer) for answer in answers]
+
+    def _guarded(self, given: Steps) -> Steps:
+        """The same steps. An engine that fails within a step is not used again."""
+        try:
+            yield from given
+        except (ValueError, GeneratorExit):  # a request is refused before the first step, or the caller has left
+            raise
+        except BaseException as error:
+            self._end(f"the engine of this LLM failed ({type(error).__name__}: {error}); make a new one")
+            raise

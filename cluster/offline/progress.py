@@ -1,0 +1,38 @@
+"""The progress bar of a batch: prompts that are done, tokens per second, and what speculation gave."""
+
+import time
+from typing import Self
+
+from tqdm.auto import tqdm
+
+from cluster.offline.outputs import Answer
+
+
+class Progress:
+    """A bar on stderr, or a widget in a notebook; a context manager."""
+
+    def __init__(self, prompts: int, shown: bool) -> None:
+        """`prompts` is how many there are; without `shown` nothing is drawn."""
+        self._bar = tqdm(total=prompts, desc="prompts", unit="prompt", disable=not shown, dynamic_ncols=True)
+        self._began, self._tokens, self._steps, self._accepted = time.perf_counter(), 0, 0, 0
+
+    def gave(self, tokens: int) -> None:
+        """Count tokens that a step gave."""
+        self._tokens += tokens
+
+    def done(self, answer: Answer) -> None:
+        """Count a prompt whose sequences have all ended."""
+        for choice in answer.choices:
+            if choice.speculation is not None:
+                self._steps += choice.speculation.steps
+                self._accepted += choice.speculation.accepted_tokens
+        pace = f"{self._tokens / (time.perf_counter() - self._began):.1f} tokens/s"
+        length = f", accept length {1 + self._accepted / self._steps:.2f}" if self._steps else ""
+        self._bar.set_postfix_str(pace + length, refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
