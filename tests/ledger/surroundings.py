@@ -21,7 +21,7 @@ PREFIXES = (
     *("AERIE_", "ATEN_", "CUDA_", "DNNL_", "FLASHINFER_", "GOMP_", "HF_", "HYPOTHESIS_", "KMP_", "MALLOC_", "MKL_"),
     *("NCCL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "RAY_", "TORCH_", "TRITON_", "VLLM_"),
 )
-IGNORED = frozenset({"PATH", "TERM", "SAID", "XDG_CACHE_HOME", "HOME"})
+IGNORED = frozenset({"PATH", "TERM", "SAID", "XDG_CACHE_HOME", "HOME", "NOTED_FAILURES", "PLANTED_OBJECTS"})
 """Variables that tests or the product read, and on which no outcome depends: places, and looks of a terminal."""
 
 

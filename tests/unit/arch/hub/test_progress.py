@@ -4,6 +4,7 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,15 @@ from cluster.arch.hub import progress
 from cluster.arch.hub.progress import BYTES, THREAD, watched
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where pytest was started in the background, which ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_it() -> None:
     def download(bar: Any) -> None:
         with bar(total=100) as shown:
