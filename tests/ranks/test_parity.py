@@ -158,7 +158,7 @@ def test_followers_share_pages_as_their_leader_does(ranks: Gangs, page_size: int
 def test_a_gang_equals_one_rank_across_all_options(ranks: Gangs, tp: int, dp: int) -> None:
     total = run_options(ranks, tp, dp, range(FAST, FULL))
     assert total.compared > REQUESTS * (FULL - FAST) * 0.7 and total.counted > total.compared / 3
-    assert total.aborted > 3 and total.retracted > 0
+    assert total.aborted > 3 and total.retracted > 3
     assert sum(total.accepted[j] for j in total.accepted if j) > 15, total.accepted
     assert dp == 1 or (total.padded > 50 and total.uneven > total.steps / 3 and total.idle > 20)
 
