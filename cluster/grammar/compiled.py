@@ -79,8 +79,8 @@ class MaskCompiler:
 
 
 def with_marks(tag: Any, never: int) -> Any:
-    """A structural tag that allows the same outputs, in which each special token is one of two alternatives. The other
-    alternative is the token `never` and the number of the special token as text.
+    """Return a structural tag that allows the same outputs as `tag`. In it each special token stands beside an
+    alternative that no output takes: the token `never`, followed by the number of the special token as text.
 
     xgrammar 0.2.8 recognises a rule by a checksum of its automaton. The checksum leaves out which token an edge takes,
     so a rule with one special token would get the masks of a rule with another. The text makes the checksums differ.

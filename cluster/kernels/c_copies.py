@@ -33,7 +33,7 @@ class Cells(Structure):
 
 
 class Copies:
-    """Calls of the kernels that copy, of one library, in place of operators."""
+    """Makes calls of one library's copying kernels, each in place of an operator of torch."""
 
     def __init__(self, library: Library) -> None:
         # These kernels move bytes, so the function of any dtype will do.

@@ -48,7 +48,7 @@ class Arguments(Structure):
 
 
 class Numbers:
-    """Calls of the kernel `numbers` of one library in place of operators."""
+    """Makes calls of one library's kernel `numbers`, each in place of an operator of torch."""
 
     def __init__(self, library: Library) -> None:
         self._run = library.functions["numbers", torch.float32]  # its arguments say what their dtypes are
