@@ -71,7 +71,7 @@ class Adjust:
 
     @property
     def masks_alone(self) -> bool:
-        """Whether grammars alone change logits and the chooser applies their masks itself, without a copy of the logits."""
+        """Whether grammars alone change logits, and the chooser applies their masks without a copy of the logits."""
         return self.adjustments is None and self.grammars is not None and self.grammars.frugal
 
     def masks(self, each: int) -> Tensor:
