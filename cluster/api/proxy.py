@@ -94,7 +94,7 @@ class WholeRequests:
         self._app = app
         self._turns = Turns()
         self._held = 0
-        self._refusals = Refusals()
+        self._refusals = Refusals(self._turns.interrupt)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on. A body that comes too slowly gets a 408; a client that leaves drops its request."""
@@ -113,20 +113,28 @@ class WholeRequests:
             self._held -= len(body)
         if more is None:
             return
-        if (refusal := self._refusals.standing(scope)) is not None:
-            await refusal.send(send)
+        if await self._refused(scope, send):
             return
         length = len(body)
         rest = _Rest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
         body.clear()  # it is not kept for as long as the answer takes
         try:
-            await self._turns.wait()
+            while not await self._turns.wait():
+                if await self._refused(scope, send):
+                    return
             if not rest.gone:
                 self._turns.charge(length)
                 refusals = self._refusals
                 await self._app(refusals.passing(scope), rest.receive, refusals.learning(scope, send))
         finally:
             rest.close()
+
+    async def _refused(self, scope: Scope, send: Send) -> bool:
+        """Whether the refusal of full replicas stands; then it is the answer."""
+        if (refusal := self._refusals.standing(scope)) is None:
+            return False
+        await refusal.send(send)
+        return True
 
     async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
         """Read the body up to the limits; returns whether there is more of it, or None when the client has left."""

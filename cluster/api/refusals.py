@@ -45,7 +45,9 @@ class Refusal:
 class Refusals:
     """The proxy's half: the refusals of full replicas, by the path of the request."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, learnt: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        """`learnt` is called whenever a refusal begins to hold."""
+        self._learnt = learnt
         self._clock = clock
         self._said: dict[str, dict[str, Refusal]] = {}
         self._replicas: dict[str, int] = {}
@@ -106,6 +108,7 @@ class Refusals:
         kept = [pair for pair in headers if pair[0].lower() in KEPT]
         self._said.setdefault(path, {})[replica] = Refusal(until, kept, body)
         self._replicas[path] = count
+        self._learnt()
 
 
 class TellsProxy:

@@ -11,6 +11,7 @@ Nothing heavy is imported here, since this runs in the proxy.
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,22 +51,48 @@ class Cores:
 
 
 class Turns:
-    """Who begins next. Wait for a turn, then `charge` it if the request really begins."""
+    """Who begins next, in the order of arrival. Wait for a turn, then `charge` it if the request really begins."""
 
     def __init__(self, cores: Cores | None = None) -> None:
         self._cores = Cores() if cores is None else cores
-        self._turn = asyncio.Lock()
+        self._waiting: deque[asyncio.Future[bool]] = deque()
+        self._timed = False  # whether the event loop will call `_begin` or `_arrange`
         self._next = 0.0
 
-    async def wait(self) -> None:
-        """Wait until the next request may begin; everybody else on the event loop is served at least once."""
-        async with self._turn:
-            await asyncio.sleep(max(0.0, self._next - asyncio.get_running_loop().time()))
+    async def wait(self) -> bool:
+        """Wait until the next request may begin; everybody else on the event loop is served at least once. False: the
+        wait was interrupted, and the request must ask again.
+        """
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        if not self._timed:
+            self._arrange()
+        return await turn
+
+    def interrupt(self) -> None:
+        """End all waits: what the requests would learn by beginning is known now."""
+        while self._waiting:
+            if not (turn := self._waiting.popleft()).done():
+                turn.set_result(False)
 
     def charge(self, body: int) -> None:
         """Note that a request with a body of so many bytes begins: on a full machine the next one has to rest."""
         if self._cores.full():
             self._next = asyncio.get_running_loop().time() + rest_s(body, os.cpu_count() or 1)
+
+    def _arrange(self) -> None:
+        """Have the next turn given when its rest is over."""
+        loop = asyncio.get_running_loop()
+        self._timed = bool(self._waiting)
+        if self._timed:
+            loop.call_later(max(0.0, self._next - loop.time()), self._begin)
+
+    def _begin(self) -> None:
+        while self._waiting:
+            if not (turn := self._waiting.popleft()).done():  # done: its client has left
+                turn.set_result(True)
+                break
+        asyncio.get_running_loop().call_soon(self._arrange)  # after the request has begun, and was charged for
 
 
 def rest_s(body: int, cores: int) -> float:

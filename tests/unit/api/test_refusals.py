@@ -9,6 +9,7 @@ from cluster.actors.messages import Overloaded
 from cluster.api.openai.errors import overloaded
 from cluster.api.proxy import JsonErrors, WholeRequests
 from cluster.api.refusals import FULL, REPEATED, Refusals, TellsProxy, held_s
+from cluster.api.turns import LONGEST_REST_S, Cores, Turns
 
 START, BODY = "http.response.start", "http.response.body"
 WAIT_S = 8.0
@@ -32,6 +33,13 @@ class Replica:
         await send({"type": BODY, "body": b"{}"})
 
 
+class Full(Cores):
+    """A machine whose cores are always busy."""
+
+    def full(self) -> bool:
+        return True
+
+
 class Proxy:
     """Serve's proxy with our middlewares in front of replicas that take turns."""
 
@@ -43,20 +51,26 @@ class Proxy:
             await next(turns).app(scope, receive, send)
 
         self._app = WholeRequests(JsonErrors(route))  # in Serve's order, the last of `middlewares` outermost
-        self._app._refusals = Refusals(lambda: self.now)
+        self._app._refusals = Refusals(self._app._turns.interrupt, lambda: self.now)
 
     def ask(self, path: str = "/v1/completions", method: str = "POST", headers: Any = ()) -> tuple[int, Any, Any]:
+        """Status, headers and body of one answer."""
+        return asyncio.run(self.asking(path, method, headers))
+
+    async def asking(
+        self, path: str, method: str = "POST", headers: Any = (), body: bytes = b"{}"
+    ) -> tuple[int, Any, Any]:
         """Status, headers and body of one answer."""
         sent: list[Any] = []
 
         async def receive() -> Any:
-            return {"type": "http.request", "body": b"{}", "more_body": False}
+            return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: Any) -> None:
             sent.append(message)
 
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": list(headers)}
-        asyncio.run(self._app(scope, receive, send))  # type: ignore[arg-type]
+        await self._app(scope, receive, send)  # type: ignore[arg-type]
         return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
 
 
@@ -148,3 +162,28 @@ def test_a_client_cannot_count() -> None:
     for name in (REPEATED, REPEATED.title()):
         assert proxy.ask(headers=[(name, b"1000")])[0] == 200
     assert replica.counted == []
+
+
+def test_a_refusal_answers_those_that_wait_for_their_turn() -> None:
+    """On a full machine requests begin one after another; the first of five that come at once learns that the replica
+    is full, the others have only to hear it. One of another path waits on.
+    """
+    replica = Replica()
+    proxy = Proxy(replica)
+    proxy._app._turns = Turns(Full())
+    proxy._app._refusals = Refusals(proxy._app._turns.interrupt)
+
+    async def all_ask() -> list[tuple[int, float]]:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+
+        async def one(path: str) -> tuple[int, float]:
+            status, _, _ = await proxy.asking(path, body=bytes(1 << 20))  # whose rest is the longest
+            return status, clock() - began
+
+        return await asyncio.gather(*(one(path) for path in ["/v1/completions"] * 4 + ["/other"]))
+
+    *same, other = asyncio.run(all_ask())
+    assert [status for status, _ in same] == [503] * 4 and other[0] == 503
+    assert max(seconds for _, seconds in same) < LONGEST_REST_S <= other[1] * 1.01
+    assert replica.asked == 2

@@ -118,3 +118,29 @@ def test_on_a_full_machine_requests_begin_with_rests_between_them() -> None:
 @pytest.mark.parametrize(("full", "charged"), [(False, True), (True, False)])
 def test_nobody_rests_on_a_machine_with_room_or_after_who_has_left(full: bool, charged: bool) -> None:
     assert began(full, charged)[-1] < 3 * LONGEST_REST_S
+
+
+def test_an_interrupt_ends_all_waits_and_keeps_the_order_of_those_who_ask_again() -> None:
+    """Who has left meanwhile takes no turn."""
+
+    async def all_wait() -> list[tuple[int, bool]]:
+        turns, given = Turns(Given(True)), []
+
+        async def one(number: int) -> None:
+            while not (turn := await turns.wait()):
+                given.append((number, turn))
+            given.append((number, turn))
+
+        assert await turns.wait()
+        turns.charge(1 << 30)
+        tasks = [asyncio.ensure_future(one(number)) for number in range(4)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        turns.interrupt()
+        await asyncio.sleep(LONGEST_REST_S / 10)
+        assert given == [(0, False), (2, False), (3, False)]
+        tasks[2].cancel()
+        await asyncio.wait(tasks)
+        return given
+
+    assert asyncio.run(all_wait())[3:] == [(0, True), (3, True)]
