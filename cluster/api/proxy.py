@@ -125,7 +125,8 @@ class WholeRequests:
             if not rest.gone:
                 self._turns.charge(length)
                 refusals = self._refusals
-                await self._app(refusals.passing(scope), rest.receive, refusals.learning(scope, send))
+                learning = refusals.learning(scope, self._accounting(send))
+                await self._app(refusals.passing(scope), rest.receive, learning)
         finally:
             rest.close()
 
@@ -135,6 +136,16 @@ class WholeRequests:
             return False
         await refusal.send(send)
         return True
+
+    def _accounting(self, send: Send) -> Send:
+        """The `send` of a request that begins: tells `Turns` if it gets an error."""
+
+        async def account(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._turns.refused()
+            await send(message)
+
+        return account
 
     async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
         """Read the body up to the limits; returns whether there is more of it, or None when the client has left."""

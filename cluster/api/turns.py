@@ -3,7 +3,8 @@
 To begin a request costs the proxy and the replica together some `BEGIN_S` of CPU time, and `BYTE_S` more for each byte
 of its body. The kernel gives a core at once to a process that often sleeps, as these two do; so a hundred requests a
 second would take the cores from the ranks of open streams, which compute without a pause. While the cores are busy,
-rests between two beginnings keep what they cost to `SHARE` of the machine.
+rests between two beginnings keep what they cost to `SHARE` of the machine. A request that the replica refuses costs
+`REFUSE_S` only, which is known when its answer comes.
 
 Nothing heavy is imported here, since this runs in the proxy.
 """
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-BEGIN_S, BYTE_S = 0.006, 30e-9
+BEGIN_S, REFUSE_S, BYTE_S = 0.006, 0.002, 30e-9
 SHARE = 0.125
 LONGEST_REST_S = 0.1
 LOOK_S, HELD_S = 0.1, 1.0  # seconds between two looks at the cores; for how long a machine found full counts as full
@@ -56,7 +57,7 @@ class Turns:
     def __init__(self, cores: Cores | None = None) -> None:
         self._cores = Cores() if cores is None else cores
         self._waiting: deque[asyncio.Future[bool]] = deque()
-        self._timed = False  # whether the event loop will call `_begin` or `_arrange`
+        self._timer: asyncio.Handle | None = None  # by which the event loop will call `_begin` or `_arrange`
         self._next = 0.0
 
     async def wait(self) -> bool:
@@ -65,7 +66,7 @@ class Turns:
         """
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
-        if not self._timed:
+        if self._timer is None:
             self._arrange()
         return await turn
 
@@ -80,19 +81,24 @@ class Turns:
         if self._cores.full():
             self._next = asyncio.get_running_loop().time() + rest_s(body, os.cpu_count() or 1)
 
+    def refused(self) -> None:
+        """Note that a request that was charged for has been refused: the next one may begin sooner."""
+        self._next -= (BEGIN_S - REFUSE_S) / (SHARE * (os.cpu_count() or 1))
+        if self._timer is not None:
+            self._timer.cancel()
+            self._arrange()
+
     def _arrange(self) -> None:
         """Have the next turn given when its rest is over."""
         loop = asyncio.get_running_loop()
-        self._timed = bool(self._waiting)
-        if self._timed:
-            loop.call_later(max(0.0, self._next - loop.time()), self._begin)
+        self._timer = loop.call_later(max(0.0, self._next - loop.time()), self._begin) if self._waiting else None
 
     def _begin(self) -> None:
         while self._waiting:
             if not (turn := self._waiting.popleft()).done():  # done: its client has left
                 turn.set_result(True)
                 break
-        asyncio.get_running_loop().call_soon(self._arrange)  # after the request has begun, and was charged for
+        self._timer = asyncio.get_running_loop().call_soon(self._arrange)  # after the request was charged for
 
 
 def rest_s(body: int, cores: int) -> float:

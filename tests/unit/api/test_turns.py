@@ -1,6 +1,7 @@
 """Requests begin in turns, with rests where no core of the machine is idle."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,21 @@ def test_an_interrupt_ends_all_waits_and_keeps_the_order_of_those_who_ask_again(
         return given
 
     assert asyncio.run(all_wait())[3:] == [(0, True), (3, True)]
+
+
+def test_a_refused_request_lets_the_next_one_begin_sooner() -> None:
+    """Three refusals, each known at once: the fourth request begins after three rests of `REFUSE_S`."""
+
+    async def all_begin() -> float:
+        turns = Turns(Given(True))
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        for refused in (True, True, True, False):
+            assert await turns.wait()
+            turns.charge(0)
+            if refused:
+                asyncio.get_running_loop().call_soon(turns.refused)  # while the next one waits
+        return clock() - began
+
+    rest = (rest_s(0, os.cpu_count() or 1)) / 3
+    assert 3 * rest * 0.99 <= asyncio.run(all_begin()) < 3 * rest + rest_s(0, os.cpu_count() or 1)
