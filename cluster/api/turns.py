@@ -64,7 +64,7 @@ class Turns:
         """Wait until the next request may begin; everybody else on the event loop is served at least once. False: the
         wait was interrupted, and the request must ask again.
         """
-        turn = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         if self._timer is None:
             self._arrange()
